@@ -1,0 +1,71 @@
+# make report   from a fresh machine to a saved report      make test       the default suite
+# make lab      JupyterLab on the notebooks                 make test-all   every generated case
+#
+# PYTHON=python3.12       another interpreter (3.11 to 3.13)
+# TORCH_INDEX=<address>   where torch comes from, such as https://download.pytorch.org/whl/cpu (a fifth of the size)
+# PYTEST="-k sharding"    more arguments for pytest
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+ABLATION ?= experiments/layout_parity/ablation.yaml
+
+.PHONY: report test test-all lab lint clean
+.DEFAULT_GOAL := report
+
+report: .venv/.installed
+	$(BIN)/python -m workbench run $(ABLATION)
+
+lab: .venv/.installed
+	$(BIN)/python -m workbench lab
+
+test: .venv/.installed-dev browser
+	$(BIN)/python -m pytest $(PYTEST)
+
+test-all: .venv/.installed-dev browser
+	$(BIN)/python -m pytest -m "" $(PYTEST)
+
+lint: .venv/.installed-dev
+	$(BIN)/python -m ruff check workbench tests notebooks experiments
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	find workbench tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and exactly: a looser request could pull another build of it
+.venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) -e .
+	@touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+# Debian keeps ensurepip in a package of its own
+.venv/bin/python:
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "There is no '$(PYTHON)' here. Install Python 3.11, 3.12 or 3.13, or say PYTHON=/path/to/python." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	  echo "$(PYTHON) is $$("$(PYTHON)" -V 2>&1). The workbench needs Python 3.11, 3.12 or 3.13:" >&2; \
+	  echo "say for example  make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  package="python$$("$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"; \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update && apt-get install -y --no-install-recommends "$$package"; \
+	  else \
+	    echo "$(PYTHON) cannot make virtual environments: install $$package (apt-get install $$package)." >&2; exit 1; \
+	  fi; }
+	rm -rf .venv
+	"$(PYTHON)" -m venv .venv
+
+# One test drives a real browser. Without root it is skipped, with a line that says so.
+.PHONY: browser
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update && apt-get install -y --no-install-recommends chromium \
+	      || echo "Chromium could not be installed; the browser test will be skipped."; \
+	  else \
+	    echo "No Chromium here and no root to install it: the browser test will be skipped."; \
+	  fi; }

@@ -1,0 +1,39 @@
+"""What every test gets: fixed seeds, GPUs only where it asks for them, and no silent skips where it counts."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+pytest_plugins = ["tests.helpers.no_skips"]
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds():
+    """The same random numbers whatever ran before."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    """Skip tests that need more GPUs than there are."""
+    asking = [(item, gpus) for item in items if (gpus := _gpus_needed(item))]
+    if not asking:
+        return
+    import torch
+
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item, gpus in asking:
+        if gpus > here:
+            item.add_marker(pytest.mark.skip(reason=f"needs {gpus} GPUs, {here} here"))
+
+
+def _gpus_needed(item):
+    if (marker := item.get_closest_marker("gpus")) is not None:
+        return marker.args[0]
+    return 1 if item.get_closest_marker("gpu") else 0

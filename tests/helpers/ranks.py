@@ -1,0 +1,84 @@
+"""Run a function on several real processes joined by gloo, and bring results or every rank's stack back."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+
+class RanksError(AssertionError):
+    """At least one rank failed or hung; the message holds what each said."""
+
+
+def _entry(rank: int, world: int, folder: str, function: Any, arguments: tuple[Any, ...], timeout_s: float) -> None:
+    folder_path = Path(folder)
+    log = (folder_path / f"stack{rank}").open("w")
+    faulthandler.dump_traceback_later(timeout_s * 0.8, file=log, exit=False)
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    try:
+        import torch.distributed as dist
+
+        if world > 1:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        result: Any = ("ok", function(*arguments))
+        if world > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        result = ("error", traceback.format_exc())
+    with (folder_path / f"part{rank}").open("wb") as file:
+        pickle.dump(result, file)
+    (folder_path / f"part{rank}").rename(folder_path / f"result{rank}")
+    sys.stdout.flush()
+    os._exit(0)  # interpreter exit costs a second a rank and tests nothing
+
+
+def run_ranks(function: Any, world: int, folder: Path, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+    """Call ``function(*arguments)`` on ``world`` ranks; results in rank order.
+
+    The function and its arguments must be importable and picklable. A rank that does not answer in time is
+    killed, and its stack is part of the error.
+
+    Raises:
+        RanksError: a rank raised or hung.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.qwen3.modeling_qwen3"])
+    processes = [context.Process(target=_entry, args=(r, world, str(folder), function, arguments, timeout_s))
+                 for r in range(world)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hung = [r for r, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    answers, problems = {}, []
+    for rank in range(world):
+        path = folder / f"result{rank}"
+        if rank in hung or not path.exists():
+            stack = (folder / f"stack{rank}").read_text() if (folder / f"stack{rank}").exists() else ""
+            problems.append(f"rank {rank} {'hung' if rank in hung else 'died without an answer'}:\n{stack}")
+            continue
+        kind, value = pickle.loads(path.read_bytes())
+        if kind == "ok":
+            answers[rank] = value
+        else:
+            problems.append(f"rank {rank} raised:\n{value}")
+    if problems:
+        raise RanksError("\n".join(problems))
+    return [answers[rank] for rank in range(world)]

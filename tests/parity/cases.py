@@ -1,0 +1,52 @@
+"""What a rank does in a parity test: the workbench's own step on documents handed in, results as plain data."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from workbench.policy.model import load_policy
+from workbench.rollouts.batch import RolloutBatch
+from workbench.runs import step as flow
+from workbench.runs.faults import planted
+from workbench.runs.spec import RunSpec
+from workbench.sharding.mesh import make_mesh
+
+
+def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
+    """One step of the flow under a spec; gradients, loss, norms and per-token values, whole, from every rank."""
+    spec = RunSpec.model_validate(settings)
+    layout = spec.layout
+    mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp)
+    policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, tied=spec.model.tied,
+                         seed=spec.model.seed, temperature=spec.policy.temperature or 1.0,
+                         implementation=spec.policy.logprobs)
+    batch = RolloutBatch.from_documents(documents)
+    with planted(spec.faults) if spec.faults else contextlib.nullcontext():
+        rows, totals = flow.prepare_rows(batch, spec, mesh)
+        result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
+                               frozen_clip_S=frozen_clip, keep_gradients=True)
+    return {
+        "loss": float(result.loss["total"]),
+        "gradients": {name: g.double() for name, g in result.gradients.items()},
+        "norms": dict(result.norms),
+        "tokens": dict(result.tokens),
+        "metrics": dict(result.metrics),
+        "trained_here": sum(int(local.row.loss_mask_T.sum()) for local in rows),
+    }
+
+
+def many_steps(cases: list[tuple[dict, list[dict]]]) -> list[dict]:
+    """Several steps in one set of processes."""
+    return [one_step(*case) for case in cases]
+
+
+def one_thread(function, *arguments):
+    """Call in this process on one thread, as ranks do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function(*arguments)
+    finally:
+        torch.set_num_threads(before)

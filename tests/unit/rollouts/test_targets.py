@@ -1,0 +1,72 @@
+"""Targets: the value at a token moves to the position that predicts it, and never over a document's end."""
+
+from dataclasses import replace
+
+import torch
+
+from workbench.rollouts.batch import PADDING, Extension, RolloutBatch
+from workbench.rollouts.targets import shift_targets
+
+
+def make_row() -> RolloutBatch:
+    batch = RolloutBatch.from_documents([
+        {"tokens": [5, 7, 2], "loss_mask": [0, 1, 1], "advantages": [0, 0.5, 0.25], "old_logprobs": [0, -1.0, -0.5],
+         "ref_logprobs": [0, -4.0, -3.0]},
+        {"tokens": [6], "loss_mask": [0], "advantages": 9.0, "old_logprobs": [0], "ref_logprobs": [0]},
+        {"tokens": [8, 9], "loss_mask": [0, 1], "advantages": [0, -0.5], "old_logprobs": [0, -2.0],
+         "ref_logprobs": [0, -1.5]}])
+    turns = Extension(torch.arange(1, 7), "token", "turn", "Which turn.", pad=-7)
+    scale = Extension(torch.ones(3), "document", "factor", "Scale.")
+    return replace(batch, extensions={"turns": turns, "scale": scale}).pad_to(8)
+
+
+def test_inputs_stay_where_they_are():
+    row = make_row()
+    shifted = shift_targets(row)
+    assert shifted.tokens_T.tolist() == row.tokens_T.tolist()
+    assert shifted.positions_T.tolist() == row.positions_T.tolist()
+    assert shifted.document_ids_T.tolist() == row.document_ids_T.tolist()
+
+
+def test_each_position_gets_the_next_token_of_its_document():
+    shifted = shift_targets(make_row())
+    assert shifted.targets_T.tolist() == [7, 2, 0, 0, 9, 0, 0, 0]
+    assert shifted.loss_mask_T.tolist() == [True, True, False, False, True, False, False, False]
+    assert shifted.advantages_T.tolist() == [0.5, 0.25, 0, 0, -0.5, 0, 0, 0]
+    assert shifted.old_logprobs_T.tolist() == [-1.0, -0.5, 0, 0, -2.0, 0, 0, 0]
+    assert shifted.ref_logprobs_T.tolist() == [-4.0, -3.0, 0, 0, -1.5, 0, 0, 0]
+    assert shifted.source_T.tolist() == [1, 2, PADDING, PADDING, 5, PADDING, PADDING, PADDING]
+    assert shifted.sampler_logprobs_T is None
+
+
+def test_no_trained_token_is_lost_or_added():
+    row = make_row()
+    assert int(shift_targets(row).loss_mask_T.sum()) == row.num_trained_tokens
+
+
+def test_token_extensions_follow_and_document_extensions_do_not():
+    extensions = shift_targets(make_row()).extensions
+    assert {name: value.tolist() for name, value in extensions.items()} == {"turns": [2, 3, -7, -7, 6, -7, -7, -7]}
+
+
+def test_an_all_padding_row_trains_nothing():
+    shifted = shift_targets(make_row().select([]).pad_to(3))
+    assert shifted.loss_mask_T.tolist() == [False] * 3
+    assert shifted.targets_T.tolist() == [0, 0, 0]
+
+
+def test_map_moves_every_tensor_together():
+    shifted = shift_targets(make_row())
+    reversed_row = shifted.map(lambda value: value.flip(0))
+    assert reversed_row.targets_T.tolist() == shifted.targets_T.tolist()[::-1]
+    assert reversed_row.source_T.tolist() == shifted.source_T.tolist()[::-1]
+    assert reversed_row.extensions["turns"].tolist() == [-7, -7, -7, 6, -7, -7, 3, 2]
+    assert reversed_row.sampler_logprobs_T is None
+
+
+def test_to_changes_real_numbers_only():
+    row = shift_targets(make_row()).to(torch.device("cpu"), torch.float64)
+    assert row.old_logprobs_T.dtype == torch.float64
+    assert row.advantages_T.dtype == torch.float64
+    assert row.targets_T.dtype == torch.int64
+    assert row.loss_mask_T.dtype == torch.bool

@@ -1,0 +1,56 @@
+"""Lay two configurations of an RL loss side by side and see whether every gradient means the same.
+
+The nouns. A `RolloutBatch` is what a policy is trained on: documents in a packed row. A `RunSpec` says
+everything that decides a run's numbers. An `AblationSpec` is a question, and the configurations that answer
+it. A `RunDirectory` holds what a run found. A `Comparison` holds every run against its reference and carries
+the verdicts.
+
+    import workbench as wb
+
+    comparison, page = wb.run_ablation("experiments/layout_parity/ablation.yaml", on_event=print)
+    print(comparison)                                  # a verdict on every configuration
+    wb.figures.norm_ratios(comparison)                 # the figures of the report
+
+Names are imported when they are first used, so that `import workbench` takes no time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PLACES = {
+    "AblationSpec": "workbench.launch.ablation",
+    "Comparison": "workbench.compare.comparison",
+    "RolloutBatch": "workbench.rollouts.batch",
+    "RunDirectory": "workbench.runs.store",
+    "RunSpec": "workbench.runs.spec",
+    "WorkbenchError": "workbench.errors",
+    "compare_runs": "workbench.compare.align",
+    "load_ablation": "workbench.launch.ablation",
+    "load_rollouts": "workbench.rollouts.files:load",
+    "project_root": "workbench.runs.store",
+    "run_ablation": "workbench.cli.run",
+    "show": "workbench.report.page",
+    "write_report": "workbench.report.page",
+    "figures": "workbench.report.figures:",
+}
+"""Public name -> its module; after a colon its name there, nothing for the module itself."""
+
+__all__ = list(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'workbench' has no attribute {name!r}")
+    place, colon, there = _PLACES[name].partition(":")
+    module = importlib.import_module(place)
+    value = module if colon and not there else getattr(module, there or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])

@@ -1,0 +1,77 @@
+"""The command line: thin verbs, each one call that a notebook can make too.
+
+Only the chosen verb is imported, so `--help` answers at once. What a user can mend is printed in words with
+exit code 2; a run that failed gives exit code 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+import workbench
+from workbench.errors import WorkbenchError
+
+VERBS = {
+    "run": "run an ablation (or one spec), compare its runs and write the report",
+    "report": "write an experiment's report page again, from its saved comparison",
+    "compare": "print the verdicts of an experiment",
+    "rollouts": "import, check or record rollouts",
+    "lab": "open JupyterLab on the notebooks",
+}
+"""Verb -> what it does. Each is a module of this package, with `main(arguments) -> exit code`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the arguments say.
+
+    Returns:
+        0 done, 1 a run failed, 2 the user can mend something, 130 interrupted.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if given else 2
+    if given[0] in ("-V", "--version"):
+        print(f"workbench {workbench.__version__}")
+        return 0
+    verb, rest = given[0], given[1:]
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(VERBS)}"
+        print(f"workbench: there is no verb {verb!r} ({hint})", file=sys.stderr)
+        return 2
+    try:
+        if verb == "rollouts":
+            return _rollouts(rest)
+        return importlib.import_module(f"workbench.cli.{verb}").main(rest)
+    except WorkbenchError as error:
+        notes = [f"  {note}" for note in getattr(error, "__notes__", [])]
+        print("\n".join([f"{type(error).__name__}: {error}", *notes]), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _rollouts(arguments: Sequence[str]) -> int:
+    """The verb that has verbs of its own."""
+    import tyro
+
+    from workbench.cli import rollouts
+
+    tyro.extras.subcommand_cli_from_dict(
+        {"import": rollouts.import_, "check": rollouts.check, "record": rollouts.record},
+        prog="workbench rollouts", args=list(arguments), description="Import, check or record rollouts.",
+        config=(tyro.conf.PositionalRequiredArgs,))
+    return 0
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {meaning}" for verb, meaning in VERBS.items())
+    return (f"usage: workbench VERB ...\n\n{(workbench.__doc__ or '').splitlines()[0]}\n\n{verbs}\n\n"
+            "`workbench VERB --help` says more.\n"
+            "Begin with: workbench run experiments/layout_parity/ablation.yaml")

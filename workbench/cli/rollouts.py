@@ -1,0 +1,131 @@
+"""`workbench rollouts import | check | record`: bring rollouts in, look at them, make some.
+
+Each function is one verb; heavy imports wait until a verb runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.rollouts.batch import RolloutBatch
+
+
+def import_(source: Path, output: Path, *, temperature: float = 1.0, ignore: tuple[str, ...] = (),
+            overwrite: bool = False) -> None:
+    """Turn rollouts from elsewhere into a recording.
+
+    Args:
+        source: .jsonl or .parquet (one document a record; the keys are listed in
+            workbench/rollouts/importers.py), or .npz (padded arrays under TRL's names).
+        output: folder of the new recording.
+        temperature: what logits were divided by when the tokens were sampled.
+        ignore: keys of a .npz file to leave out.
+        overwrite: replace a recording that is there.
+    """
+    from workbench.errors import SpecError
+    from workbench.rollouts import files, importers
+
+    if ignore and source.suffix != ".npz":
+        raise SpecError(f"import {source} with ignore {', '.join(ignore)}", found=f"a {source.suffix} file",
+                        rule="ignore is for the arrays of a .npz file",
+                        fix="remove the keys from the records")
+    if source.suffix == ".jsonl":
+        batch = importers.read_jsonl(source, temperature=temperature)
+    elif source.suffix == ".parquet":
+        batch = importers.read_parquet(source, temperature=temperature)
+    elif source.suffix == ".npz":
+        batch = importers.read_npz(source, temperature=temperature, ignore=ignore)
+    else:
+        raise SpecError(f"import {source}", found=f"suffix {source.suffix!r}",
+                        rule=".jsonl, .parquet or .npz", fix="rename the file after what it holds")
+    files.save(batch, output, overwrite=overwrite,
+               provenance={"made_by": "workbench rollouts import", "source": source.name})
+    print(f"{output}: written")
+    check(output)
+
+
+def check(folder: Path) -> None:
+    """Verify a recording and print what is in it.
+
+    Args:
+        folder: holds manifest.json and rollouts.safetensors.
+    """
+    from workbench.rollouts import files
+
+    batch = files.load(folder)
+    manifest = files.read_manifest(folder)
+    print(f"{folder}: whole ({manifest.tensors.bytes} bytes, sha256 {manifest.tensors.sha256[:16]}...)")
+    print(batch)
+    print(f"  temperature: {batch.temperature}")
+    print()
+    for line in _field_table(batch, manifest.fields):
+        print(line)
+    for line in _reward_lines(batch):
+        print(line)
+
+
+def record(folder: Path = Path("data/arithmetic"), *, prompts: int = 12, answers: int = 6,
+           temperature: float = 1.0, seed: int = 0, overwrite: bool = False) -> None:
+    """Warm a tiny policy up on arithmetic, sample answers, and record them with the policy (some 2 minutes).
+
+    Args:
+        folder: gets rollouts/ (the recording) and policy/ (the model, as transformers saves it).
+        prompts: problems.
+        answers: sampled for each problem.
+        temperature: divides logits when sampling.
+        seed: of the weights, the problems and the sampling.
+        overwrite: replace a recording that is there.
+    """
+    from workbench.runs.recording import RecordingSettings, record_rollouts
+
+    settings = RecordingSettings(prompts=prompts, answers=answers, temperature=temperature, seed=seed)
+    numbers = record_rollouts(folder, settings, overwrite=overwrite,
+                              on_event=lambda line: print(line, flush=True))
+    for name, value in numbers.items():
+        print(f"  {name}: {value:.4g}" if isinstance(value, float) else f"  {name}: {value}")
+    check(folder / "rollouts")
+
+
+def _field_table(batch: RolloutBatch, entries: dict[str, object]) -> list[str]:
+    """One line a field: unit, which values the numbers are over, least, mean and greatest."""
+    trained, real = batch.loss_mask_T, batch.document_ids_T >= 0
+    rows = [("field", "unit", "over", "min", "mean", "max")]
+    for name, values in (batch.token_fields() | batch.document_fields()).items():
+        entry = entries[name]
+        if entry.level == "document":
+            over, chosen = "documents", values
+        elif values.is_floating_point():
+            over, chosen = "trained tokens", values[trained]
+        else:
+            over, chosen = "tokens", values[real]
+        rows.append((name, entry.unit, over, *_three_numbers(chosen)))
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    return ["  ".join(text.ljust(width) if column < 3 else text.rjust(width)
+                      for column, (text, width) in enumerate(zip(row, widths, strict=True))) for row in rows]
+
+
+def _three_numbers(values: Tensor) -> tuple[str, str, str]:
+    if values.numel() == 0:
+        return ("-", "-", "-")
+    numbers = values.double()
+    return (f"{numbers.min():.5g}", f"{numbers.mean():.5g}", f"{numbers.max():.5g}")
+
+
+def _reward_lines(batch: RolloutBatch) -> list[str]:
+    if batch.group_ids_N is None:
+        return ["", "no group ids"]
+    sizes = batch.group_ids_N.unique(return_counts=True)[1]
+    lines = ["", f"{len(sizes)} groups of {int(sizes.min())} to {int(sizes.max())} documents"]
+    if batch.rewards_N is not None:
+        groups = [batch.rewards_N[batch.group_ids_N == group] for group in batch.group_ids_N.unique()]
+        mixed = sum(bool(rewards.min() < rewards.max()) for rewards in groups)
+        values, counts = batch.rewards_N.unique(return_counts=True)
+        shown = ", ".join(f"{count} of {value:.4g}" for value, count in zip(values.tolist(), counts.tolist(),
+                                                                        strict=True))
+        lines.append(f"rewards: {shown}" if len(values) <= 8 else f"rewards: {len(values)} different values")
+        lines.append(f"{mixed} groups have different rewards; the others give no advantage")
+    return lines

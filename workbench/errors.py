@@ -1,0 +1,77 @@
+"""What the workbench says when something is wrong.
+
+Every message has the same four parts, written for someone at 2 a.m.: what was asked, what was found,
+the rule, and what to do. Every error is picklable, because errors cross process boundaries.
+
+    WorkbenchError
+    |-- ShapeError(ValueError)        a tensor's shape, dtype or values break a stated rule
+    |-- ShardingError(ValueError)     tokens, heads or ranks cannot be divided as asked
+    |-- UnreducedError(TypeError)     a number was read while it is still a partial sum over mesh axes
+    |-- SpecError(ValueError)         a setting is unknown, contradictory or out of range
+    |-- LaunchError(RuntimeError)     a job could not be started or did not end well
+    |-- RecordError(RuntimeError)     a file is missing, damaged or of another version
+    `-- VerdictError(AssertionError)  two configurations that had to agree do not
+
+To add one: derive it from WorkbenchError and from the standard exception that it replaces, add it to this
+drawing, and give it no constructor of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class WorkbenchError(Exception):
+    """Base of every error that is the user's to mend.
+
+    Args:
+        asked: what was asked for, with its values.
+        found: what was there instead.
+        rule: what is required.
+        fix: what to do.
+    """
+
+    def __init__(self, asked: str, *, found: str = "", rule: str = "", fix: str = "") -> None:
+        self.parts = {"asked": asked, "found": found, "rule": rule, "fix": fix}
+        lines = [asked]
+        lines += [f"  {label}: {text}" for label, text in
+                  (("found", found), ("rule", rule), ("do", fix)) if text]
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.parts, self.__dict__.get("__notes__", []))
+
+
+def _rebuild(kind: type[WorkbenchError], parts: dict[str, str], notes: list[str]) -> WorkbenchError:
+    error = kind(parts["asked"], found=parts["found"], rule=parts["rule"], fix=parts["fix"])
+    for note in notes:
+        error.add_note(note)
+    return error
+
+
+class ShapeError(WorkbenchError, ValueError):
+    """A tensor's shape, dtype or values break a stated rule."""
+
+
+class ShardingError(WorkbenchError, ValueError):
+    """Tokens, heads or ranks cannot be divided as asked."""
+
+
+class UnreducedError(WorkbenchError, TypeError):
+    """A number was read while it is still a partial sum over mesh axes."""
+
+
+class SpecError(WorkbenchError, ValueError):
+    """A setting is unknown, contradictory or out of range."""
+
+
+class LaunchError(WorkbenchError, RuntimeError):
+    """A job could not be started or did not end well."""
+
+
+class RecordError(WorkbenchError, RuntimeError):
+    """A file is missing, damaged or of another version."""
+
+
+class VerdictError(WorkbenchError, AssertionError):
+    """Two configurations that had to agree do not."""

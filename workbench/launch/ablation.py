@@ -1,0 +1,271 @@
+"""An ablation: a base spec, axes, and named configurations, unfolded into runs.
+
+    question: what it asks, one sentence
+    base: {steps: 4}                        settings of every run
+    axes: {precision: [float64, float32]}   every configuration runs once for each combination of values
+    reference: one_rank                     the configuration that the others are held against
+    truth: one_rank-float64                 the run whose numbers are taken as exact; may be left out
+    configurations:                         name -> what it changes
+      one_rank: {}
+      cp2_zigzag: {layout: {cp: 2, order: zigzag}}
+    extra:                                  outside the axes: runs once, with its own values
+      fault: {precision: float64, layout: {cp: 2}, faults: [local_denominator]}
+
+The runs of the example are one_rank-float64, one_rank-float32, cp2_zigzag-float64, cp2_zigzag-float32 and
+fault. Each is held against the reference with the same values of the axes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from workbench.errors import SpecError
+from workbench.runs.spec import RunSpec, merge, parse_spec
+from workbench.runs.store import RUN_NAME
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run that an ablation asks for.
+
+    Attributes:
+        name: unique in the ablation, and a legal folder name.
+        spec: everything that decides its numbers.
+        reference: name of the run that it is held against; "" for a reference.
+        truth: name of the run whose numbers are taken as exact; "" if none, and for the truth itself.
+        configuration: the name in the YAML file, without the values of the axes.
+    """
+
+    name: str
+    spec: RunSpec
+    reference: str
+    truth: str
+    configuration: str
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that it needs."""
+        return self.spec.layout.world_size
+
+
+class AblationSpec(BaseModel):
+    """What an ablation file says.
+
+    Example:
+        >>> ablation = AblationSpec(question="?", reference="a", configurations={"a": {}, "b": {"steps": 2}},
+        ...                         axes={"precision": ["float64", "float32"]})
+        >>> [(run.name, run.reference) for run in ablation.expand()][2:]
+        [('b-float64', 'a-float64'), ('b-float32', 'a-float32')]
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    question: str = ""
+    """What the ablation asks, in one sentence."""
+    base: dict[str, Any] = Field(default_factory=dict)
+    """Settings of every run."""
+    axes: dict[str, list[Any]] = Field(default_factory=dict)
+    """Setting (dotted where nested) -> values; every configuration runs with each combination."""
+    reference: str
+    """Name of the configuration that the others are held against."""
+    truth: str = ""
+    """Name of the run whose numbers are taken as exact."""
+    configurations: dict[str, dict[str, Any]] = Field(min_length=1)
+    """Name -> settings that it changes."""
+    extra: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Name -> settings of a run outside the axes."""
+
+    def expand(self, *, where: str = "ablation") -> list[Planned]:
+        """Every run, references and the truth first.
+
+        Args:
+            where: file or place that the ablation comes from, for messages.
+
+        Raises:
+            SpecError: a setting that cannot be used (with the configuration's name), two runs of one name, a
+                reference or truth that is not there, a configuration that sets an axis.
+        """
+        if self.reference not in self.configurations:
+            raise _unknown(where, "reference", self.reference, self.configurations)
+        self._check_axes(where)
+        settings = list(self._settings())
+        specs = _parse_all(where, [(name, changed) for name, _, changed in settings])
+        names = [name for name, _, _ in settings]
+        illegal = [name for name in names if not RUN_NAME.fullmatch(name)]
+        if illegal:
+            raise SpecError(f"{where}: names of runs", found=", ".join(map(repr, illegal)),
+                            rule="letters, digits, '.', '_' and '-', beginning with a letter or digit",
+                            fix="rename the configuration; values of axes are part of names too")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SpecError(f"{where}: two runs of one name", found=", ".join(twice),
+                            rule="every run has a name of its own: a configuration's with the values of the "
+                                 "axes, joined by '-', or an extra's", fix="rename one of them")
+        if self.truth and self.truth not in names:
+            raise _unknown(where, "truth", self.truth, names)
+        _check_order(where, specs)
+
+        references = {self._place(specs[name]): name for name, configuration, _ in settings
+                      if configuration == self.reference}
+        planned = []
+        for name, configuration, _ in settings:
+            reference = references.get(self._place(specs[name]))
+            if reference is None:
+                place = ", ".join(f"{axis}={value}" for axis, value in
+                                  zip(self.axes, self._place(specs[name]), strict=True))
+                raise SpecError(f"{where}: extra {name!r} has no reference", found=place,
+                                rule=f"its values of the axes are among those of {self.reference!r}",
+                                fix="give it one of the axes' values, or add its value to the axis")
+            truth = "" if name == self.truth else self.truth
+            reference = "" if name == reference else reference
+            planned.append(Planned(name, specs[name], reference, truth, configuration))
+        return sorted(planned, key=lambda run: bool(run.reference) and run.name != self.truth)
+
+    def _settings(self) -> Iterable[tuple[str, str, dict[str, Any]]]:
+        """(name of the run, name in the file, settings) of every run."""
+        for configuration, changes in self.configurations.items():
+            for values in itertools.product(*self.axes.values()):
+                placed: dict[str, Any] = self.base
+                for axis, value in zip(self.axes, values, strict=True):
+                    placed = merge(placed, _nested(axis, value))
+                yield "-".join([configuration, *map(str, values)]), configuration, merge(placed, changes)
+        for name, changes in self.extra.items():
+            yield name, name, merge(self.base, changes)
+
+    def _check_axes(self, where: str) -> None:
+        for axis, values in self.axes.items():
+            if not values:
+                raise SpecError(f"{where}: axis {axis!r} has no values", rule="at least one value",
+                                fix="give values, or remove the axis")
+            for name, changes in self.configurations.items():
+                own = _lookup(changes, axis)
+                if own is not None:
+                    raise SpecError(f"{where}: configuration {name!r} sets {axis}", found=f"{axis} = {own}",
+                                    rule=f"{axis} is an axis, which gives every configuration its values",
+                                    fix="move the configuration to `extra`, which is outside the axes")
+
+    def _place(self, spec: RunSpec) -> tuple[str, ...]:
+        """Where a run lies on the axes."""
+        dumped = spec.model_dump(mode="json")
+        return tuple(str(_lookup(dumped, axis)) for axis in self.axes)
+
+
+def load_ablation(path: Path | str) -> AblationSpec:
+    """Read an ablation, or one run's spec as an ablation of one configuration, from YAML.
+
+    Raises:
+        SpecError: no such file, not YAML, a name given twice, a setting that cannot be used.
+    """
+    path = Path(path)
+    settings = _read_yaml_once(path)
+    if not isinstance(settings, Mapping):
+        raise SpecError(f"read {path}", found=f"a {type(settings).__name__}", rule="a mapping of settings",
+                        fix="experiments/ holds examples")
+    if not {"configurations", "axes", "question", "reference"}.intersection(settings):
+        parse_spec(RunSpec, settings, where=str(path))
+        settings = {"base": settings, "reference": path.stem, "configurations": {path.stem: {}}}
+    ablation = parse_spec(AblationSpec, settings, where=str(path))
+    ablation.expand(where=str(path))
+    return ablation
+
+
+def select(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
+    """Some runs, by their own name or their configuration's, with the references and truth that they need.
+
+    Raises:
+        SpecError: a name that is not there.
+    """
+    known = {run.name for run in planned} | {run.configuration for run in planned}
+    for name in names:
+        if name not in known:
+            raise _unknown("choose runs", "name", name, known)
+    chosen = [run for run in planned if run.name in names or run.configuration in names]
+    needed = {name for run in chosen for name in (run.name, run.reference, run.truth, run.spec.frozen_clip)}
+    return [run for run in planned if run.name in needed]
+
+
+def _parse_all(where: str, settings: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, RunSpec]:
+    specs: dict[str, RunSpec] = {}
+    wrong: list[str] = []
+    for name, changed in settings:
+        try:
+            specs[name] = parse_spec(RunSpec, changed, where=name)
+        except SpecError as error:
+            wrong.append(f"{name}: {error.parts['found']}")
+    if wrong:
+        raise SpecError(f"{where}: {len(wrong)} of {len(settings)} runs cannot be used",
+                        found="; ".join(wrong),
+                        rule="settings of RunSpec; unknown keys are refused",
+                        fix="correct the file; `workbench run --help` lists every setting")
+    return specs
+
+
+def _check_order(where: str, specs: Mapping[str, RunSpec]) -> None:
+    """Refuse runs that wait for themselves, or for a run that is not there, through `frozen_clip`."""
+    for name in specs if len(specs) > 1 else ():
+        seen = [name]
+        while needed := specs[seen[-1]].frozen_clip:
+            if needed not in specs:
+                raise _unknown(f"{where}: run {seen[-1]!r}", "frozen_clip", needed, specs)
+            if needed in seen:
+                raise SpecError(f"{where}: run {name!r} needs its own clip decisions",
+                                found=" -> ".join([*seen, needed]), rule="the run that decides comes first",
+                                fix="leave frozen_clip out of the run whose decisions the others take")
+            seen.append(needed)
+
+
+def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> SpecError:
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
+    return SpecError(f"{where}: {what} {name!r} does not exist", found=", ".join(names),
+                     rule=f"{what} names something that is there", fix=hint)
+
+
+def _nested(dotted: str, value: Any) -> dict[str, Any]:
+    for key in reversed(dotted.split(".")):
+        value = {key: value}
+    return value
+
+
+def _lookup(settings: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = settings
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML in which a key stands once in a mapping; plain YAML lets the last one win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen and key != "<<":
+                line = key_node.start_mark.line + 1
+                raise SpecError(f"read {self.name}",
+                                found=f"{key!r} on line {seen[key]} and again on line {line}",
+                                rule="every name stands once", fix="rename or remove one of them")
+            seen[key] = key_node.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml_once(path: Path) -> Any:
+    try:
+        with path.open(encoding="utf8") as file:
+            return yaml.load(file, Loader=_OnceLoader)
+    except FileNotFoundError:
+        raise SpecError(f"read {path}", found="no such file", rule="a YAML file with an ablation or a spec",
+                        fix="check the path; experiments/ holds examples") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"read {path}", found=str(error), rule="valid YAML",
+                        fix="mend what is named above") from None

@@ -1,0 +1,3 @@
+"""Hidden states to token log-probabilities: one meaning, several implementations by name."""
+
+IMPLEMENTATIONS = ("reference", "vocabulary_parallel")

@@ -1,0 +1,31 @@
+"""Token log-probabilities, slow and obvious: every logit, one log-softmax, one lookup.
+
+Letters: T tokens | V vocabulary | D model dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.shapes import check_shapes
+
+
+def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, temperature: float = 1.0,
+                   bias_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target under softmax(hidden @ weight.T / temperature), and the entropy.
+
+    Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T], bias_V [V] -> logprobs_T [T], entropy_T [T].
+    Units:    nats.
+    Backward: ordinary autograd, through both results.
+    Raises:   ShapeError: sizes disagree.
+    """
+    check_shapes("token_logprobs", hidden_TD=hidden_TD, weight_VD=weight_VD, targets_T=targets_T, bias_V=bias_V)
+    logits_TV = hidden_TD @ weight_VD.T
+    if bias_V is not None:
+        logits_TV = logits_TV + bias_V
+    # Half precision is widened after the product; float64 stays.
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    logprobs_TV = torch.log_softmax(logits_TV.to(wide) / temperature, dim=-1)
+    chosen_T = logprobs_TV.gather(-1, targets_T[:, None]).squeeze(-1)
+    return chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)

@@ -1,0 +1,413 @@
+"""Every figure: a function that takes a comparison and returns a matplotlib figure.
+
+The report page and the notebooks draw with the same functions. None of them shows anything, and none leaves a
+configuration out in silence: what has no number is named.
+
+    verdicts               distance from the reference, in units of the budget
+    gradient_norm_by_step  the global gradient norm
+    norm_ratios            per parameter, norm / reference norm
+    importance_ratios      distribution over trained tokens, with the clip bounds
+    loss_by_step           the loss
+    time_and_memory        a step's duration and the peak of memory
+"""
+
+from __future__ import annotations
+
+import math
+import os.path
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from workbench.compare.comparison import Comparison, Configuration, flatten
+from workbench.report import style
+from workbench.report.numbers import mebibytes, milliseconds, near_one, significant
+
+LOSS = "loss/total/sum"
+GRADIENT_NORM = "gradient/norm/global"
+STEP_MS = "time/step_ms"
+PEAK_BYTES = "memory/peak_bytes"
+
+
+# ---- what a figure shows of a configuration -----------------------------------------------------------
+
+
+def worst_share(configuration: Configuration) -> float | None:
+    """The largest distance in units of its budget, over steps, parameters and the whole gradient.
+
+    Above 1 something is out of budget. None where nothing was judged.
+    """
+    pairs = [(w["distance"], w["budget"]) for w in configuration.whole_gradient
+             if w.get("budget") and w.get("distance") is not None]
+    pairs += [(p.distance, p.budget) for p in configuration.parameters if p.budget]
+    return max((distance / budget for distance, budget in pairs), default=None)
+
+
+def is_bitwise_equal(configuration: Configuration) -> bool:
+    """Whether every recorded step has the reference's gradient, bit for bit."""
+    steps = configuration.whole_gradient
+    return bool(steps) and all(step.get("bitwise_equal") for step in steps)
+
+
+def changed_settings(comparison: Comparison, configuration: Configuration) -> dict[str, Any]:
+    """The settings in which a configuration is not its reference, flat; of a reference, none."""
+    if not configuration.against:
+        return {}
+    base = flatten(comparison[configuration.against].settings)
+    return {key: value for key, value in flatten(configuration.settings).items()
+            if key != "frozen_clip" and (key not in base or base[key] != value)}
+
+
+def groups(comparison: Comparison) -> dict[str, list[Configuration]]:
+    """Configurations by the reference that they are held against, the reference first."""
+    found: dict[str, list[Configuration]] = {c.name: [c] for c in comparison.configurations if not c.against}
+    for configuration in comparison.configurations:
+        if configuration.against:
+            found.setdefault(configuration.against, []).append(configuration)
+    return found
+
+
+@dataclass(frozen=True)
+class SeriesStyle:
+    """How one kind of configuration is drawn in every panel of every figure.
+
+    Attributes:
+        label: name of the kind: what the names of its configurations begin with.
+        color: hue.
+        marker: shape.
+        dash: matplotlib's line style.
+    """
+
+    label: str
+    color: str
+    marker: str
+    dash: Any
+
+
+def series_styles(comparison: Comparison) -> dict[str, SeriesStyle]:
+    """A style for every configuration; those that change the same settings of their references share one."""
+    kinds: dict[str, list[Configuration]] = {}
+    for configuration in comparison.configurations:
+        kinds.setdefault(repr(sorted(changed_settings(comparison, configuration).items(), key=str)),
+                         []).append(configuration)
+    styles, hue = {}, 0
+    for members in kinds.values():
+        names = [c.name for c in members]
+        label = names[0] if len(names) == 1 else os.path.commonprefix(names).rpartition("-")[0] or names[0]
+        if not members[0].against:
+            drawn = SeriesStyle(label, style.INK, "", "-")
+        else:
+            turn = hue // len(style.SERIES)
+            drawn = SeriesStyle(label, style.SERIES[hue % len(style.SERIES)],
+                                style.MARKERS[(hue + turn) % len(style.MARKERS)],
+                                style.DASHES[(hue + turn) % len(style.DASHES)])
+            hue += 1
+        styles |= dict.fromkeys(names, drawn)
+    return styles
+
+
+# ---- the figures --------------------------------------------------------------------------------------
+
+
+def verdicts(comparison: Comparison) -> Figure:
+    """Each configuration's worst distance in units of its budget, on one logarithmic axis.
+
+    Left of 1 a configuration is within its budget. A distance of exactly 0 has no place on the axis and is
+    written as such, as is a run that failed.
+    """
+    rows = [c for c in comparison.configurations if c.against or c.state != "succeeded"]
+    figure = style.chart(1.1 + 0.25 * len(rows))
+    if not rows:
+        style.note(figure, "nothing to compare: every configuration is a reference")
+        return figure
+    axes = figure.subplots()
+    style.tidy(axes, title=f"{comparison.experiment}: distance from the reference, in units of the budget",
+               x="worst distance ÷ budget, over steps and parameters (logarithmic)", grid="x")
+    shares = {c.name: worst_share(c) for c in rows}
+    drawn = [s for s in shares.values() if s is not None and 0 < s < math.inf]
+    low = 10.0 ** math.floor(math.log10(min([*drawn, 0.1])) - 0.3)
+    high = 10.0 ** math.ceil(math.log10(max([*drawn, 10.0])) + 0.3)
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    axes.axvspan(low, 1, color=style.VERDICT_STYLES["equal"].color, alpha=0.06, linewidth=0)
+    axes.axvline(1, color=style.INK, linewidth=0.9)
+    for row, c in enumerate(rows):
+        look, value = style.VERDICT_STYLES[c.verdict], shares[c.name]
+        if value is not None and value > 0:
+            end = min(value, high)
+            axes.plot([low, end], [row, row], color=look.color, linewidth=2, alpha=0.35, solid_capstyle="butt")
+            axes.plot([end], [row], color=look.color, marker=look.marker, markersize=5.5, linestyle="none")
+        elif value == 0:
+            axes.plot([low], [row], color=look.color, marker="|", markersize=9, linestyle="none", clip_on=False)
+        factor = f", factor {near_one(c.factor)}" if c.factor is not None and c.verdict == "different" else ""
+        meaning = f" ({c.factor_meaning})" if factor and c.factor_meaning else ""
+        axes.text(1.015, row, f"{look.sign} {c.verdict}{factor}{meaning}", transform=axes.get_yaxis_transform(),
+                  va="center", fontsize=7.5, color=look.color)
+    axes.set_yticks(range(len(rows)), [c.name for c in rows])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", colors=style.INK)
+    style.log_ticks(axes.xaxis)
+    return figure
+
+
+def gradient_norm_by_step(comparison: Comparison) -> Figure:
+    """The global gradient norm of every configuration at every step; one panel for each reference."""
+    return _lines(comparison, GRADIENT_NORM, "global gradient norm (L2)")
+
+
+def loss_by_step(comparison: Comparison) -> Figure:
+    """The loss of every configuration at every step; one panel for each reference."""
+    return _lines(comparison, LOSS, "loss")
+
+
+def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
+    """Each parameter's gradient norm over the reference's, one column for each configuration.
+
+    Parameters run downwards in the model's order. The line is 1, where a correct configuration lies from top to
+    bottom. Hollow marks are parameters judged by the floor.
+
+    Args:
+        comparison: what to draw.
+        step: optimizer step, from 0.
+    """
+    shown = [c for c in comparison.configurations if any(p.step == step for p in c.parameters)]
+    if not shown:
+        figure = style.chart(1.2)
+        style.note(figure, f"no per-parameter gradients were recorded at step {step}")
+        return figure
+    names = list(dict.fromkeys(p.parameter for c in shown for p in c.parameters if p.step == step))
+    place = {name: row for row, name in enumerate(names)}
+    ratios = [p.norm_ratio for c in shown for p in c.parameters if p.step == step]
+    reach = max([abs(math.log2(r)) for r in ratios if r > 0 and math.isfinite(r)] + [0.7]) * 1.25
+    per_row = 12
+    blocks = [shown[i:i + per_row] for i in range(0, len(shown), per_row)]
+    figure = style.chart((0.9 + 0.152 * len(names)) * len(blocks) + 0.1)
+    grid = figure.subplots(len(blocks), min(per_row, len(shown)), squeeze=False, sharex=True, sharey=True)
+    for block, row in zip(blocks, grid, strict=True):
+        for axes in row[len(block):]:
+            axes.set_visible(False)
+        for c, axes in zip(block, row, strict=False):
+            _ratio_column(axes, c, [p for p in c.parameters if p.step == step], place, reach)
+        row[0].set_yticks(range(len(names)), [_short(name) for name in names])
+        row[0].set_ylim(len(names) - 0.3, -0.7)
+        for axes in row:
+            axes.tick_params(axis="y", length=0, labelsize=7, colors=style.MUTED)
+    return figure
+
+
+def _ratio_column(axes: Axes, c: Configuration, parameters: Sequence[Any], place: dict[str, int],
+                  reach: float) -> None:
+    look = style.VERDICT_STYLES[c.verdict]
+    style.tidy(axes, grid="")
+    for layer, name in enumerate(place):
+        if _layer(name) % 2 == 0:
+            axes.axhspan(layer - 0.5, layer + 0.5, color=style.LINE, alpha=0.3, linewidth=0)
+    axes.set_title(f"{look.sign} {_wrap(c.name)}", fontsize=7, color=look.color, loc="left", linespacing=1.25)
+    axes.axvline(1, color=style.MUTED, linewidth=0.6, zorder=0.5)
+    rows = [place[p.parameter] for p in parameters]
+    axes.plot([p.norm_ratio for p in parameters], rows, color=look.color, marker="o", markersize=3.2,
+              linewidth=0.7, markeredgewidth=0.8, label=c.name)
+    hollow = [p for p in parameters if p.judged_by == "floor"]
+    axes.plot([p.norm_ratio for p in hollow], [place[p.parameter] for p in hollow], color=look.color, marker="o",
+              markersize=3.2, linestyle="none", markerfacecolor="#ffffff", markeredgewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(2.0 ** -reach, 2.0 ** reach)
+    ticks = [2.0 ** n for n in ([-1, 0, 1] if reach < 3 else [-int(reach), 0, int(reach)])]
+    axes.set_xticks(ticks, [significant(t, 1) if t >= 0.5 else f"1/{round(1 / t)}" for t in ticks])
+    axes.minorticks_off()
+    for tick in axes.get_xticklabels():
+        tick.set_fontsize(7)
+
+
+def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = None) -> Figure:
+    """The distribution of policy / old probability over trained tokens: a row for each reference, a column a step.
+
+    Vertical lines are the clip bounds, 1 - clip_low and 1 + clip_high.
+
+    Args:
+        comparison: what to draw.
+        steps: which optimizer steps; None takes up to four, the first and the last among them.
+    """
+    recorded = sorted({int(s) for c in comparison.configurations for s in c.ratios})
+    chosen = list(steps) if steps is not None else _spread(recorded, 4)
+    rows = {ref: [c for c in members if c.ratios] for ref, members in groups(comparison).items()}
+    rows = {ref: members for ref, members in rows.items() if members}
+    if not rows or not chosen:
+        figure = style.chart(1.2)
+        style.note(figure, "no importance ratios were recorded")
+        return figure
+    figure = style.chart(0.5 + 1.75 * len(rows))
+    grid = figure.subplots(len(rows), len(chosen), squeeze=False, sharey="row")
+    looks = series_styles(comparison)
+    for (reference, members), line in zip(rows.items(), grid, strict=True):
+        for step, axes in zip(chosen, line, strict=True):
+            _histograms(axes, members, step, looks)
+            first = axes is line[0]
+            style.tidy(axes, title=reference if first else " ", x="importance ratio",
+                       y=f"step {step}, share of trained tokens" if first else f"step {step}")
+            axes.set_yscale("log")
+            style.log_ticks(axes.yaxis)
+            style.plain_ticks(axes.xaxis)
+    _legend(figure, comparison, [c for members in rows.values() for c in members])
+    return figure
+
+
+def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
+                looks: dict[str, SeriesStyle]) -> None:
+    used: list[float] = []
+    for c in members:
+        histogram = c.ratios.get(str(step))
+        total = sum(histogram["counts"]) if histogram else 0
+        if not histogram or not total:
+            continue
+        edges, counts = list(histogram["edges"]), histogram["counts"]
+        look, reference = looks[c.name], not c.against
+        axes.stairs([n / total for n in counts], edges, baseline=0, color=look.color, label=c.name,
+                    linewidth=5 if reference else 2.4 if c.verdict == "different" else 1.2,
+                    alpha=0.2 if reference else 1, zorder=2 if reference or c.verdict == "different" else 3,
+                    linestyle="-" if reference else _dash(c, _agreeing(members), look))
+        used += [edge for i, n in enumerate(counts) if n for edge in edges[i:i + 2] if math.isfinite(edge)]
+    loss = members[0].settings.get("loss", {})
+    for name, sign in (("clip_low", -1), ("clip_high", 1)):
+        if name in loss:
+            axes.axvline(1 + sign * loss[name], color=style.MUTED, linewidth=0.8, linestyle=(0, (1.5, 1.5)))
+            used.append(1 + sign * loss[name])
+    if used:
+        room = 0.06 * (max(used) - min(used) or 1)
+        axes.set_xlim(min(used) - room, max(used) + room)
+
+
+def time_and_memory(comparison: Comparison) -> Figure:
+    """How long a step took and how much memory it peaked at, a row for each configuration.
+
+    A mark a step; the first step, which also warms up, is hollow; the bar is the median of the others.
+    """
+    rows = comparison.configurations
+    figure = style.chart(0.9 + 0.21 * len(rows))
+    left, right = figure.subplots(1, 2, sharey=True)
+    quantities: tuple[tuple[Axes, str, str, float, Callable[[float], str]], ...] = (
+        (left, STEP_MS, "duration of a step, rank 0 (ms; median on the right)", 1.0, milliseconds),
+        (right, PEAK_BYTES, "peak memory so far, rank 0 (MiB; median on the right)", 2.0 ** 20, mebibytes))
+    for axes, key, title, unit, written in quantities:
+        style.tidy(axes, title=title, grid="x")
+        for row, c in enumerate(rows):
+            values = [step[key] / unit for step in c.steps if step.get(key) is not None]
+            look = style.VERDICT_STYLES[c.verdict]
+            if not values:
+                axes.text(0, row, f"  {c.state}, not recorded" if c.state != "succeeded" else "  not recorded",
+                          va="center", fontsize=7, color=style.MUTED)
+                continue
+            middle = statistics.median(values[1:] or values)
+            axes.barh(row, middle, height=0.62, color=look.color, alpha=0.25, linewidth=0)
+            axes.plot(values, [row] * len(values), linestyle="none", marker="o", markersize=3, color=look.color,
+                      label=c.name)
+            axes.plot(values[:1], [row], linestyle="none", marker="o", markersize=3, color=look.color,
+                      markerfacecolor="#ffffff")
+            axes.text(1.01, row, written(middle * unit), transform=axes.get_yaxis_transform(), va="center",
+                      fontsize=7, color=style.INK)
+        axes.set_xlim(0, axes.get_xlim()[1])
+        style.plain_ticks(axes.xaxis, 4)
+    left.set_yticks(range(len(rows)), [c.name for c in rows])
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    left.tick_params(axis="y", colors=style.INK)
+    return figure
+
+
+# ---- parts that figures share -------------------------------------------------------------------------
+
+
+def _lines(comparison: Comparison, key: str, title: str) -> Figure:
+    """One metric by step; a panel for each reference, one line for each configuration that recorded it.
+
+    The reference is a broad pale line. Configurations that agree lie on it and on one another, so each of them
+    owns a turn of one common dash: all stay visible along the same path.
+    """
+    panels = {ref: [c for c in members if any(step.get(key) is not None for step in c.steps)]
+              for ref, members in groups(comparison).items()}
+    panels = {ref: members for ref, members in panels.items() if members}
+    if not panels:
+        figure = style.chart(1.2)
+        style.note(figure, f"{key} was not recorded")
+        return figure
+    figure = style.chart(3.0)
+    looks = series_styles(comparison)
+    for axes, (reference, members) in zip(style.panels(figure, len(panels), sharey=True), panels.items(),
+                                          strict=True):
+        style.tidy(axes, title=reference, y=title, x="optimizer step")
+        agreeing = _agreeing(members)
+        for order, c in enumerate(members):
+            look = looks[c.name]
+            at = [(step["step"], step[key]) for step in c.steps if step.get(key) is not None]
+            x, y = [a for a, _ in at], [b for _, b in at]
+            if not c.against:
+                axes.plot(x, y, color=look.color, linewidth=6, alpha=0.16, label=c.name,
+                          solid_capstyle="round")
+                continue
+            axes.plot(x, y, color=look.color, linewidth=1.7, linestyle=_dash(c, agreeing, look), marker=look.marker, markersize=4.6,
+                      markerfacecolor="none" if c in agreeing else look.color, markeredgewidth=1.0, label=c.name,
+                      zorder=3 + order / 100)
+        axes.set_xticks(sorted({step["step"] for c in members for step in c.steps}))
+        axes.margins(x=0.06, y=0.12)
+        style.plain_ticks(axes.yaxis)
+    _legend(figure, comparison, [c for members in panels.values() for c in members])
+    return figure
+
+
+def _agreeing(members: Sequence[Configuration]) -> list[Configuration]:
+    return [c for c in members if c.against and c.verdict != "different"]
+
+
+def _dash(c: Configuration, agreeing: Sequence[Configuration], look: SeriesStyle) -> Any:
+    """A line's own dash, or its turn of the dash that agreeing lines share."""
+    if c not in agreeing or len(agreeing) == 1:
+        return look.dash
+    return (3.0 * agreeing.index(c), (3.0, 3.0 * (len(agreeing) - 1)))
+
+
+def _legend(figure: Figure, comparison: Comparison, shown: Sequence[Configuration]) -> None:
+    """One entry a kind, beside the panels."""
+    looks = series_styles(comparison)
+    kinds = {looks[c.name]: c for c in shown}
+    handles = [Line2D([], [], color=look.color, marker=look.marker, linestyle=look.dash, linewidth=1.7, markersize=4.6,
+                      markerfacecolor=look.color if c.verdict == "different" else "none", label=look.label)
+               if c.against else
+               Line2D([], [], color=look.color, linewidth=6, alpha=0.16, label=f"{look.label} (reference)")
+               for look, c in kinds.items()]
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=7.5, handlelength=3,
+                  labelspacing=0.8, labelcolor=style.INK)
+
+
+def _layer(parameter: str) -> int:
+    """The first number in a parameter's name, -1 if there is none."""
+    return next((int(part) for part in parameter.split(".") if part.isdigit()), -1)
+
+
+def _short(parameter: str) -> str:
+    return parameter.removeprefix("model.").removesuffix(".weight")
+
+
+def _wrap(name: str, width: int = 11) -> str:
+    """A long name on several lines, cut after - and _."""
+    lines, current = [], ""
+    for part in name.replace("-", "-\0").replace("_", "_\0").split("\0"):
+        if current and len(current) + len(part) > width:
+            lines.append(current)
+            current = ""
+        current += part
+    return "\n".join([*lines, current])
+
+
+def _spread(values: Sequence[int], most: int) -> list[int]:
+    """At most so many of the values, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+__all__ = ["changed_settings", "gradient_norm_by_step", "groups", "importance_ratios", "is_bitwise_equal",
+           "loss_by_step", "norm_ratios", "series_styles", "time_and_memory", "verdicts", "worst_share"]

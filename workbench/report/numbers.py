@@ -1,0 +1,94 @@
+"""How numbers are written: few digits, a unit, and never a rounding that hides a difference."""
+
+from __future__ import annotations
+
+import math
+
+NONE = "–"
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def power_of_ten(exponent: int) -> str:
+    """10 to an integer power, as text.
+
+    Example:
+        >>> power_of_ten(-12)
+        '10⁻¹²'
+    """
+    return "10" + str(exponent).translate(SUPERSCRIPTS)
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """A number with so many significant digits; powers of ten outside 0.001 to 100000.
+
+    Example:
+        >>> significant(0.031415), significant(5.2e11, 2), significant(0), significant(None)
+        ('0.0314', '5.2 × 10¹¹', '0', '–')
+    """
+    if value is None:
+        return NONE
+    value = float(value)
+    if math.isnan(value):
+        return "not a number"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    power = int(exponent)
+    if -3 <= power < 5:
+        return _minus(f"{value:.{max(0, digits - 1 - power)}f}")
+    return _minus(f"{mantissa} × {power_of_ten(power)}")
+
+
+def near_one(value: float | None) -> str:
+    """A ratio; close to 1 it is written as its distance from 1, so that nothing is rounded away.
+
+    Example:
+        >>> near_one(2.0312), near_one(1.004), near_one(1 - 3e-10), near_one(1.0)
+        ('2.03', '1.0040', '1 − 3.0 × 10⁻¹⁰', '1')
+    """
+    if value is None or not math.isfinite(value):
+        return significant(value)
+    rest = value - 1
+    if rest == 0:
+        return "1"
+    if abs(rest) >= 5e-4:
+        return significant(value, 3 if abs(rest) >= 0.05 else 5)
+    return f"1 {'+' if rest > 0 else '−'} {significant(abs(rest), 2)}"
+
+
+def share(value: float | None) -> str:
+    """A distance as a multiple of its budget.
+
+    Example:
+        >>> share(0.034), share(4.1e11), share(0)
+        ('0.034', '4.1 × 10¹¹', '0')
+    """
+    return significant(value, 2)
+
+
+def milliseconds(value: float | None) -> str:
+    """A duration given in milliseconds.
+
+    Example:
+        >>> milliseconds(38.25), milliseconds(12300)
+        ('38.3 ms', '12.3 s')
+    """
+    if value is None:
+        return NONE
+    return f"{significant(value)} ms" if value < 10_000 else f"{significant(value / 1000)} s"
+
+
+def mebibytes(value: float | None) -> str:
+    """A size given in bytes, in MiB (2**20 bytes).
+
+    Example:
+        >>> mebibytes(3 * 2**20)
+        '3.00 MiB'
+    """
+    return NONE if value is None else f"{significant(value / 2**20)} MiB"
+
+
+def _minus(text: str) -> str:
+    return text.replace("-", "−")

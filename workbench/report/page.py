@@ -1,0 +1,250 @@
+"""The report page: the whole comparison as one HTML file that needs nothing else.
+
+No script, no address, no font from elsewhere; a content security policy in the file forbids them. The same
+comparison gives the same bytes. The verdicts stand first, what supports them follows, and where it all comes from
+is at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from workbench.compare.comparison import Comparison, Configuration, ParameterDifference, flatten
+from workbench.report import figures
+from workbench.report.markup import Markup, join, table, tag
+from workbench.report.numbers import NONE, near_one, share, significant
+from workbench.report.style import VERDICT_STYLES, inline_svg
+from workbench.report.summary import answer, chip, summary_table, tiles, verdict_style, where_it_ran
+
+STYLE_SHEET = Path(__file__).with_name("page.css")
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def write_report(comparison: Comparison, path: Path) -> Path:
+    """Write the report page, whole or not at all.
+
+    Args:
+        comparison: what to report.
+        path: the HTML file.
+
+    Returns:
+        ``path``.
+
+    Example:
+        >>> write_report(comparison, Path("experiments/layout_parity/report.html"))   # doctest: +SKIP
+    """
+    path = Path(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(page(comparison), encoding="utf8")
+    temporary.replace(path)
+    return path
+
+
+def page(comparison: Comparison) -> str:
+    """The report page as text."""
+    sections = [
+        ("What differs between configurations", differences),
+        ("Verdicts", verdicts),
+        ("Gradient norm by step", gradient_norm),
+        ("Per-parameter norm ratios", norm_ratios),
+        ("Importance ratios", importance_ratios),
+        ("Loss", loss),
+        ("Time and memory", time_and_memory),
+        ("Failed runs", failed_runs),
+        ("Provenance", provenance),
+    ]
+    contents = [tag("a", title, href=f"#section-{i}") for i, (title, _) in enumerate(sections)]
+    body = [tag("section", tag("h2", title), make(comparison), id=f"section-{i}")
+            for i, (title, make) in enumerate(sections)]
+    head = join([
+        Markup('<meta charset="utf-8">\n'), Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'),
+        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">\n'),
+        Markup('<meta name="color-scheme" content="light dark">\n'),
+        tag("title", f"{comparison.experiment} · workbench report"),
+        tag("style", verdict_style(), Markup(STYLE_SHEET.read_text(encoding="utf8")))])
+    masthead = tag("header", tag("p", "workbench report · ", tag("b", comparison.experiment), class_="eyebrow"),
+                   tag("h1", comparison.question), tag("p", answer(comparison), class_="answer"),
+                   tiles(comparison))
+    main = tag("main", masthead, "\n", tag("div", summary_table(comparison), class_="first"), "\n",
+               tag("nav", contents, aria_label="Contents"), "\n", [join([s, "\n"]) for s in body])
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body class="workbench">\n{main}\n</body>\n</html>\n'
+
+
+# ---- sections -----------------------------------------------------------------------------------------
+
+
+def differences(comparison: Comparison) -> Markup:
+    """The settings that are not the same everywhere; bold where a configuration leaves its reference."""
+    settings = {c.name: flatten(c.settings) for c in comparison.configurations}
+    keys = list(dict.fromkeys(key for flat in settings.values() for key in flat))
+    keys = [key for key in keys if len({repr(flat.get(key)) for flat in settings.values()}) > 1]
+    if not keys:
+        return tag("p", "Nothing: all configurations have the same settings.")
+
+    def row(c: Configuration) -> list[Any]:
+        changed = figures.changed_settings(comparison, c)
+        return [tag("code", c.name), *(tag("b", _setting(settings[c.name].get(key))) if key in changed
+                                       else tag("span", _setting(settings[c.name].get(key)), class_="same")
+                                       for key in keys)]
+
+    said = tag("p", "Every setting that is not the same in all configurations. Bold: other than in the configuration's "
+               "own reference.")
+    return join([said, table(["configuration", *(tag("code", key) for key in keys)],
+                             [row(c) for c in comparison.configurations])])
+
+
+def verdicts(comparison: Comparison) -> Markup:
+    """Why each configuration got its verdict, and the whole gradient's distance step by step."""
+    rows = [[tag("code", c.name), chip(c.verdict), tag("code", c.against) if c.against else NONE,
+             c.why or NONE, where_it_ran(c)] for c in comparison.configurations]
+    steps = [[tag("code", c.name), w.get("step"), significant(w.get("distance"), 2), significant(w.get("budget"), 2),
+              share(w["distance"] / w["budget"]) if w.get("budget") and w.get("distance") is not None else NONE,
+              significant(w.get("relative_l2"), 2), {True: "yes", False: "no"}.get(w.get("bitwise_equal"), NONE),
+              NONE if w.get("flipped_clips") is None else w["flipped_clips"]]
+             for c in comparison.configurations for w in c.whole_gradient]
+    more = _details(f"The whole gradient, step by step ({len(steps)} rows)",
+                    table(["configuration", "step", "distance", "budget", "÷ budget", "relative L2", "bitwise equal",
+                           "flipped clips"], steps, numbers=(1, 2, 3, 4, 5, 7))) if steps else None
+    return join([table(["configuration", "verdict", "against", "why", "where it ran"], rows, class_="prose"), more])
+
+
+def gradient_norm(comparison: Comparison) -> Markup:
+    """The figure of gradient norms."""
+    return _figure(comparison, figures.gradient_norm_by_step,
+                   "L2 norm over all parameters, each counted once, before clipping. The broad grey line is the "
+                   "reference; configurations that agree with it share one dashed line.")
+
+
+def norm_ratios(comparison: Comparison) -> Markup:
+    """The figure of norm ratios, the parameters judged by the floor, and every number behind it."""
+    floored = _floored(comparison)
+    if floored:
+        rows = [[tag("code", name), len({c.name for c, _ in found}), significant(max(p.norm for _, p in found), 2),
+                 share(max((p.distance / p.budget for _, p in found if p.budget), default=None))]
+                for name, found in floored.items()]
+        floor = [tag("h3", "Judged by the floor"),
+                 tag("p", "These gradients are too small to be measured against themselves; their budget comes from the "
+                     "model's typical gradient instead. They are judged like all others, and none is skipped."),
+                 table(["parameter", "configurations", "largest norm", "worst distance ÷ budget"], rows,
+                       numbers=(1, 2, 3))]
+    else:
+        floor = [tag("p", "Every parameter was judged by its own gradient; none needed the floor.")]
+    tables = [_parameter_table(c) for c in comparison.configurations if c.parameters]
+    heading = tag("h3", "All numbers, one step a configuration") if tables else None
+    return join([_figure(comparison, figures.norm_ratios,
+                         "Norm of each parameter's gradient over the reference's, at step 0; parameters run downwards in "
+                         "the model's order. A correct configuration lies on 1 from top to bottom. A wrong direction "
+                         "can hide behind a right norm: the verdict weighs the distance, not this ratio."),
+                 floor, heading, tables])
+
+
+def importance_ratios(comparison: Comparison) -> Markup:
+    """The figure of importance ratios."""
+    return _figure(comparison, figures.importance_ratios,
+                   "Probability of each trained token under the policy over its probability at the start of the update. "
+                   "Dotted: the clip bounds. The vertical axis is logarithmic.")
+
+
+def loss(comparison: Comparison) -> Markup:
+    """The figure of losses."""
+    return _figure(comparison, figures.loss_by_step,
+                   "The loss of the whole optimizer step. It can look right while gradients are wrong; no verdict rests "
+                   "on it alone.")
+
+
+def time_and_memory(comparison: Comparison) -> Markup:
+    """The figure of costs, with a warning where ranks shared a CPU."""
+    notes = sorted({c.device_note for c in comparison.configurations if c.device_note})
+    on_cpu = any(c.device == "cpu" and c.world_size > 1 for c in comparison.configurations)
+    warning = ("Ranks on CPU share this machine's cores: these times say what the run cost, not how fast a layout is."
+               if on_cpu else None)
+    return join([_figure(comparison, figures.time_and_memory,
+                         "A mark for every step; the first one, which also warms up, is hollow. The bar is the median of "
+                         "the others."),
+                 tag("p", warning, class_="caution") if warning else None,
+                 [tag("p", "Ran elsewhere than asked: ", note, ".", class_="caution") for note in notes]])
+
+
+def failed_runs(comparison: Comparison) -> Markup:
+    """Each failed run with its rank, exception and traceback."""
+    failed = [c for c in comparison.configurations if c.state != "succeeded" or c.failure]
+    if not failed:
+        return tag("p", "None: every run ended well.")
+    return join(_failure(c) for c in failed)
+
+
+def provenance(comparison: Comparison) -> Markup:
+    """Versions, git state, command and machine; and where each run's records are."""
+    rows = [[tag("code", key), _setting(value)] for key, value in flatten(comparison.provenance).items()]
+    runs = [[tag("code", c.name), tag("code", c.run or NONE), c.state, c.device, c.world_size]
+            for c in comparison.configurations]
+    return join([table(["what", "value"], rows, class_="prose") if rows else tag("p", "Nothing was recorded."),
+                 _details("Run folders, relative to the experiment",
+                          table(["configuration", "folder", "state", "device", "ranks"], runs, numbers=(4,)))])
+
+
+# ---- parts of sections --------------------------------------------------------------------------------
+
+
+def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure], caption: str) -> Markup:
+    name = draw.__name__.replace("_", "-")
+    drawn = Markup(inline_svg(draw(comparison), prefix=name))
+    return tag("figure", tag("figcaption", caption, id=f"{name}-caption"),
+               tag("div", drawn, class_="drawing", role="img", aria_labelledby=f"{name}-caption"))
+
+
+def _floored(comparison: Comparison) -> dict[str, list[tuple[Configuration, ParameterDifference]]]:
+    found: dict[str, list[tuple[Configuration, ParameterDifference]]] = {}
+    for c in comparison.configurations:
+        for p in c.parameters:
+            if p.judged_by == "floor":
+                found.setdefault(p.parameter, []).append((c, p))
+    return found
+
+
+def _parameter_table(c: Configuration) -> Markup:
+    """Every parameter in the first step that differs, or else in the step that comes closest to its budget."""
+    step = c.first_step
+    if step is None:
+        step = max(c.parameters, key=lambda p: (p.distance / p.budget if p.budget else 0, -p.step)).step
+    shown = [p for p in c.parameters if p.step == step]
+    rows = [[tag("code", p.parameter), significant(p.norm), significant(p.reference_norm), near_one(p.norm_ratio),
+             significant(p.relative_l2, 2), near_one(p.cosine),
+             tag("b" if not p.within else "span", share(p.distance / p.budget) if p.budget else NONE), p.judged_by]
+            for p in shown]
+    outside = sum(not p.within for p in shown)
+    why = "the first that differs" if c.first_step is not None else "the closest to its budget"
+    title = tag("span", chip(c.verdict), " ", tag("code", c.name),
+                f" · step {step}, {why} · {outside} of {len(shown)} parameters out of budget")
+    return _details(title, table(["parameter", "norm", "reference", "ratio", "relative L2", "cosine", "÷ budget",
+                                  "judged by"], rows, numbers=range(1, 7)))
+
+
+def _failure(c: Configuration) -> Markup:
+    failure = c.failure or {}
+    place = failure.get("coordinates")
+    where = f" ({', '.join(f'{axis}={index}' for axis, index in place.items())})" if isinstance(place, Mapping) else ""
+    said = (f"rank {failure['rank']}{where}: {failure.get('exception', 'no exception recorded')}"
+            if "rank" in failure else f"{c.state}; no rank left a record of why")
+    return tag("article", tag("h3", chip(c.verdict), " ", tag("code", c.name)), tag("p", said),
+               tag("p", c.why) if c.why else None,
+               tag("pre", failure["traceback"], tabindex="0") if failure.get("traceback") else None,
+               class_=f"failure {VERDICT_STYLES[c.verdict].name}")
+
+
+def _details(title: Any, content: Markup) -> Markup:
+    return tag("details", tag("summary", title), content)
+
+
+def _setting(value: Any) -> str:
+    if value is None or value in ("", [], ()):
+        return NONE
+    if isinstance(value, (list, tuple)):
+        return " ".join(str(item) for item in value)
+    if isinstance(value, float):
+        return significant(value, 6).rstrip("0").rstrip(".") if "." in significant(value, 6) else significant(value, 6)
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,52 @@
+"""The verdicts where a researcher works: a table in a notebook, and the same as text elsewhere."""
+
+from __future__ import annotations
+
+from workbench.compare.comparison import Comparison
+from workbench.report.figures import groups, worst_share
+from workbench.report.markup import tag
+from workbench.report.numbers import NONE, near_one, share
+from workbench.report.style import VERDICT_STYLES
+from workbench.report.summary import answer, summary_table, tiles, verdict_style
+
+
+def show(comparison: Comparison) -> None:
+    """Show the verdicts: HTML in a notebook, and its plain-text twin in a terminal.
+
+    Example:
+        >>> show(comparison)   # doctest: +SKIP
+    """
+    from IPython.display import display
+
+    display({"text/html": as_html(comparison), "text/plain": as_text(comparison)}, raw=True)
+
+
+def as_html(comparison: Comparison) -> str:
+    """The head of the report page as a fragment whose style touches nothing outside it."""
+    return tag("div", tag("style", verdict_style()), tag("p", answer(comparison), class_="answer"), tiles(comparison),
+               summary_table(comparison), class_="workbench")
+
+
+def as_text(comparison: Comparison) -> str:
+    """One line a configuration: sign, name, verdict, distance over budget, factor and first difference.
+
+    Example:
+        >>> print(as_text(comparison))   # doctest: +SKIP
+        layout_parity: Does GRPO give every parameter the same gradient in every layout?
+        ≠ fault_missing_cp_factor  different  6.0 × 10¹¹ of budget  × 0.500 (1 / cp)  step 0, model.norm.weight
+    """
+    ordered = [c for members in groups(comparison).values() for c in members]
+    names = max((len(c.name) for c in ordered), default=0)
+    lines = [f"{comparison.experiment}: {comparison.question}", answer(comparison), ""]
+    for c in ordered:
+        worst = worst_share(c)
+        cells = [f"{VERDICT_STYLES[c.verdict].sign} {c.name:<{names}}  {c.verdict:<13}",
+                 f"{NONE if worst is None else share(worst) + ' of budget':<22}"]
+        if c.factor is not None:
+            cells.append(f"× {near_one(c.factor)}{f' ({c.factor_meaning})' if c.factor_meaning else ''}")
+        if c.first_step is not None:
+            cells.append(f"step {c.first_step}, {c.first_parameter}")
+        if c.failure:
+            cells.append(f"rank {c.failure.get('rank')}: {c.failure.get('exception')}")
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,154 @@
+"""One look for every figure: calm ink, petroff10 hues, and a marker and a dash beside each hue.
+
+Figures are made with matplotlib's object interface, so drawing one changes nothing outside it. The colours of
+`THEME` are replaced by CSS variables when a figure goes into the report page, which is how one drawing reads
+well on white, on dark and on paper.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from workbench.report.numbers import power_of_ten, significant
+
+INK, MUTED, LINE = "#1c2128", "#667079", "#d9dee3"
+SERIES = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581",
+          "#92dadb")  # matplotlib's petroff10, arXiv 2107.02270
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "p")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+WIDTH_INCHES = 10.0
+
+
+@dataclass(frozen=True)
+class VerdictStyle:
+    """How one verdict looks: a hue, and a sign that says the same without it."""
+
+    name: str
+    sign: str
+    color: str
+    marker: str
+
+
+VERDICT_STYLES = {
+    "reference": VerdictStyle("reference", "○", "#5b6570", "o"),
+    "equal": VerdictStyle("equal", "=", "#15794a", "o"),
+    "within budget": VerdictStyle("within", "≤", "#2368a8", "s"),
+    "different": VerdictStyle("different", "≠", "#c2410b", "D"),
+    "failed": VerdictStyle("failed", "×", "#8d1f62", "X"),
+}
+
+THEME = ({INK: "--ink", MUTED: "--muted", LINE: "--line", "#ffffff": "--paper"}
+         | {style.color: f"--{style.name}" for style in VERDICT_STYLES.values()}
+         | {color: f"--series-{i}" for i, color in enumerate(SERIES)})
+
+RC = {"font.size": 8.0, "font.family": ["DejaVu Sans"], "text.color": INK, "axes.edgecolor": LINE,
+      "axes.unicode_minus": True, "figure.dpi": 96, "svg.hashsalt": "workbench", "svg.fonttype": "none",
+      "path.simplify": False}
+NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+
+
+class Chart(Figure):
+    """A matplotlib figure that a notebook shows as SVG, without pyplot and without its state."""
+
+    def _repr_svg_(self) -> str:
+        return svg_text(self)
+
+
+def chart(height_inches: float, *, width_inches: float = WIDTH_INCHES) -> Chart:
+    """An empty figure in the house style, laid out by matplotlib's constrained layout."""
+    with rc_context(RC):
+        return Chart(figsize=(width_inches, height_inches), layout="constrained", facecolor="#ffffff")
+
+
+def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "y") -> Axes:
+    """Strip an axes to what carries meaning; the y label stands above the axis, to be read without tilting."""
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(side == "bottom")
+        axes.spines[side].set_color(LINE)
+    axes.set_facecolor("none")
+    axes.tick_params(which="both", length=0, colors=MUTED, labelsize=7.5, pad=4)
+    axes.grid(False)
+    if grid == "x" or grid == "y":
+        axes.grid(True, axis=grid, color=LINE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    if title:
+        axes.set_title(title, loc="left", fontsize=8, fontweight="bold", color=INK, pad=20 if y else 8)
+    if y:
+        axes.annotate(y, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points",
+                      fontsize=7.5, color=MUTED)
+    axes.set_xlabel(x, fontsize=7.5, color=MUTED, loc="left")
+    return axes
+
+
+def log_ticks(axis: Any) -> None:
+    """Label decades of a logarithmic axis as 10⁻³, without mathtext, and nothing between them."""
+    def label(value: float, _: int) -> str:
+        return significant(value, 1) if 0.01 <= value <= 100 else power_of_ten(round(math.log10(value)))
+
+    axis.set_major_formatter(FuncFormatter(label))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def plain_ticks(axis: Any, digits: int = 3) -> None:
+    """Label an axis with plain numbers."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.{digits}g}".replace("-", "−")))
+
+
+def note(figure: Figure, text: str) -> None:
+    """Say in the middle of an empty figure why it is empty."""
+    figure.text(0.5, 0.5, text, ha="center", va="center", color=MUTED, fontsize=9)
+
+
+def svg_text(figure: Figure, *, transparent: bool = False, outlines: bool = False) -> str:
+    """The figure as SVG: the same figure gives the same bytes.
+
+    Args:
+        figure: what to draw.
+        transparent: leave out the white ground.
+        outlines: draw letters as curves, for places where fonts cannot be counted on; else text stays text.
+    """
+    buffer = io.StringIO()
+    with rc_context(RC | {"svg.fonttype": "path" if outlines else "none"}):
+        figure.savefig(buffer, format="svg", metadata=NO_METADATA, transparent=transparent)
+    return buffer.getvalue()
+
+
+def inline_svg(figure: Figure, *, prefix: str) -> str:
+    """The figure as an SVG element for an HTML page.
+
+    Every id begins with ``prefix``, so that two figures on one page never share a marker or a clip path. The
+    colours of `THEME` become CSS variables. Nothing in it names an address.
+    """
+    text = svg_text(figure, transparent=True)
+    text = text[text.index("<svg"):]
+    text = re.sub(r'\s(?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\sid=")', rf"\g<1>{prefix}-", text)
+    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}-", text)
+    for color, variable in THEME.items():
+        text = text.replace(color, f"var({variable})")
+    return re.sub(r'<svg ([^>]*?)(height|width)="[^"]*"([^>]*?)(height|width)="[^"]*"', r"<svg \1\3", text, count=1)
+
+
+def save_svg(figure: Figure, path: Path) -> Path:
+    """Write the figure as an SVG file of its own, letters as curves."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(svg_text(figure, outlines=True), encoding="utf8")
+    return path
+
+
+def panels(figure: Figure, columns: int, *, ratios: Sequence[float] | None = None, **how: Any) -> list[Axes]:
+    """One row of axes."""
+    made = figure.subplots(1, columns, squeeze=False, width_ratios=ratios, **how)
+    return list(made[0])

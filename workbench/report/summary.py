@@ -1,0 +1,151 @@
+"""The verdicts at a glance: what heads the report page, and what `show` puts into a notebook."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+from workbench.compare.comparison import VERDICTS, Comparison, Configuration, layout_of
+from workbench.report.figures import groups, is_bitwise_equal, worst_share
+from workbench.report.markup import Markup, breakable, tag
+from workbench.report.numbers import NONE, near_one, power_of_ten, share
+from workbench.report.style import VERDICT_STYLES
+
+STYLE_SHEET = Path(__file__).with_name("verdicts.css")
+
+
+def verdict_style() -> Markup:
+    """The style sheet of everything here; its rules touch nothing outside an element of class ``workbench``."""
+    return Markup(STYLE_SHEET.read_text(encoding="utf8"))
+
+
+def answer(comparison: Comparison) -> str:
+    """The outcome in one or two sentences, counted, with known faults told apart from surprises.
+
+    Example:
+        >>> answer(comparison)   # doctest: +SKIP
+        '9 of 13 configurations keep the gradient of their reference. 3 differ, each with a known fault switched on.'
+    """
+    judged = [c for c in comparison.configurations if c.against or c.verdict == "failed"]
+    count = Counter(c.verdict for c in judged)
+    kept = count["equal"] + count["within budget"]
+    if not judged:
+        return "Every configuration is a reference: there is nothing to compare."
+    said = [f"{kept} of {len(judged)} configurations keep the gradient of their reference."]
+    different = [c for c in judged if c.verdict == "different"]
+    if different:
+        faulty = sum(bool(faults_of(c)) for c in different)
+        how = (", each with a known fault switched on" if faulty == len(different) and faulty > 1
+               else ", with a known fault switched on" if faulty == len(different)
+               else f", {faulty} of them with a known fault switched on" if faulty else "")
+        said.append(f"{len(different)} differ{'s' if len(different) == 1 else ''}{how}.")
+    if count["failed"]:
+        said.append(f"{count['failed']} failed and {'has' if count['failed'] == 1 else 'have'} no verdict.")
+    unseen = [c.name for c in judged if faults_of(c) and c.verdict in ("equal", "within budget")]
+    if unseen:
+        said.append(f"Not seen, although a fault was switched on: {', '.join(unseen)}.")
+    return " ".join(said)
+
+
+def chip(verdict: str) -> Markup:
+    """The verdict as a small label with a sign, a word and a hue."""
+    look = VERDICT_STYLES[verdict]
+    return tag("span", tag("span", look.sign, aria_hidden="true"), " ", verdict, class_=f"chip {look.name}")
+
+
+def tiles(comparison: Comparison) -> Markup:
+    """One tile a configuration, in the order of the summary, each a way to its row."""
+    ordered = [c for members in groups(comparison).values() for c in members]
+    made = [tag("a", VERDICT_STYLES[c.verdict].sign, class_=f"tile {VERDICT_STYLES[c.verdict].name}",
+                href=f"#{anchor(comparison, c)}", title=f"{c.name}: {c.verdict}") for c in ordered]
+    count = Counter(c.verdict for c in ordered)
+    legend = [tag("li", chip(verdict), f" {count[verdict]}") for verdict in VERDICTS if count[verdict]]
+    return tag("div", tag("p", made, class_="tiles"), tag("ul", legend, class_="tally"), class_="overview")
+
+
+def anchor(comparison: Comparison, configuration: Configuration) -> str:
+    """The id of a configuration's row: a number, whatever its name is."""
+    return f"configuration-{comparison.configurations.index(configuration)}"
+
+
+def summary_table(comparison: Comparison) -> Markup:
+    """A row for each configuration, under the reference that it is held against."""
+    shares = {c.name: worst_share(c) for c in comparison.configurations}
+    scale = _Scale([s for s in shares.values() if s])
+    bodies = []
+    for members in groups(comparison).values():
+        bodies.append(tag("tbody", [_row(comparison, c, shares[c.name], scale) for c in members]))
+    head = tag("tr", tag("th", "Configuration", scope="col"), tag("th", "Verdict", scope="col"),
+               tag("th", "Worst distance ÷ budget", scale.labels(), scope="col"),
+               tag("th", "Gradient norm", scope="col"), tag("th", "First difference", scope="col"))
+    return tag("table", tag("thead", head), bodies, class_="summary")
+
+
+def faults_of(configuration: Configuration) -> list[str]:
+    """The known bugs that were switched on."""
+    return list(configuration.settings.get("faults") or [])
+
+
+def where_it_ran(configuration: Configuration) -> Markup:
+    """Layout, precision, ranks and device; marked where another device was asked for."""
+    ranks = configuration.world_size
+    text = (f"{layout_of(configuration.settings)} · {configuration.settings['precision']} · "
+            f"{ranks} rank{'s' if ranks > 1 else ''} on {configuration.device}")
+    if not configuration.device_note:
+        return tag("span", text, class_="where")
+    return tag("span", text, " ", tag("mark", configuration.device_note), class_="where")
+
+
+def _row(comparison: Comparison, c: Configuration, worst: float | None, scale: _Scale) -> Markup:
+    faults = [tag("span", f"fault: {name}", class_="fault") for name in faults_of(c)]
+    first = NONE
+    if c.first_step is not None:
+        first = tag("span", f"step {c.first_step} ", tag("br"), tag("code", breakable(c.first_parameter or "")))
+    elif c.verdict == "failed" and c.failure:
+        first = tag("span", f"rank {c.failure.get('rank')}: {c.failure.get('exception')}")
+    factor = NONE
+    if c.factor is not None:
+        factor = tag("span", tag("b", f"× {near_one(c.factor)}"), tag("br") if c.factor_meaning else None,
+                     tag("span", c.factor_meaning, class_="meaning"))
+    distance = "the others are held against it" if c.verdict == "reference" else NONE
+    if worst is not None:
+        value = "0, bit for bit" if worst == 0 and is_bitwise_equal(c) else share(worst)
+        distance = tag("div", scale.bar(worst, VERDICT_STYLES[c.verdict].name),
+                       tag("span", value, class_="value"), class_="distance")
+    return tag("tr",
+               tag("th", tag("span", breakable(c.name), class_="name"), where_it_ran(c), faults,
+                   scope="row"),
+               tag("td", chip(c.verdict)),
+               *(tag("td", cell, data_label=label, class_="none" if cell == NONE else None)
+                 for cell, label in ((distance, "Worst distance ÷ budget"), (factor, "Gradient norm"),
+                                     (first, "First difference"))),
+               id=anchor(comparison, c), class_=f"row {VERDICT_STYLES[c.verdict].name}")
+
+
+class _Scale:
+    """A logarithmic scale that holds every share, with at least a quarter of it below the budget."""
+
+    def __init__(self, shares: list[float]) -> None:
+        finite = [s for s in shares if math.isfinite(s)]
+        self.high = max(1, math.ceil(math.log10(max(finite, default=10.0)) + 0.2))
+        self.low = min(-1, math.floor(math.log10(min(finite, default=0.1)) - 0.2), -math.ceil(self.high / 3))
+
+    def place(self, value: float) -> float:
+        """Per cent of the width; anything below the scale is at its left end, and infinity at its right."""
+        if value <= 0:
+            return 0.0
+        position = self.high if math.isinf(value) else math.log10(value)
+        return round(100 * (position - self.low) / (self.high - self.low), 2)
+
+    def bar(self, value: float, name: str) -> Markup:
+        """A bar that ends at the value, and a tick where the budget is."""
+        return tag("span", tag("i", class_=f"fill {name}", style=f"width:{self.place(value)}%"),
+                   tag("i", class_="budget", style=f"left:{self.place(1)}%"), class_="bar", aria_hidden="true")
+
+    def labels(self) -> Markup:
+        """The two ends of the scale and the budget; the lower end only where there is room for it."""
+        low = tag("i", power_of_ten(self.low), style="left:0") if self.place(1) > 35 else None
+        return tag("span", low,
+                   tag("i", "budget", class_="mid", style=f"left:{self.place(1)}%"),
+                   tag("i", power_of_ten(self.high), style="right:0"), class_="scale", aria_hidden="true")

@@ -1,0 +1,260 @@
+"""A recording on disk: one safetensors file, and a manifest that says what is in it and how to tell damage.
+
+    folder/rollouts.safetensors     every field of the batch, bit for bit
+    folder/manifest.json            format, checksum, shape, unit and meaning of each field, provenance
+
+A recording is whole or absent: both files are written under another name, flushed and renamed, and the
+manifest, without which there is no recording, comes last. Nothing here is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors import torch as safetensors_torch
+from torch import Tensor
+
+from workbench.errors import RecordError, ShapeError
+from workbench.rollouts.batch import Extension, RolloutBatch
+
+TENSORS, MANIFEST = "rollouts.safetensors", "manifest.json"
+
+MEANINGS = {
+    "tokens_T": "the documents, laid end to end",
+    "positions_T": "index of the token in its own document, from 0",
+    "document_ids_T": "which document the token belongs to; -1 on padding",
+    "loss_mask_T": "whether the token counts for the loss",
+    "advantages_T": "how much better the document did than its group",
+    "old_logprobs_T": "log-probability under the policy at the start of the update",
+    "sampler_logprobs_T": "log-probability as the sampler reported it",
+    "ref_logprobs_T": "log-probability under the frozen reference policy",
+    "source_T": "index of the token in the batch that the row was packed from; -1 on padding",
+    "group_ids_N": "which prompt the document answers",
+    "rewards_N": "reward of the document",
+}
+"""One sentence for each field of `RolloutBatch`."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TensorFile(_Model):
+    """The file that the manifest vouches for."""
+
+    file: Literal["rollouts.safetensors"]
+    sha256: str
+    bytes: int
+
+
+class FieldEntry(_Model):
+    """One tensor of the recording."""
+
+    level: Literal["token", "document"]
+    dtype: str
+    shape: tuple[int, ...]
+    unit: str
+    meaning: str
+    extension: bool = False
+    """A field that `RolloutBatch` does not know."""
+    pad: float | None = None
+    """The harmless value of an extension on padding."""
+
+
+class Counts(_Model):
+    """What to expect before a tensor is read."""
+
+    documents: int
+    tokens: int
+    trained_tokens: int
+
+
+class Manifest(_Model):
+    """What `manifest.json` holds."""
+
+    format: Literal["workbench rollouts"]
+    version: Literal[1]
+    tensors: TensorFile
+    temperature: float
+    """What logits were divided by when the tokens were sampled."""
+    counts: Counts
+    fields: dict[str, FieldEntry]
+    provenance: dict[str, Any]
+    """Whatever the writer wanted to be remembered."""
+
+
+def save(batch: RolloutBatch, folder: Path, *, provenance: Mapping[str, Any] | None = None,
+         overwrite: bool = False) -> Manifest:
+    """Write a batch to ``folder``, whole or not at all.
+
+    Args:
+        batch: what to write; every value comes back bit for bit.
+        folder: made if it is missing.
+        provenance: anything JSON can hold, kept in the manifest.
+        overwrite: replace the recording that is there.
+
+    Raises:
+        RecordError: there is a recording in the folder and ``overwrite`` is False.
+        ShapeError: an extension has the name of a field, or the provenance does not fit in JSON.
+    """
+    if not overwrite:
+        refuse_existing(folder)
+    kept = dict(provenance or {})
+    try:
+        json.dumps(kept, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ShapeError(f"save rollouts to {folder}", found=f"provenance: {error}",
+                         rule="the manifest is JSON",
+                         fix="leave out values that JSON has no word for") from None
+    entries, tensors = _describe(batch)
+    content = safetensors_torch.save(tensors)
+    manifest = Manifest(
+        format="workbench rollouts", version=1,
+        tensors=TensorFile(file=TENSORS, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content)),
+        temperature=batch.temperature,
+        counts=Counts(documents=batch.num_documents, tokens=batch.num_tokens,
+                      trained_tokens=batch.num_trained_tokens),
+        fields=entries, provenance=kept)
+    text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    _write_atomic(folder / TENSORS, content)
+    _write_atomic(folder / MANIFEST, f"{text}\n".encode())
+    return manifest
+
+
+def load(folder: Path) -> RolloutBatch:
+    """Read the batch that `save` wrote.
+
+    Raises:
+        RecordError: a file is missing, truncated, changed, of another version, or says something that its
+            partner does not; the message names the file.
+    """
+    manifest = read_manifest(folder)
+    path = folder / TENSORS
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _damaged(path, f"{type(error).__name__}: {error.strerror}") from None
+    wanted = manifest.tensors
+    if len(content) < wanted.bytes:
+        raise _damaged(path, f"truncated: {len(content)} bytes, where {MANIFEST} says {wanted.bytes}")
+    if len(content) > wanted.bytes:
+        raise _damaged(path, f"{len(content)} bytes, where {MANIFEST} says {wanted.bytes}")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != wanted.sha256:
+        raise _damaged(path, f"sha256 {digest[:16]}..., where {MANIFEST} says {wanted.sha256[:16]}...")
+    try:
+        tensors = safetensors_torch.load(content)
+    except SafetensorError as error:
+        raise _damaged(path, f"not safetensors: {error}") from None
+    return _batch(manifest, tensors, folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read what a recording says of itself, without its tensors.
+
+    Raises:
+        RecordError: no manifest, not JSON, or not of this version.
+    """
+    path = folder / MANIFEST
+    try:
+        return Manifest.model_validate(json.loads(path.read_text(encoding="utf8")))
+    except FileNotFoundError:
+        there = "no such file" if folder.is_dir() else "no such folder"
+        raise _damaged(path, there) from None
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
+        raise _damaged(path, wrong) from None
+    except (OSError, ValueError) as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+
+
+def refuse_existing(folder: Path) -> None:
+    """Refuse to write where there is a recording already.
+
+    Raises:
+        RecordError: there is one.
+    """
+    if (folder / MANIFEST).exists():
+        raise RecordError(f"write a recording to {folder}", found=f"a recording ({MANIFEST})",
+                          rule="a recording is not overwritten by accident",
+                          fix="choose another folder, or pass overwrite=True (--overwrite)")
+
+
+def _describe(batch: RolloutBatch) -> tuple[dict[str, FieldEntry], dict[str, Tensor]]:
+    known = {f.name: f.metadata for f in fields(batch) if "level" in f.metadata}
+    clash = sorted(set(batch.extensions) & {f.name for f in fields(batch)})
+    if clash:
+        raise ShapeError("save rollouts", found=f"extensions {', '.join(clash)}",
+                         rule="an extension has a name of its own", fix="rename the extension")
+    entries: dict[str, FieldEntry] = {}
+    # A copy of its own for each: safetensors refuses tensors that share memory.
+    tensors = {name: value.detach().cpu().contiguous().clone()
+               for name, value in (batch.token_fields() | batch.document_fields()).items()}
+    for name, value in tensors.items():
+        more = batch.extensions.get(name)
+        entries[name] = FieldEntry(
+            level=more.level if more else known[name]["level"], dtype=str(value.dtype).removeprefix("torch."),
+            shape=tuple(value.shape), unit=more.unit if more else known[name]["unit"],
+            meaning=more.meaning if more else MEANINGS[name], extension=more is not None,
+            pad=more.pad if more else None)
+    return entries, tensors
+
+
+def _batch(manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> RolloutBatch:
+    path = folder / TENSORS
+    if set(tensors) != set(manifest.fields):
+        raise _damaged(path, f"tensors {sorted(tensors)}, where {MANIFEST} says {sorted(manifest.fields)}")
+    for name, entry in manifest.fields.items():
+        dtype, shape = str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)
+        if (dtype, shape) != (entry.dtype, entry.shape):
+            raise _damaged(path, f"{name} is {dtype}{list(shape)}, where {MANIFEST} says "
+                                 f"{entry.dtype}{list(entry.shape)}")
+    own = {name: value for name, value in tensors.items() if not manifest.fields[name].extension}
+    more = {name: Extension(values=tensors[name], level=entry.level, unit=entry.unit, meaning=entry.meaning,
+                            pad=entry.pad or 0.0)
+            for name, entry in manifest.fields.items() if entry.extension}
+    unknown = sorted(set(own) - set(MEANINGS))
+    if unknown:
+        raise _damaged(folder / MANIFEST, f"fields {unknown}, which no batch has")
+    try:
+        batch = RolloutBatch(**own, extensions=more, temperature=manifest.temperature)
+    except (ShapeError, TypeError) as error:
+        raise _damaged(path, f"no valid batch: {error}") from None
+    counts = Counts(documents=batch.num_documents, tokens=batch.num_tokens,
+                    trained_tokens=batch.num_trained_tokens)
+    if counts != manifest.counts:
+        raise _damaged(folder / MANIFEST, f"counts {manifest.counts}, where {TENSORS} holds {counts}")
+    return batch
+
+
+def _damaged(path: Path, found: str) -> RecordError:
+    return RecordError(f"read the recording file {path}", found=found,
+                       rule=f"{TENSORS} and {MANIFEST} as `save` wrote them together, format version 1",
+                       fix="copy or make the recording again, and see `workbench rollouts check`")
+
+
+def _write_atomic(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

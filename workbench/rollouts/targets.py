@@ -1,0 +1,101 @@
+"""From tokens to predictions: shift, mask document ends, and only then let anything be split.
+
+The one place where "the value at the token" becomes "the value at the position that predicts the token".
+A rank that shifts its own shard instead gets a wrong target at every shard edge (N-1 of them for a contiguous
+order over N ranks, 2N-2 for zigzag), which the loss is too coarse to show.
+
+Letters: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from workbench.rollouts.batch import PADDING, RolloutBatch
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One row as a model trains on it: inputs at their positions, and what each position predicts.
+
+    Attributes:
+        tokens_T: [T] input ids.
+        positions_T: [T] in-document positions, real ones, never regenerated on a shard.
+        document_ids_T: [T] of the input token; `PADDING` on padding.
+        targets_T: [T] the next token of the same document; 0 where there is none (never trained).
+        loss_mask_T: [T] bool, the target counts.
+        advantages_T: [T] of the target.
+        old_logprobs_T: [T] nats, of the target.
+        sampler_logprobs_T: [T] nats, of the target, or None.
+        ref_logprobs_T: [T] nats, of the target, or None.
+        source_T: [T] index of the target in the source batch; `PADDING` where there is none.
+        weights_T: [T] what the target's loss is multiplied with, from `workbench.reduction`; None before.
+        extensions: token-level extension fields of the batch, at the target.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    document_ids_T: Tensor
+    targets_T: Tensor
+    loss_mask_T: Tensor
+    advantages_T: Tensor
+    old_logprobs_T: Tensor
+    sampler_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
+    source_T: Tensor
+    weights_T: Tensor | None = None
+    extensions: dict[str, Tensor] = field(default_factory=dict)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> TrainingRow:
+        """Apply one function to every tensor: how a shard plan moves all of them together."""
+        changed = {f.name: function(value) for f in fields(self)
+                   if isinstance(value := getattr(self, f.name), Tensor)}
+        return replace(self, **changed, extensions={k: function(v) for k, v in self.extensions.items()})
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> TrainingRow:
+        """The row on a device, its real numbers in the precision of the run."""
+        return self.map(lambda value: value.to(device, dtype if value.is_floating_point() else value.dtype))
+
+
+def shift_targets(row: RolloutBatch) -> TrainingRow:
+    """Line every target up with the position that predicts it, on the whole row.
+
+    Position t predicts token t + 1 if both belong to one document; otherwise (a document's last token, the
+    last token of the row, padding) it predicts nothing: target 0, mask False, values 0. Real numbers are kept only
+    where the target counts, so that NaN or infinity under the mask (0 * inf is NaN) can reach no gradient.
+
+    Shapes:   row of T tokens -> tensors of [T].
+    Backward: none; this is data.
+    Source:   the order "shift, mask document ends, shard" is pytorch/torchtitan#4544 and
+              NVIDIA-NeMo/Automodel#3544.
+    """
+    same = torch.zeros(row.num_tokens, dtype=torch.bool)
+    ids = row.document_ids_T
+    same[:-1] = (ids[1:] == ids[:-1]) & (ids[1:] != PADDING)
+
+    trained = same & row.loss_mask_T.roll(-1)
+
+    def next_token(value: Tensor | None, fill: float = 0, where: Tensor = same) -> Tensor | None:
+        return None if value is None else torch.where(where, value.roll(-1), value.new_full((), fill))
+
+    def where_trained(value: Tensor | None) -> Tensor | None:
+        return next_token(value, where=trained)
+
+    return TrainingRow(
+        tokens_T=row.tokens_T,
+        positions_T=row.positions_T,
+        document_ids_T=ids,
+        targets_T=next_token(row.tokens_T),
+        loss_mask_T=next_token(row.loss_mask_T),
+        advantages_T=where_trained(row.advantages_T),
+        old_logprobs_T=where_trained(row.old_logprobs_T),
+        sampler_logprobs_T=where_trained(row.sampler_logprobs_T),
+        ref_logprobs_T=where_trained(row.ref_logprobs_T),
+        source_T=next_token(row.source_T, PADDING),
+        extensions={name: next_token(e.values, e.pad) for name, e in row.extensions.items()
+                    if e.level == "token"},
+    )

@@ -1,0 +1,156 @@
+"""A task with a checkable reward: arithmetic worked out step by step, one character a token.
+
+A prompt is ``^37+85-12=``; a right answer is ``122-12=110$``: the expression again after each operation,
+then the result, then the end. Nobody has to judge an answer: `ArithmeticTask.reward` computes the result.
+
+The 19 symbols are chosen so that neither 2 nor 4 divides the vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.errors import ShapeError
+
+START, END, PAD = "^", "$", "_"
+SYMBOLS = "0123456789+-*()=" + START + END + PAD
+
+_WHOLE_NUMBER = re.compile(r"0|[1-9][0-9]*")
+# What is worked out first stands first; each rule takes the leftmost place where it fits.
+_OPERATIONS = tuple(re.compile(rule) for rule in (
+    r"\((\d+)([-+*])(\d+)\)", r"(\d+)(\*)(\d+)", r"(\d+)([-+])(\d+)"))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An expression and its value.
+
+    Attributes:
+        expression: such as ``37+85-12``.
+        answer: such as 110, never negative.
+
+    Example:
+        >>> problem = Problem("2*(30-4)+5", 57)
+        >>> problem.prompt, problem.solution
+        ('^2*(30-4)+5=', '2*26+5=52+5=57$')
+    """
+
+    expression: str
+    answer: int
+
+    @property
+    def prompt(self) -> str:
+        """What the policy is given."""
+        return f"{START}{self.expression}="
+
+    @property
+    def solution(self) -> str:
+        """What a policy that works it out writes."""
+        return "=".join(_steps(self.expression)) + END
+
+
+class ArithmeticTask:
+    """Problems of two to four numbers with sums, differences, products and at most one pair of parentheses.
+
+    Example:
+        >>> task = ArithmeticTask()
+        >>> task.decode(task.encode("^37+85="))
+        '^37+85='
+        >>> task.reward("^37+85=", "122$"), task.reward("^37+85=", "121$"), task.reward("^37+85=", "122")
+        (1.0, 0.1, 0.0)
+    """
+
+    vocab_size = len(SYMBOLS)
+    start_id, end_id, pad_id = (SYMBOLS.index(symbol) for symbol in (START, END, PAD))
+
+    def encode(self, text: str) -> list[int]:
+        """Vocabulary ids of a text.
+
+        Raises:
+            ShapeError: a character that is no symbol of the task.
+        """
+        unknown = sorted(set(text) - set(SYMBOLS))
+        if unknown:
+            raise ShapeError(f"ArithmeticTask.encode({text!r})", found=f"{', '.join(map(repr, unknown))}",
+                             rule=f"the symbols are {SYMBOLS}", fix="write the problem with these symbols")
+        return [SYMBOLS.index(character) for character in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of vocabulary ids.
+
+        Raises:
+            ShapeError: an id outside the vocabulary.
+        """
+        outside = [int(token) for token in tokens if not 0 <= token < self.vocab_size]
+        if outside:
+            raise ShapeError("ArithmeticTask.decode", found=f"ids {outside}",
+                             rule=f"0 <= id < {self.vocab_size}",
+                             fix="decode only what this task encoded, padding taken off")
+        return "".join(SYMBOLS[token] for token in tokens)
+
+    def problems(self, seed: int, count: int) -> list[Problem]:
+        """The first ``count`` problems of a seed; a longer list begins with the shorter one."""
+        draw = random.Random(f"arithmetic {seed}")
+        found: list[Problem] = []
+        while len(found) < count:
+            expression = _expression(draw)
+            values = _steps(expression)
+            if values and _WHOLE_NUMBER.fullmatch(values[-1]):
+                found.append(Problem(expression, int(values[-1])))
+        return found
+
+    def reward(self, prompt: str, completion: str) -> float:
+        """How good an answer is.
+
+        Units: 1.0 if the last number is the value of the expression; 0.1 if it is another number; 0.0 if the
+            answer does not end with one end symbol after a whole number. The steps before it are the policy's
+            own business.
+
+        Raises:
+            ShapeError: the prompt is none of this task's.
+        """
+        expression = prompt.removeprefix(START).removesuffix("=")
+        values = _steps(expression)
+        if prompt != f"{START}{expression}=" or not values or not _WHOLE_NUMBER.fullmatch(values[-1]):
+            raise ShapeError(f"ArithmeticTask.reward: prompt {prompt!r}", found="no such expression",
+                             rule="^EXPRESSION= whose steps and value are 0 or more",
+                             fix="score answers to prompts of this task")
+        last = completion.removesuffix(END).rpartition("=")[2]
+        if not completion.endswith(END) or completion.count(END) != 1 or not _WHOLE_NUMBER.fullmatch(last):
+            return 0.0
+        return 1.0 if last == values[-1] else 0.1
+
+
+def _expression(draw: random.Random) -> str:
+    """Two to four terms; among two or three of them sometimes a product or parentheses."""
+    def number() -> str:
+        return str(draw.randint(1, 99 if draw.random() < 0.5 else 20))
+
+    terms = [number() for _ in range(draw.choice((2, 3, 3, 4)))]
+    kind = draw.random() if len(terms) < 4 else 1.0
+    if kind < 0.15:
+        terms[draw.randrange(len(terms))] = f"{draw.randint(2, 9)}*{draw.randint(2, 9)}"
+    elif kind < 0.3:
+        terms[-1] = f"{draw.randint(2, 4)}*({draw.randint(1, 9)}+{draw.randint(1, 9)})"
+    elif kind < 0.4:
+        terms[-1] = f"({draw.randint(10, 30)}-{draw.randint(1, 10)})"
+    return "".join(term + draw.choice("+-") for term in terms)[:-1]
+
+
+def _steps(expression: str) -> list[str]:
+    """The expression after each operation, down to its value; [] if it cannot be worked out."""
+    steps: list[str] = []
+    while not _WHOLE_NUMBER.fullmatch(expression):
+        found = next((match for rule in _OPERATIONS if (match := rule.search(expression))), None)
+        if found is None:
+            return []
+        left, operator, right = int(found[1]), found[2], int(found[3])
+        value = {"+": left + right, "-": left - right, "*": left * right}[operator]
+        if value < 0:
+            return []
+        expression = expression[:found.start()] + str(value) + expression[found.end():]
+        steps.append(expression)
+    return steps

@@ -1,0 +1,29 @@
+"""Each rank shifts the targets of its own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from workbench.runs.faults import Fault
+
+
+def _broken(split_row: Callable) -> Callable:
+    def split_then_shift(*args: object) -> object:
+        local = split_row(*args)
+        row = local.row
+        targets_T, loss_mask_T = row.tokens_T.roll(-1), row.loss_mask_T.clone()
+        targets_T[-1], loss_mask_T[-1] = 0, False  # the last position of a shard has no next token here
+        return replace(local, row=replace(row, targets_T=targets_T, loss_mask_T=loss_mask_T))
+
+    return split_then_shift
+
+
+FAULT = Fault(
+    what="targets are shifted inside each shard instead of on the whole row",
+    origin="pytorch/torchtitan#4544, NVIDIA-NeMo/Automodel#3544, OpenRLHF GPTLMLoss",
+    signature="a wrong or lost target at every shard edge: cp - 1 of them contiguous, 2 cp - 2 zigzag; the loss "
+              "moves by one part in T",
+    seam="split_row",
+    broken=_broken,
+)

@@ -1,0 +1,318 @@
+"""Make a recording: warm a tiny policy up, let it answer, keep everything an RL loss needs to know.
+
+Top to bottom: settings; the warm-up (supervised, on worked-out problems, until the policy is right some of
+the time); the sampler (one token after another, its log-probabilities kept as it computed them); the
+trainer's view of the same tokens (one whole document at a time); the recording.
+
+The policy is a stock transformers model on unpacked documents, so a recording rests on none of the code that
+it is used to test.
+
+Letters: T tokens of one document | G answers to a prompt | V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import SpecError
+from workbench.policy.tiny import tiny_qwen3
+from workbench.rollouts import files
+from workbench.rollouts.advantages import group_advantages
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.task import ArithmeticTask, Problem
+
+EVALUATION_SEED, PROMPT_SEED = 1, 2
+"""Offsets to the seed: problems that measure the warm-up, and those that are recorded."""
+
+
+@dataclass(frozen=True)
+class RecordingSettings:
+    """What decides a recording.
+
+    Attributes:
+        prompts: problems recorded.
+        answers: G, answers sampled for each.
+        temperature: divides logits when sampling and when old and reference log-probabilities are computed.
+        seed: of the weights, the problems and the sampling.
+        max_new_tokens: an answer that reaches this many ends there, without its end symbol.
+        success_low: the warm-up ends at the first evaluation in which this share of answers is right...
+        success_high: ...and fails if that share is already above this one.
+        max_warm_up_steps: the warm-up fails if it takes more optimizer steps than this.
+        evaluate_every: optimizer steps between evaluations. The reference policy is the one of the evaluation
+            before the last.
+        evaluation_problems: problems answered, once each, in an evaluation.
+        documents_per_step: worked-out problems in a warm-up step.
+        learning_rate: of AdamW in the warm-up.
+    """
+
+    prompts: int = 12
+    answers: int = 6
+    temperature: float = 1.0
+    seed: int = 0
+    max_new_tokens: int = 64
+    success_low: float = 0.35
+    success_high: float = 0.6
+    max_warm_up_steps: int = 6000
+    evaluate_every: int = 100
+    evaluation_problems: int = 128
+    documents_per_step: int = 64
+    learning_rate: float = 3e-3
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name}={getattr(self, name)}" for name in (
+            "prompts", "answers", "temperature", "max_new_tokens", "evaluate_every", "evaluation_problems",
+            "documents_per_step", "learning_rate") if getattr(self, name) <= 0]
+        if not 0 <= self.success_low <= self.success_high <= 1:
+            wrong.append(f"success from {self.success_low} to {self.success_high}")
+        if wrong:
+            raise SpecError("RecordingSettings", found=", ".join(wrong),
+                            rule="counts and rates are positive, and 0 <= success_low <= success_high <= 1",
+                            fix="see the attributes of RecordingSettings")
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What the warm-up gave.
+
+    Attributes:
+        policy: the model that is right some of the time.
+        reference: the same model at the evaluation before.
+        steps: optimizer steps taken; the reference took `RecordingSettings.evaluate_every` fewer.
+        success_rate: share of sampled answers that were right at the end.
+        seconds: it took.
+    """
+
+    policy: nn.Module
+    reference: nn.Module
+    steps: int
+    success_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled completion.
+
+    Attributes:
+        tokens: vocabulary ids, the end symbol included if it came.
+        logprobs: nats of each of them, as the sampler computed them.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def warm_up(task: ArithmeticTask, settings: RecordingSettings,
+            on_event: Callable[[str], None] = lambda line: None) -> WarmUp:
+    """Train a tiny policy on worked-out problems until it answers some problems right and some wrong.
+
+    Raises:
+        SpecError: the success rate jumped over the window, or never reached it.
+    """
+    began = time.perf_counter()
+    policy = tiny_qwen3(task.vocab_size, seed=settings.seed)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98),
+                                  weight_decay=0.01)
+    problems = _endless_problems(task, settings.seed)
+    generator = torch.Generator().manual_seed(settings.seed)
+    reference = copy.deepcopy(policy)
+    for step in range(1, settings.max_warm_up_steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(1.0, step / 100)
+        loss = _supervised_loss(policy, task, [next(problems) for _ in range(settings.documents_per_step)])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        if step % settings.evaluate_every:
+            continue
+        rate = _success_rate(policy, task, settings, generator)
+        seconds = time.perf_counter() - began
+        on_event(f"warm-up step {step}: loss {loss.item():.3f} nats, {rate:.0%} right, {seconds:.0f} s")
+        if rate > settings.success_high:
+            raise SpecError(f"warm up to a success rate of {settings.success_low} to {settings.success_high}",
+                            found=f"{rate} at step {step}",
+                            rule="answers are mixed, so that groups have advantages",
+                            fix="evaluate more often, or take a smaller learning rate")
+        if rate >= settings.success_low:
+            return WarmUp(policy, reference, step, rate, seconds)
+        reference = copy.deepcopy(policy)
+    raise SpecError(f"warm up to a success rate of {settings.success_low}",
+                    found=f"less after {settings.max_warm_up_steps} steps", rule="answers are mixed",
+                    fix="allow more warm-up steps")
+
+
+def _endless_problems(task: ArithmeticTask, seed: int) -> Iterator[Problem]:
+    # Seeds of the training problems lie far from the two that measure and record.
+    for chunk in itertools.count():
+        yield from task.problems(1_000_003 * (seed + 1) + chunk, 4096)
+
+
+def _supervised_loss(policy: nn.Module, task: ArithmeticTask, problems: Sequence[Problem]) -> Tensor:
+    """Mean negative log-probability, in nats, of the tokens of the solutions."""
+    prompts = [task.encode(problem.prompt) for problem in problems]
+    documents = [p + task.encode(problem.solution) for p, problem in zip(prompts, problems, strict=True)]
+    longest = max(map(len, documents))
+    tokens = torch.tensor([d + [task.pad_id] * (longest - len(d)) for d in documents])
+    targets = tokens[:, 1:].clone()
+    for row, (prompt, document) in enumerate(zip(prompts, documents, strict=True)):
+        targets[row, : len(prompt) - 1] = -100
+        targets[row, len(document) - 1:] = -100
+    # Padding stands on the right, where causal attention lets no token see it.
+    logits = policy(input_ids=tokens[:, :-1], use_cache=False).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def _success_rate(policy: nn.Module, task: ArithmeticTask, settings: RecordingSettings,
+                  generator: torch.Generator) -> float:
+    problems = task.problems(settings.seed + EVALUATION_SEED, settings.evaluation_problems)
+    prompts = [problem.prompt for problem in problems]
+    answers = sample(policy, task, prompts, temperature=settings.temperature,
+                     max_new_tokens=settings.max_new_tokens, generator=generator)
+    rewards = [task.reward(p, task.decode(a.tokens)) for p, a in zip(prompts, answers, strict=True)]
+    return sum(reward == 1.0 for reward in rewards) / len(rewards)
+
+
+@torch.no_grad()
+def sample(policy: nn.Module, task: ArithmeticTask, prompts: Sequence[str], *, temperature: float,
+           max_new_tokens: int, generator: torch.Generator) -> list[Answer]:
+    """One answer for each prompt, token by token with cached keys and values, as inference engines do.
+
+    Prompts of one length are answered together, so nothing is padded.
+    """
+    answers: list[Answer | None] = [None] * len(prompts)
+    encoded = [task.encode(prompt) for prompt in prompts]
+    for length in sorted(set(map(len, encoded))):
+        members = [index for index, tokens in enumerate(encoded) if len(tokens) == length]
+        inputs, cache = torch.tensor([encoded[index] for index in members]), None
+        chosen: list[Tensor] = []
+        logprobs: list[Tensor] = []
+        ended = torch.zeros(len(members), dtype=torch.bool)
+        while len(chosen) < max_new_tokens and not ended.all():
+            output = policy(input_ids=inputs, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            all_logprobs = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)
+            token = torch.multinomial(all_logprobs.exp(), 1, generator=generator)
+            chosen.append(token[:, 0])
+            logprobs.append(all_logprobs.gather(1, token)[:, 0])
+            ended |= token[:, 0] == task.end_id
+            inputs = token
+        for row, index in enumerate(members):
+            tokens = [int(step[row]) for step in chosen]
+            kept = tokens.index(task.end_id) + 1 if task.end_id in tokens else len(tokens)
+            answers[index] = Answer(tokens[:kept], [float(step[row]) for step in logprobs[:kept]])
+    return [answer for answer in answers if answer is not None]
+
+
+@torch.no_grad()
+def document_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[int], *,
+                      temperature: float) -> Tensor:
+    """Log-probability of every completion token from one forward pass over the whole document.
+
+    Shapes: P prompt and C completion tokens -> [C], in the model's dtype.
+    Units:  nats.
+    """
+    logits_TV = model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False).logits[0]
+    logprobs_TV = torch.log_softmax(logits_TV[len(prompt) - 1: -1] / temperature, dim=-1)
+    return logprobs_TV.gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def sample_batch(warmed: WarmUp, task: ArithmeticTask,
+                 settings: RecordingSettings) -> tuple[RolloutBatch, dict[str, Any]]:
+    """Let the policy answer, score the answers, lay them into one batch; with the numbers worth quoting."""
+    problems = task.problems(settings.seed + PROMPT_SEED, settings.prompts)
+    prompts = [problem.prompt for problem in problems for _ in range(settings.answers)]
+    answers = sample(warmed.policy, task, prompts, temperature=settings.temperature,
+                     max_new_tokens=settings.max_new_tokens,
+                     generator=torch.Generator().manual_seed(settings.seed + PROMPT_SEED))
+    rewards_N = torch.tensor([task.reward(prompt, task.decode(answer.tokens))
+                              for prompt, answer in zip(prompts, answers, strict=True)])
+    group_ids_N = torch.arange(settings.prompts).repeat_interleave(settings.answers)
+    advantages_N = group_advantages(rewards_N, group_ids_N)
+
+    # The recorded values are float64's, rounded once; float32's own error is measured, not recorded.
+    policy64, reference64 = copy.deepcopy(warmed.policy).double(), copy.deepcopy(warmed.reference).double()
+    documents: list[dict[str, Any]] = []
+    precision_error = sampler_error = 0.0
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        tokens = task.encode(prompt)
+
+        def logprobs(model: nn.Module, tokens: list[int] = tokens, answer: Answer = answer) -> Tensor:
+            return document_logprobs(model, tokens, answer.tokens, temperature=settings.temperature)
+
+        old, ref = logprobs(policy64), logprobs(reference64)
+        precision_error = max(precision_error, float((logprobs(warmed.policy) - old).abs().max()))
+        sampler_error = max(sampler_error, float((torch.tensor(answer.logprobs) - old).abs().max()))
+        nothing = [0.0] * len(tokens)
+        documents.append({
+            "tokens": tokens + answer.tokens,
+            "loss_mask": [False] * len(tokens) + [True] * len(answer.tokens),
+            "advantages": nothing + [float(advantages_N[number])] * len(answer.tokens),
+            "old_logprobs": nothing + old.tolist(),
+            "sampler_logprobs": nothing + answer.logprobs,
+            "ref_logprobs": nothing + ref.tolist(),
+            "reward": float(rewards_N[number]),
+            "group_id": int(group_ids_N[number]),
+        })
+    batch = RolloutBatch.from_documents(documents, temperature=settings.temperature)
+    trained = batch.loss_mask_T
+    difference = (batch.ref_logprobs_T - batch.old_logprobs_T)[trained].double()
+    grouped = rewards_N.view(settings.prompts, settings.answers)
+    return batch, {
+        "answers_right": int((rewards_N == 1.0).sum()),
+        "answers_wrong": int((rewards_N == 0.1).sum()),
+        "answers_malformed": int((rewards_N == 0.0).sum()),
+        "groups_mixed": int((grouped.amax(1) > grouped.amin(1)).sum()),
+        "kl_k3_policy_reference_nats": float((difference.exp() - 1 - difference).mean()),
+        "float32_minus_float64_max_nats": precision_error,
+        "sampler_minus_old_max_nats": sampler_error,
+    }
+
+
+def record_rollouts(folder: Path, settings: RecordingSettings | None = None, *, overwrite: bool = False,
+                    on_event: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Write ``folder/rollouts`` (the recording) and ``folder/policy`` (the model that sampled it).
+
+    Args:
+        folder: gets the two sub-folders.
+        settings: what decides the recording; None takes the defaults.
+        overwrite: replace what is there.
+        on_event: gets a line of progress now and then.
+
+    Returns:
+        The numbers of the recording, which also stand in its manifest under ``provenance``.
+
+    Raises:
+        SpecError: the warm-up did not reach a success rate in its window.
+        RecordError: there is a recording already and ``overwrite`` is False.
+    """
+    settings = settings or RecordingSettings()
+    if not overwrite:
+        files.refuse_existing(folder / "rollouts")
+    task = ArithmeticTask()
+    warmed = warm_up(task, settings, on_event)
+    batch, numbers = sample_batch(warmed, task, settings)
+    numbers = {"warm_up_steps": warmed.steps, "warm_up_s": round(warmed.seconds, 1),
+               "warm_up_success_rate": warmed.success_rate, **numbers}
+
+    # Without its manifest the old recording is gone before its policy is.
+    (folder / "rollouts" / files.MANIFEST).unlink(missing_ok=True)
+    for config in (warmed.policy.config, warmed.policy.generation_config):
+        config.bos_token_id, config.eos_token_id = task.start_id, task.end_id
+    warmed.policy.save_pretrained(folder / "policy")
+    weights = (folder / "policy" / "model.safetensors").read_bytes()
+    files.save(batch, folder / "rollouts", provenance={
+        "made_by": "workbench rollouts record", "task": "ArithmeticTask", "settings": asdict(settings),
+        "numbers": numbers, "policy_sha256": hashlib.sha256(weights).hexdigest(),
+        "versions": {"torch": torch.__version__, "transformers": warmed.policy.config.transformers_version}})
+    return numbers

@@ -1,0 +1,238 @@
+"""The spec of a run: everything that decides its numbers, as data.
+
+Frozen pydantic models; an unknown key is refused and the nearest known one is named. YAML in, canonical JSON
+out; the content hash of the canonical JSON (and of the files it names) is the identity of a run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from workbench.errors import SpecError
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class LayoutSpec(_Model):
+    """How many ranks share the work, and how."""
+
+    dp: int = Field(1, ge=1)
+    """Data-parallel ranks: each trains on rows of its own."""
+    cp: int = Field(1, ge=1)
+    """Context-parallel ranks: they share the tokens of each row."""
+    tp: int = Field(1, ge=1)
+    """Tensor-parallel ranks: they share heads, feed-forward columns and the vocabulary."""
+    order: Literal["contiguous", "zigzag"] = "contiguous"
+    """Which tokens of a row a context-parallel rank holds."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_missing_axes(cls, value: Any) -> Any:
+        for axis, word in (("pp", "pipeline"), ("ep", "expert")):
+            if isinstance(value, Mapping) and axis in value:
+                raise ValueError(f"{axis} ({word} parallelism) is not supported; the axes are dp, cp and tp")
+        return value
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.dp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}={getattr(self, axis)}" for axis in ("dp", "cp", "tp") if getattr(self, axis) > 1)
+        return (f"{axes} {self.order}" if self.cp > 1 else axes) or "one rank"
+
+
+class ModelSpec(_Model):
+    """Which decoder, from where."""
+
+    source: str = "data/arithmetic/policy"
+    """A checkpoint folder (relative to the project root, or absolute), a hub id, or `tiny-qwen3`."""
+    tied: bool | None = None
+    """Tie the output head to the embedding; None keeps what the source says. Only `tiny-qwen3` can change it."""
+    seed: int = 0
+    """Seed of the weights of `tiny-qwen3`."""
+
+
+class PolicySpec(_Model):
+    """How token log-probabilities are computed from hidden states."""
+
+    logprobs: Literal["auto", "reference", "vocabulary_parallel"] = "auto"
+    """Implementation by name; auto takes vocabulary_parallel when tp > 1 and reference otherwise."""
+    temperature: float | None = Field(None, gt=0)
+    """Divides logits; None takes the temperature at which the rollouts were sampled."""
+
+
+class LossSpec(_Model):
+    """The policy loss."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, ge=0)
+    """Length from 1 down to the lower clip bound of the ratio."""
+    clip_high: float = Field(0.2, ge=0)
+    """Length from 1 up to the upper clip bound of the ratio."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the k3 estimate of KL(policy, reference)."""
+    denominator: Literal["token", "document"] = "token"
+    """What the sum over tokens is divided by, counted over the whole optimizer step."""
+
+
+class DataSpec(_Model):
+    """Which rollouts."""
+
+    path: str = "data/arithmetic/rollouts"
+    """Folder of a recording (relative to the project root, or absolute)."""
+    documents_per_step: int | None = Field(None, ge=1)
+    """Documents of one optimizer step, taken in order and cyclically; None takes all of them every step."""
+    micro_batches: int = Field(1, ge=1)
+    """Rows that each data-parallel rank trains on, one after another, before it steps."""
+    multiple_of: int | None = Field(None, ge=1)
+    """Rows are padded to a multiple of this; None takes what the layout needs."""
+
+
+class OptimizerSpec(_Model):
+    """What happens to the weights after the gradient."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    learning_rate: float = Field(1e-3, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float | None = Field(None, gt=0)
+    """Clip the global gradient norm to this; None leaves it."""
+
+
+class RecordSpec(_Model):
+    """What a run keeps on disk beside its step records."""
+
+    gradients: Literal["none", "norms", "full"] = "full"
+    """Per-parameter gradients after reduction: nothing, their norms, or every element."""
+    tokens: bool = True
+    """Per-token log-probabilities, ratios and clip decisions, in the order of the recording."""
+
+
+class RunSpec(_Model):
+    """One run: a loss on rollouts, in a layout, at a precision, for some optimizer steps.
+
+    Example:
+        >>> RunSpec(layout={"cp": 2, "order": "zigzag"}).layout.world_size
+        2
+    """
+
+    model: ModelSpec = ModelSpec()
+    data: DataSpec = DataSpec()
+    policy: PolicySpec = PolicySpec()
+    loss: LossSpec = LossSpec()
+    layout: LayoutSpec = LayoutSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    record: RecordSpec = RecordSpec()
+    precision: Literal["float64", "float32", "bfloat16"] = "float32"
+    """Of weights, activations and gradients. float64 also lifts norms and rotary embeddings."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes GPUs if there are as many as ranks, and CPU otherwise."""
+    steps: int = Field(1, ge=1)
+    seed: int = 0
+    timeout_s: float = Field(120.0, gt=0)
+    """A collective that waits longer than this fails."""
+    faults: tuple[str, ...] = ()
+    """Known bugs to switch on, by name; see `workbench.runs.faults`."""
+    frozen_clip: str | None = None
+    """Another configuration of the same experiment, whose recorded clip decisions replace this run's own; None
+    decides here. Comparing precisions needs it: a decision that flips is an O(1) change of one token."""
+
+    @field_validator("faults", mode="before")
+    @classmethod
+    def _list_of_names(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    def canonical(self) -> str:
+        """Sorted JSON of every setting, defaults included."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    def content_hash(self) -> str:
+        """Eight hex digits of the canonical JSON."""
+        return hashlib.sha256(self.canonical().encode()).hexdigest()[:8]
+
+    def merged(self, changes: Mapping[str, Any]) -> RunSpec:
+        """This spec with some settings changed; nested mappings merge key by key."""
+        return parse_spec(RunSpec, merge(self.model_dump(mode="json"), changes), where="settings")
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay nested ``changes`` over ``base``."""
+    out = dict(base)
+    for key, value in changes.items():
+        nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+        out[key] = merge(out[key], value) if nested else value
+    return out
+
+
+def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
+    """Make a model from settings, and say every mistake in words.
+
+    Args:
+        model: the pydantic model.
+        settings: a mapping, as YAML gives it.
+        where: the file or place the settings come from.
+
+    Raises:
+        SpecError: an unknown key (with the nearest known one), a wrong type, a value out of range.
+    """
+    try:
+        return model.model_validate(settings)
+    except ValidationError as error:
+        raise SpecError(f"{where}: {error.error_count()} setting(s) cannot be used",
+                        found="; ".join(_in_words(model, e) for e in error.errors()),
+                        rule=f"settings of {model.__name__}; unknown keys are refused",
+                        fix="correct the file; `workbench run --help` lists every setting") from None
+
+
+def _in_words(model: type[BaseModel], error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] != "extra_forbidden":
+        return f"{path} = {error['input']!r}: {error['msg']}"
+    known = _known_keys(model, error["loc"][:-1])
+    near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+    return f"unknown key {path!r} ({hint})"
+
+
+def _known_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
+    for part in path:
+        found = model.model_fields.get(str(part))
+        if found is None:
+            return []
+        candidates = [found.annotation, *getattr(found.annotation, "__args__", ())]
+        inner = [a for a in candidates if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not inner:
+            return list(RunSpec.model_fields)
+        model = inner[0]
+    return list(model.model_fields)
+
+
+def read_yaml(path: Path) -> Any:
+    """The settings in a YAML file.
+
+    Raises:
+        SpecError: no such file, or not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise SpecError(f"read {path}", found="no such file", rule="a YAML file with settings",
+                        fix="check the path; experiments/ holds examples") from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"read {path}", found=str(error), rule="valid YAML", fix="mend the line named above") from None
+
+
+def load_run_spec(path: Path) -> RunSpec:
+    """Read one run's spec from YAML."""
+    return parse_spec(RunSpec, read_yaml(path) or {}, where=str(path))

@@ -1,0 +1,498 @@
+"""The run directory: everything a run was told and everything it found, on disk, whole or absent.
+
+It is the source of truth. Whoever watches a run (a notebook, the command line, a comparison) only reads it,
+so a killed kernel loses nothing. A file is written under a temporary name, flushed and renamed; appended
+lines carry their own checksum; nothing is ever unpickled.
+
+    <experiment>/runs/<name>-<hash8>[-k]/
+      config.json                  the canonical spec; hash8 is its content hash
+      state.json                   pending | running | succeeded | failed | cancelled | lost; when, where, who
+      metrics.jsonl                one reduced record per optimizer step, written by rank 0
+      provenance.json              versions, git state, command, machine
+      summary.json                 whatever the worker sums up at the end
+      ranks/rank00000.log          standard output and error of a rank
+      ranks/rank00000.exit.json    how a rank ended: exception, traceback, when
+      tensors/<name>.safetensors   gradients and per-token values
+
+This module imports no torch until a tensor is read or written, so that looking at runs stays quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+import workbench
+from workbench.errors import RecordError
+from workbench.runs.spec import RunSpec, parse_spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STATES = ("pending", "running", "succeeded", "failed", "cancelled", "lost")
+"""What a run can be. `lost` is a run that says running while its process is gone."""
+
+ENDED = ("succeeded", "failed", "cancelled", "lost")
+"""The states that a run does not leave."""
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""What a run may be called: a folder name everywhere, and no option of a command."""
+
+_CHECK = re.compile(r'\{"crc32": "([0-9a-f]{8})", ')
+_ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:[\w.@+-]+/)+[\w.@+-]+")
+_LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
+_PEER_EXCEPTIONS = ("DistNetworkError", "DistBackendError", "ConnectionError", "ConnectionResetError",
+                    "BrokenPipeError")
+_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
+               "socket closed", "connection was likely closed", "timed out waiting",
+               "watchdog caught collective", "remote process exited", "nccl communicator was aborted")
+
+
+class RunDirectory:
+    """One run on disk.
+
+    Example:
+        >>> import tempfile
+        >>> run = RunDirectory.create(Path(tempfile.mkdtemp()), "cp2", RunSpec(layout={"cp": 2}))
+        >>> run.append_step({"step": 0, "loss/total/sum": 0.25})
+        >>> run.steps()
+        [{'step': 0, 'loss/total/sum': 0.25}]
+        >>> run.status
+        'pending'
+    """
+
+    def __init__(self, path: Path, spec: RunSpec) -> None:
+        self.path = path
+        self.spec = spec
+        self._tail_checked = False
+
+    @classmethod
+    def create(cls, root: Path, name: str, spec: RunSpec) -> RunDirectory:
+        """Make a new, pending run directory; an existing one is never touched.
+
+        Args:
+            root: folder of all runs of an experiment; made if missing.
+            name: of the configuration.
+            spec: what will run.
+
+        Raises:
+            RecordError: the name cannot be a folder name.
+        """
+        if not RUN_NAME.fullmatch(name):
+            raise RecordError(f"create a run named {name!r}", found=repr(name),
+                              rule="letters, digits, '.', '_' and '-', beginning with a letter or digit",
+                              fix="rename the configuration")
+        root.mkdir(parents=True, exist_ok=True)
+        stem, attempt = f"{name}-{spec.content_hash()}", 1
+        path = root / stem
+        while True:
+            try:
+                path.mkdir()
+                break
+            except FileExistsError:
+                attempt += 1
+                path = root / f"{stem}-{attempt}"
+        run = cls(path, spec)
+        (path / "ranks").mkdir()
+        _write_whole(path / "config.json", (spec.canonical() + "\n").encode())
+        state = {"state": "pending", "name": name, "created_ns": time.time_ns()}
+        _write_whole(path / "state.json", _as_json(state))
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Open an existing run directory.
+
+        Raises:
+            RecordError: it is not one, or its config.json is damaged.
+            SpecError: its config.json is of a version whose settings are not ours.
+        """
+        config = _read_json(path / "config.json", what="a run directory")
+        run = cls(path, parse_spec(RunSpec, config, where=f"{path.name}/config.json"))
+        _ = run.state
+        return run
+
+    @classmethod
+    def find(cls, root: Path, name: str) -> list[RunDirectory]:
+        """Every readable run of that name under root, oldest first."""
+        found = []
+        for path in root.glob(f"{name}-*/config.json"):
+            with contextlib.suppress(RecordError, ValueError):
+                run = cls.open(path.parent)
+                if run.name == name:
+                    found.append(run)
+        return sorted(found, key=lambda run: run.state.get("created_ns", 0))
+
+    # ---- state ---------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """Name of the configuration."""
+        return str(self.state["name"])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The content of state.json.
+
+        Units: keys ending in ``_ns`` count nanoseconds since 1970; ``create_time`` is psutil's, in seconds.
+        """
+        return _read_json(self.path / "state.json", what="a run directory")
+
+    @property
+    def status(self) -> str:
+        """The state in one word; a run that says running although its process is gone is `lost`."""
+        state = self.state
+        if state["state"] != "running" or "pid" not in state:
+            return str(state["state"])
+        try:
+            alive = abs(psutil.Process(state["pid"]).create_time() - state["create_time"]) < 0.01
+        except psutil.Error:
+            alive = False
+        return "running" if alive else "lost"
+
+    def set_state(self, state: str, **fields: Any) -> None:
+        """Move to a state and keep further fields beside it; fields already there stay.
+
+        `running` notes this process (pid, create_time) and started_ns; an ended state notes ended_ns.
+
+        Raises:
+            RecordError: no such state.
+        """
+        if state not in STATES:
+            raise RecordError(f"set the state of run {self.path.name} to {state!r}", found=repr(state),
+                              rule=f"one of {', '.join(STATES)}", fix="use one of them")
+        noted: dict[str, Any] = {}
+        if state == "running":
+            noted = {"pid": os.getpid(), "create_time": psutil.Process().create_time(),
+                     "started_ns": time.time_ns()}
+        elif state in ENDED:
+            noted = {"ended_ns": time.time_ns()}
+        _write_whole(self.path / "state.json", _as_json(self.state | noted | fields | {"state": state}))
+
+    # ---- step records --------------------------------------------------------------------------------
+
+    def append_step(self, record: Mapping[str, Any]) -> None:
+        """Append one step record; it survives a crash that comes after this call.
+
+        There is one writer. What an interrupted writer left of a line is removed first.
+
+        Raises:
+            RecordError: the record is empty, names a key ``crc32``, or does not fit in JSON.
+        """
+        if not record or "crc32" in record:
+            raise RecordError(f"append to metrics.jsonl of {self.path.name}",
+                              found=f"keys {sorted(record)}", rule="at least one key, and none named crc32",
+                              fix="rename the key")
+        path = self.path / "metrics.jsonl"
+        if not self._tail_checked:
+            _drop_torn_tail(path)
+            self._tail_checked = True
+        body = _as_json(dict(record), indent=None).rstrip(b"\n")
+        line = b'{"crc32": "%08x", ' % zlib.crc32(body) + body[1:] + b"\n"
+        with path.open("ab") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def steps(self) -> list[dict[str, Any]]:
+        """All step records; a last line that a crash tore is left out.
+
+        Raises:
+            RecordError: a line before the last is damaged.
+        """
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_bytes().split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        records = []
+        for number, line in enumerate(lines, start=1):
+            record = _checked_line(line)
+            if record is not None:
+                records.append(record)
+            elif number < len(lines):
+                raise RecordError(f"read {self.path.name}/metrics.jsonl",
+                                  found=f"line {number} of {len(lines)} is damaged",
+                                  rule="every line but a torn last one carries the right checksum",
+                                  fix="run the configuration again; the run's other files are not affected")
+        return records
+
+    # ---- tensors and other files ---------------------------------------------------------------------
+
+    def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Path:
+        """Write tensors/<name>.safetensors, whole or not at all."""
+        from safetensors.torch import save_file
+
+        plain: dict[str, Tensor] = {}
+        storages: set[int] = set()
+        for key, tensor in tensors.items():
+            value = tensor.detach().cpu().contiguous()
+            storage = value.untyped_storage().data_ptr()
+            plain[key] = value.clone() if storage in storages else value
+            storages.add(storage)
+        path = self._tensor_path(name)
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        save_file(plain, temporary)
+        _flush_and_rename(temporary, path)
+        return path
+
+    def read_tensors(self, name: str) -> dict[str, Tensor]:
+        """Read tensors/<name>.safetensors.
+
+        Raises:
+            RecordError: missing or damaged.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        path = self._tensor_path(name)
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise RecordError(f"read {self.path.name}/tensors/{path.name}",
+                              found=f"{type(error).__name__}: {error}",
+                              rule="a safetensors file written by this run",
+                              fix="run again, with record settings that keep these tensors") from None
+
+    def has_tensors(self, name: str) -> bool:
+        """Say whether tensors/<name>.safetensors is there."""
+        return self._tensor_path(name).exists()
+
+    def _tensor_path(self, name: str) -> Path:
+        return self.path / "tensors" / f"{name}.safetensors"
+
+    def write_json(self, name: str, value: Any) -> Path:
+        """Write a JSON file (such as summary.json), whole or not at all."""
+        return _write_whole(self.path / name, _as_json(value))
+
+    def read_json(self, name: str) -> Any:
+        """Read a JSON file of this run.
+
+        Raises:
+            RecordError: missing or damaged.
+        """
+        return _read_json(self.path / name, what="a file of this run")
+
+    # ---- how ranks ended -----------------------------------------------------------------------------
+
+    def log_path(self, rank: int) -> Path:
+        """Where the standard output and error of a rank go."""
+        return self.path / "ranks" / f"rank{rank:05d}.log"
+
+    def write_exit(self, rank: int | None, coordinates: Mapping[str, int],
+                   error: BaseException | None) -> None:
+        """Note how a rank ended, at once when it happens: the order of failures is read from these files.
+
+        Messages and tracebacks are kept without machine paths, because reports quote them.
+
+        Args:
+            rank: global rank; None for the agent that starts the ranks.
+            coordinates: its place on the mesh, such as {"dp": 0, "cp": 1, "tp": 0}; {} if not known yet.
+            error: what it raised; None if it ended well.
+        """
+        record: dict[str, Any] = {
+            "rank": rank, "coordinates": dict(coordinates), "time_ns": time.time_ns(), "ok": error is None,
+            "exception": None, "message": "", "traceback": "", "connection_error": False}
+        if error is not None:
+            text = "".join(traceback.format_exception(error))
+            record |= {"exception": type(error).__name__, "message": without_machine_paths(str(error)),
+                       "traceback": without_machine_paths(text),
+                       "connection_error": is_connection_error(error)}
+        name = "agent" if rank is None else f"rank{rank:05d}"
+        self.write_json(f"ranks/{name}.exit.json", record)
+
+    def exits(self) -> dict[int | None, dict[str, Any]]:
+        """How each rank that said so ended, by rank."""
+        files = sorted((self.path / "ranks").glob("*.exit.json"))
+        records = [_read_json(file, what="how a rank ended") for file in files]
+        return {record["rank"]: record for record in records}
+
+    def failure(self) -> dict[str, Any] | None:
+        """The root cause: the first rank that failed of itself, not because a peer had gone.
+
+        When a rank dies, the others soon fail with connection errors, sometimes with an earlier time stamp;
+        those count only if there is nothing else. The result is that rank's exit record and ``also_failed``,
+        the other ranks that failed. None if no rank failed. Its ``rank`` is None if the ranks never started.
+        """
+        failed = [record for record in self.exits().values() if not record["ok"]]
+        if not failed:
+            return None
+        first = min(failed, key=lambda record: (record["connection_error"], record["time_ns"]))
+        return first | {"also_failed": [record["rank"] for record in failed if record is not first]}
+
+    def __repr__(self) -> str:
+        """Say name, state and progress in a line."""
+        return f"RunDirectory({self.path.name}: {self.status}, {len(self.steps())}/{self.spec.steps} steps)"
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Say whether this is the echo of a peer's death rather than a failure of its own.
+
+    The innermost exception of the chain decides, so wrapping a lost connection in words does not hide it, and
+    a lost connection while cleaning up after a real failure does not hide that.
+    """
+    while inner := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        error = inner
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    text = str(error).lower()
+    return bool(kinds.intersection(_PEER_EXCEPTIONS)) or any(words in text for words in _PEER_WORDS)
+
+
+# ---- where things are, and what made them --------------------------------------------------------------
+
+
+def project_root(start: Path | None = None) -> Path:
+    """The folder that relative paths in specs (``data/...``, ``experiments/...``) begin at.
+
+    That is the starting folder (by default the current one) if it holds a `data` folder, and otherwise the
+    source tree that this package lies in.
+    """
+    start = (start or Path.cwd()).resolve()
+    return start if (start / "data").is_dir() else Path(workbench.__file__).resolve().parent.parent
+
+
+def without_machine_paths(text: str, project: Path | None = None) -> str:
+    """Text whose absolute paths begin at the project, and elsewhere keep only what says which file is meant.
+
+    Example:
+        >>> without_machine_paths('File "/home/me/lib/python3.12/site-packages/torch/nn/init.py", line 3')
+        'File ".../torch/nn/init.py", line 3'
+    """
+    roots = {str(project or project_root()), str(Path(workbench.__file__).resolve().parent.parent)}
+    for root in sorted(roots, key=len, reverse=True):
+        text = text.replace(f"{root}/", "")
+    return _ABSOLUTE.sub(_shortened, text)
+
+
+def _shortened(path: re.Match[str]) -> str:
+    inside_library = _LIBRARY.sub("", path[0])
+    return f".../{Path(path[0]).name if inside_library == path[0] else inside_library}"
+
+
+def provenance(project: Path, *, seed: int | None = None) -> dict[str, Any]:
+    """What made these numbers: versions, git state, command, machine.
+
+    It holds no host name and no path outside the project, because reports are shared. A GPU is named only if
+    torch is already loaded: asking for one would cost two seconds.
+    """
+    torch = sys.modules.get("torch")
+    gpus = []
+    if torch is not None and torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "git": _git_state(project),
+        "versions": {"workbench": workbench.__version__, "python": platform.python_version()}
+        | {name: _version(name) for name in ("torch", "transformers", "triton", "torchx", "safetensors")},
+        "argv": [without_machine_paths(argument, project) for argument in sys.argv],
+        "seed": seed,
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "gpus": gpus,
+        "system": f"{platform.system()} {platform.machine()}",
+        "written_ns": time.time_ns(),
+    }
+
+
+def _git_state(project: Path) -> dict[str, Any]:
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(project), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
+    return {"commit": commit or "unknown", "dirty": "unknown" if changes is None else bool(changes)}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+# ---- files, whole or absent ----------------------------------------------------------------------------
+
+
+def _as_json(value: Any, indent: int | None = 1) -> bytes:
+    """JSON with a last newline. NaN and infinities are written as Python's json writes and reads them."""
+    try:
+        return (json.dumps(value, indent=indent) + "\n").encode()
+    except TypeError as error:
+        raise RecordError("write a record as JSON", found=str(error),
+                          rule="text, numbers, booleans, None, lists and mappings of them",
+                          fix="turn tensors into numbers with .item() or float()") from None
+
+
+def _read_json(path: Path, *, what: str) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise RecordError(f"read {path}", found="no such file", rule=f"{what} holds {path.name}",
+                          fix="check the path, or run the configuration again") from None
+    except (OSError, ValueError) as error:
+        raise RecordError(f"read {path}", found=f"{type(error).__name__}: {error}", rule="a whole JSON file",
+                          fix="it was damaged after it was written; run the configuration again") from None
+
+
+def _write_whole(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    return _flush_and_rename(temporary, path)
+
+
+def _flush_and_rename(temporary: Path, path: Path) -> Path:
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return path
+
+
+def _checked_line(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of metrics.jsonl, or None if the line is not what was written."""
+    text = line.decode("utf8", errors="replace")
+    found = _CHECK.match(text)
+    if found is None:
+        return None
+    body = "{" + text[found.end():]
+    return json.loads(body) if f"{zlib.crc32(body.encode()):08x}" == found[1] else None
+
+
+def _drop_torn_tail(path: Path) -> None:
+    """Cut off a last line that an interrupted writer left, so that the next line begins on its own."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    begin = content.rstrip(b"\n").rfind(b"\n") + 1
+    last = content[begin:]
+    if last and (not last.endswith(b"\n") or _checked_line(last.rstrip(b"\n")) is None):
+        with path.open("rb+") as file:
+            file.truncate(begin)
+            os.fsync(file.fileno())

@@ -1,0 +1,166 @@
+"""One rank of one run: read the spec, train its steps, write the record.
+
+Started once per rank by a launcher (``python -m workbench.runs.worker RUN_DIR``), or called in this process for a
+run of one rank (`run_here`). The first rank writes the record; every rank notes how it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import RecordError, WorkbenchError
+from workbench.metrics.cost import StepClock, peak_bytes
+from workbench.policy.model import Policy, load_policy
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.files import load
+from workbench.runs import step as flow
+from workbench.runs.faults import planted
+from workbench.runs.spec import OptimizerSpec, RunSpec
+from workbench.runs.store import RunDirectory, provenance
+from workbench.sharding.mesh import Mesh, join, leave, make_mesh
+
+
+def run_here(run: RunDirectory, project: Path) -> None:
+    """Do a run of one rank in this process.
+
+    Raises:
+        WorkbenchError: whatever went wrong; the run directory says so too.
+    """
+    _rank(run, project)
+
+
+def _rank(run: RunDirectory, project: Path) -> None:
+    """Do this rank's part of a run and note how it ended."""
+    rank, coordinates = int(os.environ.get("RANK", "0")), {}
+    try:
+        if rank == 0:
+            run.set_state("running")
+        spec = run.spec
+        device_type = os.environ.get("WORKBENCH_DEVICE", "cpu" if spec.device == "auto" else spec.device)
+        device = join(device_type, timeout_s=spec.timeout_s)
+        layout = spec.layout
+        mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, device=device)
+        coordinates = mesh.coordinates
+        with planted(spec.faults):
+            _train(run, spec, mesh, project)
+    except BaseException as error:
+        if isinstance(error, WorkbenchError) and coordinates:
+            error.add_note(f"rank {rank} ({', '.join(f'{a}={c}' for a, c in coordinates.items())})")
+        run.write_exit(rank, coordinates, error)
+        if rank == 0:
+            run.set_state("failed")
+        raise
+    run.write_exit(rank, coordinates, None)
+    if rank == 0:
+        run.set_state("succeeded")
+    leave()
+
+
+def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
+    torch.manual_seed(spec.seed)
+    batch = load(project / spec.data.path)
+    policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision,
+                         temperature=spec.policy.temperature or batch.temperature,
+                         implementation=spec.policy.logprobs, project=project, tied=spec.model.tied,
+                         seed=spec.model.seed)
+    loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
+    if mesh.is_first:
+        run.write_json("provenance.json", provenance(project, seed=spec.seed))
+    for number, documents in zip(range(spec.steps), _step_batches(batch, spec.data.documents_per_step), strict=False):
+        with StepClock(mesh.device) as clock:
+            rows, totals = flow.prepare_rows(documents, spec, mesh)
+            result = flow.run_step(policy, loss, rows, totals,
+                                   num_source=batch.num_tokens if spec.record.tokens else 0,
+                                   frozen_clip_S=_frozen_clip(run, number),
+                                   keep_gradients=spec.record.gradients == "full")
+            norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
+            optimizer.step()
+        if mesh.is_first:
+            _record(run, number, result, norm, clock.step_ms, mesh)
+
+
+def make_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """The optimizer over this rank's parameters; elementwise, so tp shards need nothing special."""
+    parameters = policy.model.parameters()
+    if spec.name == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
+    return torch.optim.AdamW(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
+
+
+def _step_batches(batch: RolloutBatch, documents_per_step: int | None) -> Iterator[RolloutBatch]:
+    """The documents of each optimizer step: in order, around and around."""
+    taken = 0
+    while True:
+        if documents_per_step is None:
+            yield batch
+            continue
+        chosen = [(taken + i) % batch.num_documents for i in range(documents_per_step)]
+        taken += documents_per_step
+        yield batch.select(chosen)
+
+
+def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
+    """Clip decisions of another configuration of the same experiment, at this step."""
+    if run.spec.frozen_clip is None:
+        return None
+    done = [other for other in RunDirectory.find(run.path.parent, run.spec.frozen_clip) if other.status == "succeeded"]
+    if not done:
+        raise RecordError(f"frozen_clip = {run.spec.frozen_clip!r}", found="no finished run of that configuration",
+                          rule="the configuration whose clip decisions are taken runs first, with record.tokens",
+                          fix="run the whole ablation, or leave frozen_clip out")
+    return done[-1].read_tensors(_name(number, "tokens"))["clipped"]
+
+
+def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float, step_ms: float, mesh: Mesh) -> None:
+    record: dict[str, Any] = {"step": number}
+    record |= {f"loss/{name}/sum": float(scalar) for name, scalar in result.loss.items()}
+    record |= {"gradient/norm/global": norm, "documents/trained/sum": result.totals.documents}
+    record |= result.metrics
+    record |= {"time/step_ms": step_ms, "memory/peak_bytes": peak_bytes(mesh.device)}
+    if run.spec.record.gradients != "none":
+        record["gradient_norms"] = dict(result.norms)
+    if result.gradients:
+        run.write_tensors(_name(number, "gradients"), result.gradients)
+    if result.tokens:
+        run.write_tensors(_name(number, "tokens"), result.tokens)
+    run.append_step(record)
+
+
+def _name(number: int, what: str) -> str:
+    return f"step{number:04d}.{what}"
+
+
+def main() -> None:
+    """Entry point of a rank: output goes to the rank's log, the exit code says whether it ended well."""
+    parser = argparse.ArgumentParser(description="One rank of one run of the workbench.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--project", type=Path, default=Path.cwd())
+    arguments = parser.parse_args()
+    run = RunDirectory.open(arguments.run_dir)
+    log = os.open(run.log_path(int(os.environ.get("RANK", "0"))), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.stdout.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    code = 0
+    try:
+        _rank(run, arguments.project)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing left to save; interpreter teardown costs a second a rank
+
+
+if __name__ == "__main__":
+    main()

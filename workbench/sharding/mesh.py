@@ -1,0 +1,145 @@
+"""The mesh: named axes dp, cp and tp over the ranks of a job.
+
+tp varies fastest, then cp, then dp: ranks that talk most are neighbours. An axis of size 1 has no process
+group, so a single process needs no rendezvous at all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from workbench.errors import ShardingError
+
+AXES = ("dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One named axis as a rank sees it.
+
+    Attributes:
+        name: "dp", "cp", "tp", or "dp_cp" for the two flattened.
+        size: ranks along it.
+        rank: this rank's coordinate.
+        group: process group of the ranks that differ only here; None where size is 1.
+    """
+
+    name: str
+    size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of a job and this rank's place in them.
+
+    Attributes:
+        axes: dp, cp, tp and the flattened dp_cp, over which gradients are summed.
+        device: where this rank computes.
+    """
+
+    axes: Mapping[str, Axis]
+    device: torch.device
+
+    def __getitem__(self, name: str) -> Axis:
+        return self.axes[name]
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place, axis -> coordinate."""
+        return {name: self.axes[name].rank for name in AXES}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self["dp"].size * self["cp"].size * self["tp"].size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes records."""
+        return not any(self.coordinates.values())
+
+
+def single_process_mesh(device: torch.device | str = "cpu") -> Mesh:
+    """The mesh of one rank."""
+    return Mesh({name: Axis(name) for name in (*AXES, "dp_cp")}, torch.device(device))
+
+
+def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device: torch.device | str = "cpu",
+              **refused: int) -> Mesh:
+    """Lay named axes over the ranks of the running job.
+
+    Collective: every rank calls it with the same sizes. Call `join` first if there is more than one rank.
+
+    Raises:
+        ShardingError: an axis that is not supported (pp, ep), or sizes whose product is not the world size.
+    """
+    for name in refused:
+        raise ShardingError(f"mesh with axis {name!r}", rule=f"the axes are {', '.join(AXES)}",
+                            fix="pipeline (pp) and expert (ep) parallelism are out of scope; fold their ranks into dp")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = {"dp": dp, "cp": cp, "tp": tp}
+    wanted = dp * cp * tp
+    if wanted != world:
+        raise ShardingError(
+            f"mesh dp={dp} x cp={cp} x tp={tp} = {wanted} ranks", found=f"a job of {world} rank(s)",
+            rule="dp * cp * tp is the number of ranks",
+            fix=f"start {wanted} ranks, or choose sizes whose product is {world}")
+    device = torch.device(device)
+    if world == 1:
+        return single_process_mesh(device)
+    device_mesh = init_device_mesh(device.type, (dp, cp, tp), mesh_dim_names=AXES)
+    coordinate = dict(zip(AXES, device_mesh.get_coordinate(), strict=True))
+    axes = {name: Axis(name, size, coordinate[name], device_mesh.get_group(name) if size > 1 else None)
+            for name, size in sizes.items()}
+    both = dp * cp
+    flat = coordinate["dp"] * cp + coordinate["cp"]
+    if dp == 1 or cp == 1:
+        group = axes["dp"].group or axes["cp"].group
+    else:
+        group = _flattened_group(dp, cp, tp)
+    axes["dp_cp"] = Axis("dp_cp", both, flat, group)
+    return Mesh(axes, device)
+
+
+def _flattened_group(dp: int, cp: int, tp: int) -> dist.ProcessGroup:
+    """The group of ranks with this rank's tp coordinate; created in one order on every rank."""
+    ranks = torch.arange(dp * cp * tp).view(dp * cp, tp)
+    mine = None
+    for column in range(tp):
+        group = dist.new_group(ranks[:, column].tolist())
+        if dist.get_rank() % tp == column:
+            mine = group
+    assert mine is not None, "every rank has a tp coordinate"
+    return mine
+
+
+def join(device_type: str, *, timeout_s: float) -> torch.device:
+    """Join the job that this process was started in, and say which device is this rank's.
+
+    Reads RANK, WORLD_SIZE and LOCAL_RANK as every launcher of torch sets them; a process without them is a
+    job of one rank and joins nothing. A collective that waits longer than ``timeout_s`` fails.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
+                                timeout=datetime.timedelta(seconds=timeout_s),
+                                device_id=device if device_type == "cuda" else None)
+    return device
+
+
+def leave() -> None:
+    """Leave the job; does nothing where none was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
