@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, GPUs only where it asks for them, and no silent skips where it counts."""
+"""What every test gets: fixed seeds, GPUs only where it asks for them, no silent skips where it counts."""
 
 from __future__ import annotations
 

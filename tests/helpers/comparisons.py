@@ -1,11 +1,12 @@
 """A comparison made by hand: 15 configurations like those of layout_parity, with one of every verdict.
 
-Its numbers are plausible and fixed; nothing here ran. Six layouts at two precisions, three faults (factor 2.03,
-factor 0.5, and a gradient that points elsewhere), one of the layouts failed on rank 1.
+Its numbers are plausible and fixed; nothing here ran. Six layouts at two precisions, three faults (factors
+2.03 and 0.5, and a gradient that points elsewhere); one run failed on rank 1.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -32,6 +33,11 @@ PARAMETERS = ["model.embed_tokens.weight",
               *(f"model.layers.{layer}.{part}.weight" for layer in range(3) for part in PARTS),
               "model.norm.weight", "lm_head.weight"]
 FLOORED = "model.layers.0.self_attn.k_norm.weight"
+TRACEBACK = """Traceback (most recent call last):
+  File "workbench/runs/worker.py", line 88, in main
+    train(run)
+ShardingError: 3 heads do not divide by tp=2
+"""
 EDGES = [0.5 + 0.04 * i for i in range(31)]
 
 
@@ -55,7 +61,8 @@ def layout_parity() -> Comparison:
 def renamed(comparison: Comparison, old: str, new: str) -> Comparison:
     """The comparison with another name for one configuration."""
     def one(c: Configuration) -> Configuration:
-        return replace(c, name=new if c.name == old else c.name, against=new if c.against == old else c.against)
+        return replace(c, name=new if c.name == old else c.name,
+                       against=new if c.against == old else c.against)
     return replace(comparison, configurations=[one(c) for c in comparison.configurations])
 
 
@@ -66,7 +73,8 @@ def _configuration(name: str, settings: dict) -> Configuration:
     reference = name.startswith("one_rank")
     against = "" if reference else "one_rank-float64" if fault else f"one_rank-{spec.precision}"
     wants_gpus = spec.layout.world_size == 4
-    common = {"name": name, "settings": spec.model_dump(mode="json"), "run": f"runs/{name}-{spec.content_hash()}",
+    common = {"name": name, "settings": spec.model_dump(mode="json"),
+              "run": f"runs/{name}-{spec.content_hash()}",
               "world_size": spec.layout.world_size, "against": against,
               "device_note": "asked for 4 GPUs, 0 here" if wants_gpus else ""}
     if name == FAILED:
@@ -74,9 +82,7 @@ def _configuration(name: str, settings: dict) -> Configuration:
                              why="rank 1 stopped with ShardingError before step 0",
                              failure={"rank": 1, "coordinates": {"dp": 0, "cp": 0, "tp": 1},
                                       "exception": "ShardingError",
-                                      "traceback": 'Traceback (most recent call last):\n  File "workbench/runs/worker.py"'
-                                                   ', line 88, in main\n    train(run)\nShardingError: 3 heads do not '
-                                                   'divide by tp=2\n'})
+                                      "traceback": TRACEBACK})
     steps, ratios = _steps(fault, draw), _ratios()
     if reference:
         return Configuration(**common, steps=steps, ratios=ratios, why="the others are held against it")
@@ -84,11 +90,12 @@ def _configuration(name: str, settings: dict) -> Configuration:
                   for step in range(STEPS) for parameter in PARAMETERS]
     double = spec.precision == "float64"
     whole = [{"step": step, "distance": draw.uniform(0.05, 0.3) * budget if not fault else 0.6,
-              "budget": budget, "relative_l2": 2e-15 if double else 3e-7, "bitwise_equal": False, "flipped_clips": 0}
+              "budget": budget, "relative_l2": 2e-15 if double else 3e-7, "bitwise_equal": False,
+              "flipped_clips": 0}
              for step in range(STEPS) for budget in [1e-12 if double else 4e-7]]
     if not fault:
-        return Configuration(**common, steps=steps, ratios=ratios, parameters=parameters, whole_gradient=whole,
-                             verdict="equal" if double else "within budget",
+        return Configuration(**common, steps=steps, ratios=ratios, parameters=parameters,
+                             whole_gradient=whole, verdict="equal" if double else "within budget",
                              why="every parameter within 1e-12 of the reference" if double
                              else "no further from the float64 truth than 1.5x the reference")
     factor, meaning = FAULTS[fault]
@@ -99,7 +106,8 @@ def _configuration(name: str, settings: dict) -> Configuration:
                          else "another direction: cosine 0.990 with the reference")
 
 
-def _difference(step: int, parameter: str, precision: str, fault: str, draw: random.Random) -> ParameterDifference:
+def _difference(step: int, parameter: str, precision: str, fault: str,
+                draw: random.Random) -> ParameterDifference:
     reference = 0.02 + 0.4 * random.Random(parameter).random() * 0.9 ** step
     floor = parameter == FLOORED
     if floor:
@@ -133,6 +141,6 @@ def _ratios() -> dict[str, dict[str, list[float]]]:
     for step in range(STEPS):
         width = 0.004 + 0.06 * step
         counts = [round(4000 * math.exp(-(((a + b) / 2 - 1) / width) ** 2 / 2) / (width * 25))
-                  for a, b in zip(EDGES, EDGES[1:], strict=False)]
+                  for a, b in itertools.pairwise(EDGES)]
         out[str(step)] = {"edges": EDGES, "counts": counts}
     return out

@@ -1,8 +1,8 @@
 """A worker without a model, for tests of launching: records steps, and fails on request.
 
-What it does is said by ``faults`` names in the spec that only this worker knows: ``raise_on_1`` raises on rank
-1, ``kill_1`` kills rank 1 with SIGKILL, ``slow`` takes its time. With several ranks they meet in a gloo
-collective every step, so that the death of one is felt by the others as a lost connection.
+What goes wrong is said by names in ``faults`` that only this worker knows: ``raise_on_1`` raises on rank 1,
+``kill_1`` kills rank 1 with SIGKILL, ``raise_here`` raises in this process. Several ranks meet in a gloo
+collective every step, so that the others feel the death of one as a lost connection.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 from workbench.runs.store import RunDirectory
@@ -50,7 +49,8 @@ def _train(run: RunDirectory, rank: int, world_size: int) -> None:
         if rank == 1 and step == 1 and "raise_on_1" in run.spec.faults:
             raise ValueError("the second rank had enough")
         if rank == 1 and step == 1 and "kill_1" in run.spec.faults:
-            print("about to go", flush=True)
+            sys.stdout.write("about to go\n")
+            sys.stdout.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         total = torch.ones(())
         if world_size > 1:
@@ -68,7 +68,6 @@ def run_here(run: RunDirectory, project: Path) -> None:
     if "raise_here" in run.spec.faults:
         raise ValueError(f"no good in {project.name}")
     for step in range(run.spec.steps):
-        time.sleep(0.0)
         run.append_step({"step": step, "device": os.environ["WORKBENCH_DEVICE"]})
     run.write_exit(0, {}, None)
     run.set_state("succeeded")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -30,7 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 done, 1 a run failed, 2 the user can mend something, 130 interrupted.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _do(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _do(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if given else 2

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+
+import tyro
 
 
-def rebuild_report(experiment_dir: Path) -> Path:
-    """Write an experiment's report page from its saved comparison.
+def rebuild_report(experiment_dir: tyro.conf.Positional[Path]) -> Path:
+    """Write an experiment's report page again, from its saved comparison.
+
+    Args:
+        experiment_dir: folder that holds comparison.json.
 
     Raises:
         RecordError: there is no comparison, or it is damaged.
@@ -21,15 +25,5 @@ def rebuild_report(experiment_dir: Path) -> Path:
 
 def main(arguments: Sequence[str]) -> int:
     """Do `workbench report`."""
-    import tyro
-
-    def report(experiment_dir: Annotated[Path, tyro.conf.Positional]) -> Path:
-        """Write an experiment's report page again, from its saved comparison.
-
-        Args:
-            experiment_dir: folder that holds comparison.json.
-        """
-        return rebuild_report(experiment_dir)
-
-    print(f"report: {tyro.cli(report, args=list(arguments), prog='workbench report')}")
+    print(f"report: {tyro.cli(rebuild_report, args=list(arguments), prog='workbench report')}")
     return 0

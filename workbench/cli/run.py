@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import tyro
+
 from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec, load_ablation, select
 from workbench.launch.run import RunEvent, launch
@@ -48,26 +50,26 @@ def run_ablation(path: Path | str, *, where: Literal["torchx", "here"] = "torchx
     experiment_dir = experiment_folder(path)
     runs = launch(chosen, experiment_dir, where=where, project=project, reuse=reuse, on_event=on_event)
 
-    from workbench.compare.align import compare_runs
+    from workbench.compare.align import Subject, compare_runs
     from workbench.report.page import write_report
 
-    comparison = compare_runs(chosen, {run.name: run for run in runs}, question=ablation.question,
-                              experiment=experiment_dir.name, provenance=provenance(project))
+    subjects = [Subject(plan.name, run, plan.reference, plan.truth)
+                for plan, run in zip(chosen, runs, strict=True)]
+    comparison = compare_runs(subjects, question=ablation.question, experiment=experiment_dir.name,
+                              provenance=provenance(project))
     saved_in = experiment_dir / "runs" if len(chosen) < len(planned) else experiment_dir
     comparison.save(saved_in / "comparison.json")
     return comparison, write_report(comparison, saved_in / "report.html")
 
 
 def experiment_folder(path: Path) -> Path:
-    """Where the runs and report of a file go: beside ``ablation.yaml``, else in a folder of the file's name."""
+    """Where the runs and report of a file go: beside ``ablation.yaml``, else in a folder of its name."""
     path = path.resolve()
     return path.parent if path.stem == "ablation" else path.parent / path.stem
 
 
 def main(arguments: Sequence[str]) -> int:
     """Do `workbench run`."""
-    import tyro
-
     # the file's own settings are the defaults of the options, so it is read first
     path = next((Path(a) for a in arguments if a.endswith((".yaml", ".yml"))), None)
     base = _base(load_ablation(path)) if path else RunSpec()
@@ -75,8 +77,8 @@ def main(arguments: Sequence[str]) -> int:
     options = tyro.cli(described, args=list(arguments), prog="workbench run",
                        description="Run an ablation (or one spec), compare its runs and write the report.")
     if path is None:
-        raise SpecError(f"run {options.file}", found="another kind of file", rule="a file that ends in .yaml or .yml",
-                        fix="experiments/ holds examples")
+        raise SpecError(f"run {options.file}", found="another kind of file",
+                        rule="a file that ends in .yaml or .yml", fix="experiments/ holds examples")
     changes = _difference(base.model_dump(mode="json"), options.settings.model_dump(mode="json"))
     progress = _Progress()
     comparison, report = run_ablation(path, where=options.where, only=options.only, changes=changes,
@@ -102,8 +104,6 @@ def verdict_table(comparison: Comparison) -> str:
 
 def _described(base: RunSpec) -> type[Any]:
     """The options of the verb, made from the spec's own model with the file's settings as defaults."""
-    import tyro
-
     settings = Annotated[RunSpec, tyro.conf.arg(name="", help="Settings of every run, over the file's base.")]
     return dataclasses.make_dataclass("RunOptions", [
         ("file", Annotated[Path, tyro.conf.Positional, tyro.conf.arg(

@@ -118,6 +118,7 @@ def _load(source: str, project: Path | None, tied: bool | None, seed: int) -> An
                         rule="a checkpoint says itself whether its head is tied", fix="leave model.tied out")
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     folder = (project or Path()) / source
     try:
         return transformers.AutoModelForCausalLM.from_pretrained(folder if folder.is_dir() else source,

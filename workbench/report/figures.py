@@ -13,8 +13,8 @@ configuration out in silence: what has no number is named.
 
 from __future__ import annotations
 
+import itertools
 import math
-import os.path
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from workbench.compare.comparison import Comparison, Configuration, flatten
 from workbench.report import style
@@ -42,10 +43,26 @@ def worst_share(configuration: Configuration) -> float | None:
 
     Above 1 something is out of budget. None where nothing was judged.
     """
-    pairs = [(w["distance"], w["budget"]) for w in configuration.whole_gradient
-             if w.get("budget") and w.get("distance") is not None]
-    pairs += [(p.distance, p.budget) for p in configuration.parameters if p.budget]
-    return max((distance / budget for distance, budget in pairs), default=None)
+    pairs = [(w.get("distance"), w.get("budget")) for w in configuration.whole_gradient]
+    pairs += [(p.distance, p.budget) for p in configuration.parameters]
+    shares = [share_of_budget(distance, budget) for distance, budget in pairs]
+    return max((s for s in shares if s is not None), default=None)
+
+
+def share_of_budget(distance: float | None, budget: float | None) -> float | None:
+    """A distance in units of its budget; infinite where it is not a number, or where a budget of 0 is left.
+
+    Example:
+        >>> share_of_budget(3.0, 2.0), share_of_budget(0.0, 0.0), share_of_budget(1.0, 0.0)
+        (1.5, 0.0, inf)
+    """
+    if distance is None or budget is None:
+        return None
+    if math.isnan(distance) or math.isnan(budget):
+        return math.inf
+    if budget == 0:
+        return math.inf if distance else 0.0
+    return distance / budget
 
 
 def is_bitwise_equal(configuration: Configuration) -> bool:
@@ -98,7 +115,7 @@ def series_styles(comparison: Comparison) -> dict[str, SeriesStyle]:
     styles, hue = {}, 0
     for members in kinds.values():
         names = [c.name for c in members]
-        label = names[0] if len(names) == 1 else os.path.commonprefix(names).rpartition("-")[0] or names[0]
+        label = names[0] if len(names) == 1 else _common_start(names) or names[0]
         if not members[0].against:
             drawn = SeriesStyle(label, style.INK, "", "-")
         else:
@@ -140,14 +157,15 @@ def verdicts(comparison: Comparison) -> Figure:
         look, value = style.VERDICT_STYLES[c.verdict], shares[c.name]
         if value is not None and value > 0:
             end = min(value, high)
-            axes.plot([low, end], [row, row], color=look.color, linewidth=2, alpha=0.35, solid_capstyle="butt")
+            axes.plot([low, end], [row, row], color=look.color, linewidth=2, alpha=0.35)
             axes.plot([end], [row], color=look.color, marker=look.marker, markersize=5.5, linestyle="none")
         elif value == 0:
-            axes.plot([low], [row], color=look.color, marker="|", markersize=9, linestyle="none", clip_on=False)
+            axes.plot([low], [row], color=look.color, marker="|", markersize=9, linestyle="none",
+                      clip_on=False)
         factor = f", factor {near_one(c.factor)}" if c.factor is not None and c.verdict == "different" else ""
-        meaning = f" ({c.factor_meaning})" if factor and c.factor_meaning else ""
-        axes.text(1.015, row, f"{look.sign} {c.verdict}{factor}{meaning}", transform=axes.get_yaxis_transform(),
-                  va="center", fontsize=7.5, color=look.color)
+        meaning = f" ({c.factor_meaning})" if factor and 0 < len(c.factor_meaning) < 16 else ""
+        axes.text(1.015, row, f"{look.sign} {c.verdict}{factor}{meaning}", va="center", fontsize=7.5,
+                  color=look.color, transform=axes.get_yaxis_transform())
     axes.set_yticks(range(len(rows)), [c.name for c in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", colors=style.INK)
@@ -168,8 +186,9 @@ def loss_by_step(comparison: Comparison) -> Figure:
 def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
     """Each parameter's gradient norm over the reference's, one column for each configuration.
 
-    Parameters run downwards in the model's order. The line is 1, where a correct configuration lies from top to
-    bottom. Hollow marks are parameters judged by the floor.
+    Parameters run downwards in the model's order. The line is 1, where a correct configuration lies from top
+    to bottom. Hollow marks are parameters judged by the floor. A ratio beyond the axis is an arrow at its
+    edge, with the range of all such ratios under the name, where those that are not a number are counted too.
 
     Args:
         comparison: what to draw.
@@ -183,16 +202,18 @@ def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
     names = list(dict.fromkeys(p.parameter for c in shown for p in c.parameters if p.step == step))
     place = {name: row for row, name in enumerate(names)}
     ratios = [p.norm_ratio for c in shown for p in c.parameters if p.step == step]
-    reach = max([abs(math.log2(r)) for r in ratios if r > 0 and math.isfinite(r)] + [0.7]) * 1.25
-    per_row = 12
+    reach = min(2.2, max([abs(math.log2(r)) for r in ratios if r > 0 and math.isfinite(r)] + [0.7]) * 1.25)
+    per_row = 14
     blocks = [shown[i:i + per_row] for i in range(0, len(shown), per_row)]
     figure = style.chart((0.9 + 0.152 * len(names)) * len(blocks) + 0.1)
-    grid = figure.subplots(len(blocks), min(per_row, len(shown)), squeeze=False, sharex=True, sharey=True)
+    columns = max(6, min(per_row, len(shown)))
+    grid = figure.subplots(len(blocks), columns, squeeze=False, sharex=True, sharey=True)
     for block, row in zip(blocks, grid, strict=True):
         for axes in row[len(block):]:
             axes.set_visible(False)
         for c, axes in zip(block, row, strict=False):
-            _ratio_column(axes, c, [p for p in c.parameters if p.step == step], place, reach)
+            _ratio_column(axes, c, [p for p in c.parameters if p.step == step], place, reach,
+                          width=110 // columns + 1)
         row[0].set_yticks(range(len(names)), [_short(name) for name in names])
         row[0].set_ylim(len(names) - 0.3, -0.7)
         for axes in row:
@@ -201,33 +222,46 @@ def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
 
 
 def _ratio_column(axes: Axes, c: Configuration, parameters: Sequence[Any], place: dict[str, int],
-                  reach: float) -> None:
+                  reach: float, *, width: int) -> None:
     look = style.VERDICT_STYLES[c.verdict]
     style.tidy(axes, grid="")
     for layer, name in enumerate(place):
         if _layer(name) % 2 == 0:
             axes.axhspan(layer - 0.5, layer + 0.5, color=style.LINE, alpha=0.3, linewidth=0)
-    axes.set_title(f"{look.sign} {_wrap(c.name)}", fontsize=7, color=look.color, loc="left", linespacing=1.25)
+    axes.set_title(f"{look.sign} {_wrap(c.name, width)}", fontsize=7, color=look.color, loc="left",
+                   linespacing=1.25, pad=12)
     axes.axvline(1, color=style.MUTED, linewidth=0.6, zorder=0.5)
     rows = [place[p.parameter] for p in parameters]
     axes.plot([p.norm_ratio for p in parameters], rows, color=look.color, marker="o", markersize=3.2,
               linewidth=0.7, markeredgewidth=0.8, label=c.name)
     hollow = [p for p in parameters if p.judged_by == "floor"]
-    axes.plot([p.norm_ratio for p in hollow], [place[p.parameter] for p in hollow], color=look.color, marker="o",
-              markersize=3.2, linestyle="none", markerfacecolor="#ffffff", markeredgewidth=0.8)
+    axes.plot([p.norm_ratio for p in hollow], [place[p.parameter] for p in hollow], color=look.color,
+              marker="o", markersize=3.2, linestyle="none", markerfacecolor="#ffffff", markeredgewidth=0.8)
+    low, high, said = 2.0 ** -reach, 2.0 ** reach, []
+    for edge, arrow, beyond in ((low, "<", [p for p in parameters if p.norm_ratio < low]),
+                                (high, ">", [p for p in parameters if p.norm_ratio > high])):
+        if beyond:
+            axes.plot([edge] * len(beyond), [place[p.parameter] for p in beyond], color=look.color,
+                      marker=arrow, markersize=4, linestyle="none", clip_on=False)
+            ends = sorted({significant(f(p.norm_ratio for p in beyond), 2) for f in (min, max)}, key=len)
+            said.append(f"{arrow} " + " to ".join(ends))
+    if lost := sum(math.isnan(p.norm_ratio) for p in parameters):
+        said.append(f"{lost} not a number")
+    axes.annotate("\n".join(said), (0, 1), xytext=(0, 1), xycoords="axes fraction",
+                  textcoords="offset points", fontsize=6.5, color=look.color)
     axes.set_xscale("log", base=2)
-    axes.set_xlim(2.0 ** -reach, 2.0 ** reach)
-    ticks = [2.0 ** n for n in ([-1, 0, 1] if reach < 3 else [-int(reach), 0, int(reach)])]
-    axes.set_xticks(ticks, [significant(t, 1) if t >= 0.5 else f"1/{round(1 / t)}" for t in ticks])
+    axes.set_xlim(low, high)
+    axes.set_xticks([0.5, 1, 2], ["½", "1", "2"])
     axes.minorticks_off()
     for tick in axes.get_xticklabels():
         tick.set_fontsize(7)
 
 
 def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = None) -> Figure:
-    """The distribution of policy / old probability over trained tokens: a row for each reference, a column a step.
+    """The distribution of policy / old probability over trained tokens.
 
-    Vertical lines are the clip bounds, 1 - clip_low and 1 + clip_high.
+    A row for each reference, a column for each step. Vertical lines are the clip bounds, 1 - clip_low and
+    1 + clip_high.
 
     Args:
         comparison: what to draw.
@@ -252,7 +286,11 @@ def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = N
                        y=f"step {step}, share of trained tokens" if first else f"step {step}")
             axes.set_yscale("log")
             style.log_ticks(axes.yaxis)
-            style.plain_ticks(axes.xaxis)
+            if axes.get_xscale() == "log":
+                style.log_ticks(axes.xaxis)
+            else:
+                axes.xaxis.set_major_locator(MaxNLocator(5))
+                style.plain_ticks(axes.xaxis)
     _legend(figure, comparison, [c for members in rows.values() for c in members])
     return figure
 
@@ -271,7 +309,8 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
                     linewidth=5 if reference else 2.4 if c.verdict == "different" else 1.2,
                     alpha=0.2 if reference else 1, zorder=2 if reference or c.verdict == "different" else 3,
                     linestyle="-" if reference else _dash(c, _agreeing(members), look))
-        used += [edge for i, n in enumerate(counts) if n for edge in edges[i:i + 2] if math.isfinite(edge)]
+        if c.verdict != "different":
+            used += [edge for i, n in enumerate(counts) if n for edge in edges[i:i + 2]]
     loss = members[0].settings.get("loss", {})
     for name, sign in (("clip_low", -1), ("clip_high", 1)):
         if name in loss:
@@ -280,6 +319,22 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
     if used:
         room = 0.06 * (max(used) - min(used) or 1)
         axes.set_xlim(min(used) - room, max(used) + room)
+    if used and min(used) > 0 and max(used) / min(used) > 8:
+        axes.set_xscale("log")
+        axes.set_xlim(min(used) / 1.1, max(used) * 1.1)
+    low, high = axes.get_xlim()
+    said = []
+    for c in members:
+        histogram = c.ratios.get(str(step), {"edges": [], "counts": []})
+        pairs = zip(itertools.pairwise(histogram["edges"]), histogram["counts"], strict=False)
+        beyond = sum(n for (a, b), n in pairs if b <= low or a >= high)
+        if beyond:
+            percent = significant(100 * beyond / sum(histogram["counts"]), 2)
+            said.append(f"{percent} % of {looks[c.name].label}")
+    if said:
+        axes.annotate("\n".join(["beyond this axis:", *said]), (0.02, 0.9), xycoords="axes fraction",
+                      va="top", fontsize=6, color=style.MUTED,
+                      bbox={"facecolor": "#ffffff", "linewidth": 0, "pad": 1})
 
 
 def time_and_memory(comparison: Comparison) -> Figure:
@@ -299,13 +354,13 @@ def time_and_memory(comparison: Comparison) -> Figure:
             values = [step[key] / unit for step in c.steps if step.get(key) is not None]
             look = style.VERDICT_STYLES[c.verdict]
             if not values:
-                axes.text(0, row, f"  {c.state}, not recorded" if c.state != "succeeded" else "  not recorded",
-                          va="center", fontsize=7, color=style.MUTED)
+                state = "" if c.state == "succeeded" else f"{c.state}, "
+                axes.text(0, row, f"  {state}not recorded", va="center", fontsize=7, color=style.MUTED)
                 continue
             middle = statistics.median(values[1:] or values)
             axes.barh(row, middle, height=0.62, color=look.color, alpha=0.25, linewidth=0)
-            axes.plot(values, [row] * len(values), linestyle="none", marker="o", markersize=3, color=look.color,
-                      label=c.name)
+            axes.plot(values, [row] * len(values), linestyle="none", marker="o", markersize=3,
+                      color=look.color, label=c.name)
             axes.plot(values[:1], [row], linestyle="none", marker="o", markersize=3, color=look.color,
                       markerfacecolor="#ffffff")
             axes.text(1.01, row, written(middle * unit), transform=axes.get_yaxis_transform(), va="center",
@@ -324,8 +379,8 @@ def time_and_memory(comparison: Comparison) -> Figure:
 def _lines(comparison: Comparison, key: str, title: str) -> Figure:
     """One metric by step; a panel for each reference, one line for each configuration that recorded it.
 
-    The reference is a broad pale line. Configurations that agree lie on it and on one another, so each of them
-    owns a turn of one common dash: all stay visible along the same path.
+    The reference is a broad pale line. Configurations that agree lie on it and on one another, so each of
+    them owns a turn of one common dash: all stay visible along the same path.
     """
     panels = {ref: [c for c in members if any(step.get(key) is not None for step in c.steps)]
               for ref, members in groups(comparison).items()}
@@ -336,6 +391,13 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
         return figure
     figure = style.chart(3.0)
     looks = series_styles(comparison)
+    values = {c.name: [step[key] for step in c.steps if step.get(key) is not None]
+              for members in panels.values() for c in members}
+    drawn = [v for found in values.values() for v in found if math.isfinite(v)]
+    sound = [v for members in panels.values() for c in members if c.verdict != "different"
+             for v in values[c.name] if math.isfinite(v)]
+    scale = _scale(drawn, sound)
+    title += {"linear": "", "log": ", logarithmic", "asinh": ", linear near 0 and logarithmic beyond"}[scale]
     for axes, (reference, members) in zip(style.panels(figure, len(panels), sharey=True), panels.items(),
                                           strict=True):
         style.tidy(axes, title=reference, y=title, x="optimizer step")
@@ -348,14 +410,27 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
                 axes.plot(x, y, color=look.color, linewidth=6, alpha=0.16, label=c.name,
                           solid_capstyle="round")
                 continue
-            axes.plot(x, y, color=look.color, linewidth=1.7, linestyle=_dash(c, agreeing, look), marker=look.marker, markersize=4.6,
-                      markerfacecolor="none" if c in agreeing else look.color, markeredgewidth=1.0, label=c.name,
+            axes.plot(x, y, color=look.color, linewidth=1.7, linestyle=_dash(c, agreeing, look),
+                      marker=look.marker, markersize=4.6, markeredgewidth=1.0,
+                      markerfacecolor="none" if c in agreeing else look.color, label=c.name,
                       zorder=3 + order / 100)
         axes.set_xticks(sorted({step["step"] for c in members for step in c.steps}))
         axes.margins(x=0.06, y=0.12)
-        style.plain_ticks(axes.yaxis)
+        if scale == "asinh":
+            axes.set_yscale("asinh", linear_width=max(map(abs, sound)))
+        elif scale == "log":
+            axes.set_yscale("log")
+        (style.log_ticks if scale == "log" else style.plain_ticks)(axes.yaxis)
     _legend(figure, comparison, [c for members in panels.values() for c in members])
     return figure
+
+
+def _scale(drawn: Sequence[float], sound: Sequence[float]) -> str:
+    """The y scale on which a fault that is far away does not flatten what agrees."""
+    reach = max(map(abs, sound), default=0.0)
+    if not reach or max(map(abs, drawn)) <= 20 * reach:
+        return "linear"
+    return "log" if min(drawn) > 0 else "asinh"
 
 
 def _agreeing(members: Sequence[Configuration]) -> list[Configuration]:
@@ -373,13 +448,20 @@ def _legend(figure: Figure, comparison: Comparison, shown: Sequence[Configuratio
     """One entry a kind, beside the panels."""
     looks = series_styles(comparison)
     kinds = {looks[c.name]: c for c in shown}
-    handles = [Line2D([], [], color=look.color, marker=look.marker, linestyle=look.dash, linewidth=1.7, markersize=4.6,
-                      markerfacecolor=look.color if c.verdict == "different" else "none", label=look.label)
+    handles = [Line2D([], [], color=look.color, marker=look.marker, linestyle=look.dash, linewidth=1.7,
+                      markersize=4.6, label=look.label,
+                      markerfacecolor=look.color if c.verdict == "different" else "none")
                if c.against else
                Line2D([], [], color=look.color, linewidth=6, alpha=0.16, label=f"{look.label} (reference)")
                for look, c in kinds.items()]
     figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=7.5, handlelength=3,
                   labelspacing=0.8, labelcolor=style.INK)
+
+
+def _common_start(names: Sequence[str]) -> str:
+    """The dash-separated parts that all names begin with."""
+    parts = zip(*(name.split("-") for name in names), strict=False)
+    return "-".join(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, parts))
 
 
 def _layer(parameter: str) -> int:
@@ -391,7 +473,7 @@ def _short(parameter: str) -> str:
     return parameter.removeprefix("model.").removesuffix(".weight")
 
 
-def _wrap(name: str, width: int = 11) -> str:
+def _wrap(name: str, width: int) -> str:
     """A long name on several lines, cut after - and _."""
     lines, current = [], ""
     for part in name.replace("-", "-\0").replace("_", "_\0").split("\0"):
@@ -410,4 +492,5 @@ def _spread(values: Sequence[int], most: int) -> list[int]:
 
 
 __all__ = ["changed_settings", "gradient_norm_by_step", "groups", "importance_ratios", "is_bitwise_equal",
-           "loss_by_step", "norm_ratios", "series_styles", "time_and_memory", "verdicts", "worst_share"]
+           "loss_by_step", "norm_ratios", "series_styles", "share_of_budget", "time_and_memory", "verdicts",
+           "worst_share"]

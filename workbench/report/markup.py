@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-
 VOID = frozenset({"br", "wbr", "meta"})
 """Elements that have no end tag."""
 
@@ -21,13 +20,14 @@ class Markup(str):
     __slots__ = ()
 
 
-def tag(name: str, *children: Any, **attributes: Any) -> Markup:
+def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
     """One element.
 
     Args:
         name: of the element.
         *children: `Markup` as it is, anything else as escaped text; None and lists are passed over and into.
-        **attributes: ``class_`` for class, ``data_x`` for data-x; None leaves one out, True gives its name only.
+        **attributes: ``class_`` for class, ``data_x`` for data-x; None leaves one out, True gives the name
+            only.
 
     Example:
         >>> tag("p", "a < b ", tag("b", "c"), class_="x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 
 NONE = "–"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -72,7 +73,7 @@ def milliseconds(value: float | None) -> str:
     """A duration given in milliseconds.
 
     Example:
-        >>> milliseconds(38.25), milliseconds(12300)
+        >>> milliseconds(38.27), milliseconds(12300)
         ('38.3 ms', '12.3 s')
     """
     if value is None:
@@ -88,6 +89,18 @@ def mebibytes(value: float | None) -> str:
         '3.00 MiB'
     """
     return NONE if value is None else f"{significant(value / 2**20)} MiB"
+
+
+def moment(nanoseconds: int | None) -> str:
+    """A moment given in nanoseconds since 1970, in UTC.
+
+    Example:
+        >>> moment(1_795_221_277_246_059_365)
+        '2026-11-21 00:34:37 UTC'
+    """
+    if nanoseconds is None:
+        return NONE
+    return datetime.fromtimestamp(nanoseconds // 10**9, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _minus(text: str) -> str:

@@ -1,8 +1,8 @@
 """The report page: the whole comparison as one HTML file that needs nothing else.
 
 No script, no address, no font from elsewhere; a content security policy in the file forbids them. The same
-comparison gives the same bytes. The verdicts stand first, what supports them follows, and where it all comes from
-is at the end.
+comparison gives the same bytes. The verdicts stand first, what supports them follows, and where it all comes
+from is at the end.
 """
 
 from __future__ import annotations
@@ -16,11 +16,47 @@ from matplotlib.figure import Figure
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference, flatten
 from workbench.report import figures
 from workbench.report.markup import Markup, join, table, tag
-from workbench.report.numbers import NONE, near_one, share, significant
+from workbench.report.numbers import NONE, moment, near_one, share, significant
+from workbench.report.show import show
 from workbench.report.style import VERDICT_STYLES, inline_svg
-from workbench.report.summary import answer, chip, summary_table, tiles, verdict_style, where_it_ran
+from workbench.report.summary import (
+    answer,
+    chip,
+    failure_line,
+    summary_table,
+    tiles,
+    verdict_style,
+    where_it_ran,
+)
+
+__all__ = ["page", "show", "write_report"]
 
 STYLE_SHEET = Path(__file__).with_name("page.css")
+CAPTIONS = {
+    "gradient_norm_by_step":
+        "L2 norm over all parameters, each counted once, before clipping. The broad grey line is the "
+        "reference; configurations that agree with it share one dashed line.",
+    "norm_ratios":
+        "Norm of each parameter's gradient over the reference's, at step 0; parameters run downwards in the "
+        "model's order. A correct configuration lies on 1 from top to bottom. A wrong direction can hide "
+        "behind a right norm: the verdict weighs the distance, not this ratio. Hollow: judged by the floor. "
+        "Arrow: beyond the axis, with the range under the name.",
+    "importance_ratios":
+        "Probability of each trained token under the policy over its probability at the start of the update. "
+        "Dotted: the clip bounds. The vertical axis is logarithmic.",
+    "loss_by_step":
+        "The loss of the whole optimizer step. It can look right while gradients are wrong; no verdict rests "
+        "on it alone.",
+    "time_and_memory":
+        "A mark for every step; the first one, which also warms up, is hollow. The bar is the median of the "
+        "others.",
+}
+FLOOR_CAPTION = (
+    "These gradients are too small to be measured against themselves; their budget comes from the model's "
+    "typical gradient instead. They are judged like all others, and none is skipped.")
+CPU_CAPTION = (
+    "Ranks on CPU share this machine's cores: these times say what the run cost, not how fast a layout is. "
+    "Memory on CPU is the whole process, Python and its libraries included.")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -61,17 +97,19 @@ def page(comparison: Comparison) -> str:
     body = [tag("section", tag("h2", title), make(comparison), id=f"section-{i}")
             for i, (title, make) in enumerate(sections)]
     head = join([
-        Markup('<meta charset="utf-8">\n'), Markup(f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'),
-        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">\n'),
-        Markup('<meta name="color-scheme" content="light dark">\n'),
+        tag("meta", charset="utf-8"), "\n",
+        tag("meta", http_equiv="Content-Security-Policy", content=POLICY), "\n",
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"), "\n",
+        tag("meta", name="color-scheme", content="light dark"), "\n",
         tag("title", f"{comparison.experiment} · workbench report"),
         tag("style", verdict_style(), Markup(STYLE_SHEET.read_text(encoding="utf8")))])
-    masthead = tag("header", tag("p", "workbench report · ", tag("b", comparison.experiment), class_="eyebrow"),
-                   tag("h1", comparison.question), tag("p", answer(comparison), class_="answer"),
-                   tiles(comparison))
+    eyebrow = tag("p", "workbench report · ", tag("b", comparison.experiment), class_="eyebrow")
+    masthead = tag("header", eyebrow, tag("h1", comparison.question),
+                   tag("p", answer(comparison), class_="answer"), tiles(comparison))
     main = tag("main", masthead, "\n", tag("div", summary_table(comparison), class_="first"), "\n",
                tag("nav", contents, aria_label="Contents"), "\n", [join([s, "\n"]) for s in body])
-    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body class="workbench">\n{main}\n</body>\n</html>\n'
+    return (f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n'
+            f'<body class="workbench">\n{main}\n</body>\n</html>\n')
 
 
 # ---- sections -----------------------------------------------------------------------------------------
@@ -80,7 +118,7 @@ def page(comparison: Comparison) -> str:
 def differences(comparison: Comparison) -> Markup:
     """The settings that are not the same everywhere; bold where a configuration leaves its reference."""
     settings = {c.name: flatten(c.settings) for c in comparison.configurations}
-    keys = list(dict.fromkeys(key for flat in settings.values() for key in flat))
+    keys = sorted({key for flat in settings.values() for key in flat})
     keys = [key for key in keys if len({repr(flat.get(key)) for flat in settings.values()}) > 1]
     if not keys:
         return tag("p", "Nothing: all configurations have the same settings.")
@@ -91,8 +129,8 @@ def differences(comparison: Comparison) -> Markup:
                                        else tag("span", _setting(settings[c.name].get(key)), class_="same")
                                        for key in keys)]
 
-    said = tag("p", "Every setting that is not the same in all configurations. Bold: other than in the configuration's "
-               "own reference.")
+    said = tag("p", "Every setting that is not the same in all configurations. Bold: other than in the "
+               "configuration's own reference.")
     return join([said, table(["configuration", *(tag("code", key) for key in keys)],
                              [row(c) for c in comparison.configurations])])
 
@@ -101,77 +139,67 @@ def verdicts(comparison: Comparison) -> Markup:
     """Why each configuration got its verdict, and the whole gradient's distance step by step."""
     rows = [[tag("code", c.name), chip(c.verdict), tag("code", c.against) if c.against else NONE,
              c.why or NONE, where_it_ran(c)] for c in comparison.configurations]
-    steps = [[tag("code", c.name), w.get("step"), significant(w.get("distance"), 2), significant(w.get("budget"), 2),
-              share(w["distance"] / w["budget"]) if w.get("budget") and w.get("distance") is not None else NONE,
-              significant(w.get("relative_l2"), 2), {True: "yes", False: "no"}.get(w.get("bitwise_equal"), NONE),
+    steps = [[tag("code", c.name), w.get("step"),
+              significant(w.get("distance"), 2), significant(w.get("budget"), 2),
+              share(figures.share_of_budget(w.get("distance"), w.get("budget"))),
+              significant(w.get("relative_l2"), 2),
+              {True: "yes", False: "no"}.get(w.get("bitwise_equal"), NONE),
               NONE if w.get("flipped_clips") is None else w["flipped_clips"]]
              for c in comparison.configurations for w in c.whole_gradient]
     more = _details(f"The whole gradient, step by step ({len(steps)} rows)",
-                    table(["configuration", "step", "distance", "budget", "÷ budget", "relative L2", "bitwise equal",
-                           "flipped clips"], steps, numbers=(1, 2, 3, 4, 5, 7))) if steps else None
-    return join([table(["configuration", "verdict", "against", "why", "where it ran"], rows, class_="prose"), more])
+                    join([tag("p", "In float64 the whole gradient is judged by the parameter nearest to its "
+                              "budget; below float64 it has a measured budget of its own."),
+                          table(["configuration", "step", "distance", "budget", "÷ budget", "relative L2",
+                                 "bitwise equal", "flipped clips"], steps, numbers=(1, 2, 3, 4, 5, 7))]))
+    return join([table(["configuration", "verdict", "against", "why", "where it ran"], rows, class_="prose"),
+                 more if steps else None])
 
 
 def gradient_norm(comparison: Comparison) -> Markup:
     """The figure of gradient norms."""
-    return _figure(comparison, figures.gradient_norm_by_step,
-                   "L2 norm over all parameters, each counted once, before clipping. The broad grey line is the "
-                   "reference; configurations that agree with it share one dashed line.")
+    return _figure(comparison, figures.gradient_norm_by_step)
 
 
 def norm_ratios(comparison: Comparison) -> Markup:
     """The figure of norm ratios, the parameters judged by the floor, and every number behind it."""
     floored = _floored(comparison)
     if floored:
-        rows = [[tag("code", name), len({c.name for c, _ in found}), significant(max(p.norm for _, p in found), 2),
-                 share(max((p.distance / p.budget for _, p in found if p.budget), default=None))]
+        rows = [[tag("code", name), len({c.name for c, _ in found}),
+                 significant(max(p.norm for _, p in found), 2),
+                 share(max(figures.share_of_budget(p.distance, p.budget) for _, p in found))]
                 for name, found in floored.items()]
-        floor = [tag("h3", "Judged by the floor"),
-                 tag("p", "These gradients are too small to be measured against themselves; their budget comes from the "
-                     "model's typical gradient instead. They are judged like all others, and none is skipped."),
+        floor = [tag("h3", "Judged by the floor"), tag("p", FLOOR_CAPTION),
                  table(["parameter", "configurations", "largest norm", "worst distance ÷ budget"], rows,
                        numbers=(1, 2, 3))]
     else:
         floor = [tag("p", "Every parameter was judged by its own gradient; none needed the floor.")]
     tables = [_parameter_table(c) for c in comparison.configurations if c.parameters]
     heading = tag("h3", "All numbers, one step a configuration") if tables else None
-    return join([_figure(comparison, figures.norm_ratios,
-                         "Norm of each parameter's gradient over the reference's, at step 0; parameters run downwards in "
-                         "the model's order. A correct configuration lies on 1 from top to bottom. A wrong direction "
-                         "can hide behind a right norm: the verdict weighs the distance, not this ratio."),
-                 floor, heading, tables])
+    return join([_figure(comparison, figures.norm_ratios), floor, heading, tables])
 
 
 def importance_ratios(comparison: Comparison) -> Markup:
     """The figure of importance ratios."""
-    return _figure(comparison, figures.importance_ratios,
-                   "Probability of each trained token under the policy over its probability at the start of the update. "
-                   "Dotted: the clip bounds. The vertical axis is logarithmic.")
+    return _figure(comparison, figures.importance_ratios)
 
 
 def loss(comparison: Comparison) -> Markup:
     """The figure of losses."""
-    return _figure(comparison, figures.loss_by_step,
-                   "The loss of the whole optimizer step. It can look right while gradients are wrong; no verdict rests "
-                   "on it alone.")
+    return _figure(comparison, figures.loss_by_step)
 
 
 def time_and_memory(comparison: Comparison) -> Markup:
     """The figure of costs, with a warning where ranks shared a CPU."""
     notes = sorted({c.device_note for c in comparison.configurations if c.device_note})
     on_cpu = any(c.device == "cpu" and c.world_size > 1 for c in comparison.configurations)
-    warning = ("Ranks on CPU share this machine's cores: these times say what the run cost, not how fast a layout is."
-               if on_cpu else None)
-    return join([_figure(comparison, figures.time_and_memory,
-                         "A mark for every step; the first one, which also warms up, is hollow. The bar is the median of "
-                         "the others."),
-                 tag("p", warning, class_="caution") if warning else None,
-                 [tag("p", "Ran elsewhere than asked: ", note, ".", class_="caution") for note in notes]])
+    return join([_figure(comparison, figures.time_and_memory),
+                 tag("p", CPU_CAPTION, class_="caution") if on_cpu else None,
+                 tag("p", "Ran on another device: ", "; ".join(notes), class_="caution") if notes else None])
 
 
 def failed_runs(comparison: Comparison) -> Markup:
     """Each failed run with its rank, exception and traceback."""
-    failed = [c for c in comparison.configurations if c.state != "succeeded" or c.failure]
+    failed = [c for c in comparison.configurations if c.verdict == "failed" or c.failure]
     if not failed:
         return tag("p", "None: every run ended well.")
     return join(_failure(c) for c in failed)
@@ -179,21 +207,23 @@ def failed_runs(comparison: Comparison) -> Markup:
 
 def provenance(comparison: Comparison) -> Markup:
     """Versions, git state, command and machine; and where each run's records are."""
-    rows = [[tag("code", key), _setting(value)] for key, value in flatten(comparison.provenance).items()]
+    facts = sorted(flatten(comparison.provenance).items())
+    rows = [[tag("code", key), moment(value) if key.endswith("_ns") else _setting(value)]
+            for key, value in facts]
     runs = [[tag("code", c.name), tag("code", c.run or NONE), c.state, c.device, c.world_size]
             for c in comparison.configurations]
-    return join([table(["what", "value"], rows, class_="prose") if rows else tag("p", "Nothing was recorded."),
-                 _details("Run folders, relative to the experiment",
-                          table(["configuration", "folder", "state", "device", "ranks"], runs, numbers=(4,)))])
+    what = table(["what", "value"], rows, class_="prose") if rows else tag("p", "Nothing was recorded.")
+    where = table(["configuration", "folder", "state", "device", "ranks"], runs, numbers=(4,))
+    return join([what, _details("Run folders, relative to the experiment", where)])
 
 
 # ---- parts of sections --------------------------------------------------------------------------------
 
 
-def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure], caption: str) -> Markup:
+def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure]) -> Markup:
     name = draw.__name__.replace("_", "-")
     drawn = Markup(inline_svg(draw(comparison), prefix=name))
-    return tag("figure", tag("figcaption", caption, id=f"{name}-caption"),
+    return tag("figure", tag("figcaption", CAPTIONS[draw.__name__], id=f"{name}-caption"),
                tag("div", drawn, class_="drawing", role="img", aria_labelledby=f"{name}-caption"))
 
 
@@ -207,30 +237,31 @@ def _floored(comparison: Comparison) -> dict[str, list[tuple[Configuration, Para
 
 
 def _parameter_table(c: Configuration) -> Markup:
-    """Every parameter in the first step that differs, or else in the step that comes closest to its budget."""
+    """Every parameter in the first step that differs, or else in the step that is closest to its budget."""
     step = c.first_step
     if step is None:
-        step = max(c.parameters, key=lambda p: (p.distance / p.budget if p.budget else 0, -p.step)).step
+        step = max(c.parameters, key=lambda p: (figures.share_of_budget(p.distance, p.budget), -p.step)).step
     shown = [p for p in c.parameters if p.step == step]
-    rows = [[tag("code", p.parameter), significant(p.norm), significant(p.reference_norm), near_one(p.norm_ratio),
-             significant(p.relative_l2, 2), near_one(p.cosine),
-             tag("b" if not p.within else "span", share(p.distance / p.budget) if p.budget else NONE), p.judged_by]
+    rows = [[tag("code", p.parameter), significant(p.norm), significant(p.reference_norm),
+             near_one(p.norm_ratio), significant(p.relative_l2, 2), near_one(p.cosine),
+             tag("span" if p.within else "b", share(figures.share_of_budget(p.distance, p.budget))),
+             p.judged_by]
             for p in shown]
     outside = sum(not p.within for p in shown)
     why = "the first that differs" if c.first_step is not None else "the closest to its budget"
     title = tag("span", chip(c.verdict), " ", tag("code", c.name),
                 f" · step {step}, {why} · {outside} of {len(shown)} parameters out of budget")
-    return _details(title, table(["parameter", "norm", "reference", "ratio", "relative L2", "cosine", "÷ budget",
-                                  "judged by"], rows, numbers=range(1, 7)))
+    head = ["parameter", "norm", "reference", "ratio", "relative L2", "cosine", "÷ budget", "judged by"]
+    return _details(title, table(head, rows, numbers=range(1, 7)))
 
 
 def _failure(c: Configuration) -> Markup:
     failure = c.failure or {}
     place = failure.get("coordinates")
-    where = f" ({', '.join(f'{axis}={index}' for axis, index in place.items())})" if isinstance(place, Mapping) else ""
-    said = (f"rank {failure['rank']}{where}: {failure.get('exception', 'no exception recorded')}"
-            if "rank" in failure else f"{c.state}; no rank left a record of why")
-    return tag("article", tag("h3", chip(c.verdict), " ", tag("code", c.name)), tag("p", said),
+    axes = sorted(place.items()) if isinstance(place, Mapping) else ()
+    where = ", ".join(f"{axis}={index}" for axis, index in axes)
+    return tag("article", tag("h3", chip(c.verdict), " ", tag("code", c.name)),
+               tag("p", failure_line(c), f" (at {where})" if where else None),
                tag("p", c.why) if c.why else None,
                tag("pre", failure["traceback"], tabindex="0") if failure.get("traceback") else None,
                class_=f"failure {VERDICT_STYLES[c.verdict].name}")
@@ -246,5 +277,5 @@ def _setting(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(str(item) for item in value)
     if isinstance(value, float):
-        return significant(value, 6).rstrip("0").rstrip(".") if "." in significant(value, 6) else significant(value, 6)
+        return f"{value:g}"
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

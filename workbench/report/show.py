@@ -7,7 +7,7 @@ from workbench.report.figures import groups, worst_share
 from workbench.report.markup import tag
 from workbench.report.numbers import NONE, near_one, share
 from workbench.report.style import VERDICT_STYLES
-from workbench.report.summary import answer, summary_table, tiles, verdict_style
+from workbench.report.summary import answer, failure_line, summary_table, tiles, verdict_style
 
 
 def show(comparison: Comparison) -> None:
@@ -23,8 +23,8 @@ def show(comparison: Comparison) -> None:
 
 def as_html(comparison: Comparison) -> str:
     """The head of the report page as a fragment whose style touches nothing outside it."""
-    return tag("div", tag("style", verdict_style()), tag("p", answer(comparison), class_="answer"), tiles(comparison),
-               summary_table(comparison), class_="workbench")
+    return tag("div", tag("style", verdict_style()), tag("p", answer(comparison), class_="answer"),
+               tiles(comparison), summary_table(comparison), class_="workbench")
 
 
 def as_text(comparison: Comparison) -> str:
@@ -33,7 +33,8 @@ def as_text(comparison: Comparison) -> str:
     Example:
         >>> print(as_text(comparison))   # doctest: +SKIP
         layout_parity: Does GRPO give every parameter the same gradient in every layout?
-        ≠ fault_missing_cp_factor  different  6.0 × 10¹¹ of budget  × 0.500 (1 / cp)  step 0, model.norm.weight
+        3 of 4 configurations keep the gradient of their reference. 1 differs.
+        ≠ missing_cp_factor  different  6.0 × 10¹¹ of budget  × 0.500 (1 / cp)  step 0, model.norm.weight
     """
     ordered = [c for members in groups(comparison).values() for c in members]
     names = max((len(c.name) for c in ordered), default=0)
@@ -47,6 +48,6 @@ def as_text(comparison: Comparison) -> str:
         if c.first_step is not None:
             cells.append(f"step {c.first_step}, {c.first_parameter}")
         if c.failure:
-            cells.append(f"rank {c.failure.get('rank')}: {c.failure.get('exception')}")
+            cells.append(failure_line(c))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

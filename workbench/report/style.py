@@ -72,7 +72,7 @@ def chart(height_inches: float, *, width_inches: float = WIDTH_INCHES) -> Chart:
 
 
 def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "y") -> Axes:
-    """Strip an axes to what carries meaning; the y label stands above the axis, to be read without tilting."""
+    """Strip an axes to what carries meaning; the y label stands above, to be read without tilting."""
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(side == "bottom")
         axes.spines[side].set_color(LINE)
@@ -138,7 +138,8 @@ def inline_svg(figure: Figure, *, prefix: str) -> str:
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}-", text)
     for color, variable in THEME.items():
         text = text.replace(color, f"var({variable})")
-    return re.sub(r'<svg ([^>]*?)(height|width)="[^"]*"([^>]*?)(height|width)="[^"]*"', r"<svg \1\3", text, count=1)
+    opening, rest = text.split(">", 1)
+    return re.sub(r'\s(?:width|height)="[^"]*"', "", opening) + ">" + rest
 
 
 def save_svg(figure: Figure, path: Path) -> Path:

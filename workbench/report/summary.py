@@ -8,7 +8,7 @@ from pathlib import Path
 
 from workbench.compare.comparison import VERDICTS, Comparison, Configuration, layout_of
 from workbench.report.figures import groups, is_bitwise_equal, worst_share
-from workbench.report.markup import Markup, breakable, tag
+from workbench.report.markup import Markup, breakable, join, tag
 from workbench.report.numbers import NONE, near_one, power_of_ten, share
 from workbench.report.style import VERDICT_STYLES
 
@@ -16,7 +16,7 @@ STYLE_SHEET = Path(__file__).with_name("verdicts.css")
 
 
 def verdict_style() -> Markup:
-    """The style sheet of everything here; its rules touch nothing outside an element of class ``workbench``."""
+    """The style sheet of everything here; it touches nothing outside elements of class ``workbench``."""
     return Markup(STYLE_SHEET.read_text(encoding="utf8"))
 
 
@@ -25,14 +25,15 @@ def answer(comparison: Comparison) -> str:
 
     Example:
         >>> answer(comparison)   # doctest: +SKIP
-        '9 of 13 configurations keep the gradient of their reference. 3 differ, each with a known fault switched on.'
+        '9 of 10 configurations keep the gradient of their reference. 1 failed and has no verdict.'
     """
     judged = [c for c in comparison.configurations if c.against or c.verdict == "failed"]
     count = Counter(c.verdict for c in judged)
     kept = count["equal"] + count["within budget"]
     if not judged:
         return "Every configuration is a reference: there is nothing to compare."
-    said = [f"{kept} of {len(judged)} configurations keep the gradient of their reference."]
+    said = [f"1 of {len(judged)} configurations keeps the gradient of its reference." if kept == 1 else
+            f"{kept} of {len(judged)} configurations keep the gradient of their reference."]
     different = [c for c in judged if c.verdict == "different"]
     if different:
         faulty = sum(bool(faults_of(c)) for c in different)
@@ -79,7 +80,9 @@ def summary_table(comparison: Comparison) -> Markup:
     head = tag("tr", tag("th", "Configuration", scope="col"), tag("th", "Verdict", scope="col"),
                tag("th", "Worst distance ÷ budget", scale.labels(), scope="col"),
                tag("th", "Gradient norm", scope="col"), tag("th", "First difference", scope="col"))
-    return tag("table", tag("thead", head), bodies, class_="summary")
+    notes = list(dict.fromkeys(c.device_note for c in comparison.configurations if c.device_note))
+    foot = tag("p", tag("mark"), "ran on another device: ", "; ".join(notes), class_="foot")
+    return join([tag("table", tag("thead", head), bodies, class_="summary"), foot if notes else None])
 
 
 def faults_of(configuration: Configuration) -> list[str]:
@@ -87,23 +90,35 @@ def faults_of(configuration: Configuration) -> list[str]:
     return list(configuration.settings.get("faults") or [])
 
 
-def where_it_ran(configuration: Configuration) -> Markup:
-    """Layout, precision, ranks and device; marked where another device was asked for."""
+def failure_line(configuration: Configuration) -> str:
+    """Rank and exception of a failure, as far as they are known."""
+    failure = configuration.failure or {}
+    rank = f"rank {failure['rank']}: " if failure.get("rank") is not None else ""
+    return f"{rank}{failure.get('exception') or configuration.state}"
+
+
+def where_it_ran(configuration: Configuration, *, brief: bool = False) -> Markup:
+    """Layout, precision, ranks and device; marked, in words unless brief, where another was asked for."""
     ranks = configuration.world_size
-    text = (f"{layout_of(configuration.settings)} · {configuration.settings['precision']} · "
-            f"{ranks} rank{'s' if ranks > 1 else ''} on {configuration.device}")
+    settings = configuration.settings
+    words = [layout_of(settings)] if "layout" in settings else []
+    words += [settings["precision"]] if "precision" in settings else []
+    text = " · ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''} on {configuration.device}"])
     if not configuration.device_note:
         return tag("span", text, class_="where")
-    return tag("span", text, " ", tag("mark", configuration.device_note), class_="where")
+    note = configuration.device_note
+    mark = ["\u00a0", tag("mark", title=note)] if brief else [" ", tag("mark", note)]
+    return tag("span", text, mark, class_="where")
 
 
 def _row(comparison: Comparison, c: Configuration, worst: float | None, scale: _Scale) -> Markup:
     faults = [tag("span", f"fault: {name}", class_="fault") for name in faults_of(c)]
     first = NONE
     if c.first_step is not None:
-        first = tag("span", f"step {c.first_step} ", tag("br"), tag("code", breakable(c.first_parameter or "")))
-    elif c.verdict == "failed" and c.failure:
-        first = tag("span", f"rank {c.failure.get('rank')}: {c.failure.get('exception')}")
+        first = tag("span", f"step {c.first_step} ", tag("br"),
+                    tag("code", breakable(c.first_parameter or "")))
+    elif c.failure:
+        first = failure_line(c)
     factor = NONE
     if c.factor is not None:
         factor = tag("span", tag("b", f"× {near_one(c.factor)}"), tag("br") if c.factor_meaning else None,
@@ -114,7 +129,7 @@ def _row(comparison: Comparison, c: Configuration, worst: float | None, scale: _
         distance = tag("div", scale.bar(worst, VERDICT_STYLES[c.verdict].name),
                        tag("span", value, class_="value"), class_="distance")
     return tag("tr",
-               tag("th", tag("span", breakable(c.name), class_="name"), where_it_ran(c), faults,
+               tag("th", tag("span", breakable(c.name), class_="name"), where_it_ran(c, brief=True), faults,
                    scope="row"),
                tag("td", chip(c.verdict)),
                *(tag("td", cell, data_label=label, class_="none" if cell == NONE else None)
@@ -141,7 +156,8 @@ class _Scale:
     def bar(self, value: float, name: str) -> Markup:
         """A bar that ends at the value, and a tick where the budget is."""
         return tag("span", tag("i", class_=f"fill {name}", style=f"width:{self.place(value)}%"),
-                   tag("i", class_="budget", style=f"left:{self.place(1)}%"), class_="bar", aria_hidden="true")
+                   tag("i", class_="budget", style=f"left:{self.place(1)}%"),
+                   class_="bar", aria_hidden="true")
 
     def labels(self) -> Markup:
         """The two ends of the scale and the budget; the lower end only where there is room for it."""

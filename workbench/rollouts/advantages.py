@@ -19,6 +19,7 @@ def group_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, scale: Literal["
     """How far a reward is from the mean of its group, in standard deviations of the group or in reward units.
 
     A group whose rewards are all equal, a group of one included, says nothing about its answers: exactly 0.
+    So does, for "std", a group of no more than ddof answers, whose deviation cannot be estimated.
 
     Formula: ``(r - mean_group) / (std_group + epsilon)``, or ``r - mean_group`` with ``scale="none"``.
 

@@ -190,7 +190,8 @@ def _document(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
     missing = [key for key in ("prompt_tokens", "completion_tokens", "old_logprobs") if key not in record]
     missing += [] if {"advantage", "advantages"} & set(record) else ["advantage"]
     if missing:
-        raise _broken(where, ", ".join(missing), "missing", "a record says tokens, advantage and old_logprobs")
+        raise _broken(where, ", ".join(missing), "missing",
+                      "tokens, advantage and old_logprobs are required")
     if {"advantage", "advantages"} <= set(record):
         raise _broken(where, "advantage, advantages", "both", "one number, or one per token")
     prompt = _whole_numbers(where, "prompt_tokens", record["prompt_tokens"])

@@ -141,7 +141,10 @@ def _expression(draw: random.Random) -> str:
 
 
 def _steps(expression: str) -> list[str]:
-    """The expression after each operation, down to its value; [] if it cannot be worked out."""
+    """The expression after each operation, down to its value; [] if it cannot be worked out.
+
+    A negative number on the way leaves a sign that no rule takes away, and gives [] as well.
+    """
     steps: list[str] = []
     while not _WHOLE_NUMBER.fullmatch(expression):
         found = next((match for rule in _OPERATIONS if (match := rule.search(expression))), None)
@@ -149,8 +152,6 @@ def _steps(expression: str) -> list[str]:
             return []
         left, operator, right = int(found[1]), found[2], int(found[3])
         value = {"+": left + right, "-": left - right, "*": left * right}[operator]
-        if value < 0:
-            return []
         expression = expression[:found.start()] + str(value) + expression[found.end():]
         steps.append(expression)
     return steps

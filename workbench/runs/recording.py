@@ -4,8 +4,8 @@ Top to bottom: settings; the warm-up (supervised, on worked-out problems, until 
 the time); the sampler (one token after another, its log-probabilities kept as it computed them); the
 trainer's view of the same tokens (one whole document at a time); the recording.
 
-The policy is a stock transformers model on unpacked documents, so a recording rests on none of the code that
-it is used to test.
+The policy is a stock transformers model on unpacked documents: a recording rests on neither packing nor
+sharding, which it is used to test.
 
 Letters: T tokens of one document | G answers to a prompt | V vocabulary.
 """
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import SpecError
+from workbench.policy.precision import lift_to_float64
 from workbench.policy.tiny import tiny_qwen3
 from workbench.rollouts import files
 from workbench.rollouts.advantages import group_advantages
@@ -45,14 +46,16 @@ class RecordingSettings:
         temperature: divides logits when sampling and when old and reference log-probabilities are computed.
         seed: of the weights, the problems and the sampling.
         max_new_tokens: an answer that reaches this many ends there, without its end symbol.
-        success_low: the warm-up ends at the first evaluation in which this share of answers is right...
-        success_high: ...and fails if that share is already above this one.
-        max_warm_up_steps: the warm-up fails if it takes more optimizer steps than this.
-        evaluate_every: optimizer steps between evaluations. The reference policy is the one of the evaluation
-            before the last.
+        success_low: the learning rate begins to fall at the first evaluation in which this share of answers
+            is right...
+        success_high: ...and the warm-up fails if more than this share is right at its end.
+        max_warm_up_steps: the warm-up fails if the learning rate has not begun to fall by then.
+        cool_down_steps: in which the learning rate falls to 0. The reference policy is the one half-way.
+        evaluate_every: optimizer steps between evaluations.
         evaluation_problems: problems answered, once each, in an evaluation.
         documents_per_step: worked-out problems in a warm-up step.
         learning_rate: of AdamW in the warm-up.
+        weight_decay: likewise.
     """
 
     prompts: int = 12
@@ -60,18 +63,20 @@ class RecordingSettings:
     temperature: float = 1.0
     seed: int = 0
     max_new_tokens: int = 64
-    success_low: float = 0.35
+    success_low: float = 0.25
     success_high: float = 0.6
     max_warm_up_steps: int = 6000
+    cool_down_steps: int = 100
     evaluate_every: int = 100
     evaluation_problems: int = 128
     documents_per_step: int = 64
     learning_rate: float = 3e-3
+    weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        wrong = [f"{name}={getattr(self, name)}" for name in (
-            "prompts", "answers", "temperature", "max_new_tokens", "evaluate_every", "evaluation_problems",
-            "documents_per_step", "learning_rate") if getattr(self, name) <= 0]
+        positive = ("prompts", "answers", "temperature", "max_new_tokens", "cool_down_steps",
+                    "evaluate_every", "evaluation_problems", "documents_per_step", "learning_rate")
+        wrong = [f"{name}={getattr(self, name)}" for name in positive if getattr(self, name) <= 0]
         if not 0 <= self.success_low <= self.success_high <= 1:
             wrong.append(f"success from {self.success_low} to {self.success_high}")
         if wrong:
@@ -86,8 +91,8 @@ class WarmUp:
 
     Attributes:
         policy: the model that is right some of the time.
-        reference: the same model at the evaluation before.
-        steps: optimizer steps taken; the reference took `RecordingSettings.evaluate_every` fewer.
+        reference: the same model some steps before.
+        steps: optimizer steps taken.
         success_rate: share of sampled answers that were right at the end.
         seconds: it took.
     """
@@ -121,35 +126,39 @@ def warm_up(task: ArithmeticTask, settings: RecordingSettings,
     """
     began = time.perf_counter()
     policy = tiny_qwen3(task.vocab_size, seed=settings.seed)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98),
-                                  weight_decay=0.01)
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=settings.weight_decay)
     problems = _endless_problems(task, settings.seed)
     generator = torch.Generator().manual_seed(settings.seed)
-    reference = copy.deepcopy(policy)
-    for step in range(1, settings.max_warm_up_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * min(1.0, step / 100)
-        loss = _supervised_loss(policy, task, [next(problems) for _ in range(settings.documents_per_step)])
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-        if step % settings.evaluate_every:
-            continue
+
+    def train(step: int, learning_rate: float) -> float:
+        documents = [next(problems) for _ in range(settings.documents_per_step)]
+        return _supervised_step(policy, optimizer, task, documents, learning_rate * min(1.0, step / 100))
+
+    def evaluate(step: int, loss: float) -> float:
         rate = _success_rate(policy, task, settings, generator)
-        seconds = time.perf_counter() - began
-        on_event(f"warm-up step {step}: loss {loss.item():.3f} nats, {rate:.0%} right, {seconds:.0f} s")
-        if rate > settings.success_high:
-            raise SpecError(f"warm up to a success rate of {settings.success_low} to {settings.success_high}",
-                            found=f"{rate} at step {step}",
-                            rule="answers are mixed, so that groups have advantages",
-                            fix="evaluate more often, or take a smaller learning rate")
-        if rate >= settings.success_low:
-            return WarmUp(policy, reference, step, rate, seconds)
-        reference = copy.deepcopy(policy)
-    raise SpecError(f"warm up to a success rate of {settings.success_low}",
-                    found=f"less after {settings.max_warm_up_steps} steps", rule="answers are mixed",
-                    fix="allow more warm-up steps")
+        on_event(f"warm-up step {step}: loss {loss:.3f} nats, {rate:.0%} right, "
+                 f"{time.perf_counter() - began:.0f} s")
+        return rate
+
+    for step in range(1, settings.max_warm_up_steps + 1):
+        loss = train(step, settings.learning_rate)
+        if step % settings.evaluate_every == 0 and evaluate(step, loss) >= settings.success_low:
+            break
+    else:
+        raise SpecError(f"warm up to a success rate of {settings.success_low}",
+                        found=f"less after {settings.max_warm_up_steps} steps", rule="answers are mixed",
+                        fix="allow more warm-up steps")
+    reference = policy
+    for cool in range(1, settings.cool_down_steps + 1):
+        if cool == settings.cool_down_steps // 2:
+            reference = copy.deepcopy(policy)
+        loss = train(step + cool, settings.learning_rate * (1 - cool / settings.cool_down_steps))
+    rate = evaluate(step + settings.cool_down_steps, loss)
+    if rate > settings.success_high:
+        raise SpecError(f"warm up to a success rate of at most {settings.success_high}", found=f"{rate}",
+                        rule="answers are mixed, so that groups have advantages",
+                        fix="evaluate more often, cool down in fewer steps, or take a smaller success_low")
+    return WarmUp(policy, reference, step + settings.cool_down_steps, rate, time.perf_counter() - began)
 
 
 def _endless_problems(task: ArithmeticTask, seed: int) -> Iterator[Problem]:
@@ -158,8 +167,9 @@ def _endless_problems(task: ArithmeticTask, seed: int) -> Iterator[Problem]:
         yield from task.problems(1_000_003 * (seed + 1) + chunk, 4096)
 
 
-def _supervised_loss(policy: nn.Module, task: ArithmeticTask, problems: Sequence[Problem]) -> Tensor:
-    """Mean negative log-probability, in nats, of the tokens of the solutions."""
+def _supervised_step(policy: nn.Module, optimizer: torch.optim.Optimizer, task: ArithmeticTask,
+                     problems: Sequence[Problem], learning_rate: float) -> float:
+    """One step on the mean negative log-probability, in nats, of the tokens of the solutions."""
     prompts = [task.encode(problem.prompt) for problem in problems]
     documents = [p + task.encode(problem.solution) for p, problem in zip(prompts, problems, strict=True)]
     longest = max(map(len, documents))
@@ -170,7 +180,14 @@ def _supervised_loss(policy: nn.Module, task: ArithmeticTask, problems: Sequence
         targets[row, len(document) - 1:] = -100
     # Padding stands on the right, where causal attention lets no token see it.
     logits = policy(input_ids=tokens[:, :-1], use_cache=False).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
 
 
 def _success_rate(policy: nn.Module, task: ArithmeticTask, settings: RecordingSettings,
@@ -241,7 +258,7 @@ def sample_batch(warmed: WarmUp, task: ArithmeticTask,
     advantages_N = group_advantages(rewards_N, group_ids_N)
 
     # The recorded values are float64's, rounded once; float32's own error is measured, not recorded.
-    policy64, reference64 = copy.deepcopy(warmed.policy).double(), copy.deepcopy(warmed.reference).double()
+    policy64, reference64 = (lift_to_float64(copy.deepcopy(m)) for m in (warmed.policy, warmed.reference))
     documents: list[dict[str, Any]] = []
     precision_error = sampler_error = 0.0
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -300,8 +317,14 @@ def record_rollouts(folder: Path, settings: RecordingSettings | None = None, *, 
     if not overwrite:
         files.refuse_existing(folder / "rollouts")
     task = ArithmeticTask()
-    warmed = warm_up(task, settings, on_event)
-    batch, numbers = sample_batch(warmed, task, settings)
+    threads = torch.get_num_threads()
+    # One thread: sums, and with them the recording, then do not depend on the number of cores.
+    torch.set_num_threads(1)
+    try:
+        warmed = warm_up(task, settings, on_event)
+        batch, numbers = sample_batch(warmed, task, settings)
+    finally:
+        torch.set_num_threads(threads)
     numbers = {"warm_up_steps": warmed.steps, "warm_up_s": round(warmed.seconds, 1),
                "warm_up_success_rate": warmed.success_rate, **numbers}
 

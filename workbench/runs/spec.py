@@ -104,7 +104,7 @@ class OptimizerSpec(_Model):
     """What happens to the weights after the gradient."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = Field(1e-3, ge=0)
+    learning_rate: float = Field(1e-4, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float | None = Field(None, gt=0)
     """Clip the global gradient norm to this; None leaves it."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from workbench.losses import LOSSES, Loss, LossInputs
+from workbench.losses import LOSSES, Loss, LossInputs, Term
 from workbench.metrics.policy import policy_metrics
 from workbench.metrics.values import finish_metrics
 from workbench.policy.model import DTYPES, Policy
@@ -131,7 +131,7 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
         scalars["total"].value.backward()
         parts.append(scalars)
         metrics.append(policy_metrics(inputs, terms, row.loss_mask_T))
-        per_token.append(_token_values(inputs, terms, row) if num_source else {})
+        per_token.append(_token_values(loss, inputs, terms, row) if num_source else {})
     sum_gradients(policy.model, policy.shards, mesh)
     whole_loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh)
                   for name in parts[0]}
@@ -161,16 +161,22 @@ def _at_targets(values_S: Tensor | None, row: TrainingRow) -> Tensor | None:
     return values_S.to(row.source_T.device)[row.source_T.clamp_min(0)] & row.loss_mask_T
 
 
-def _token_values(inputs: LossInputs, terms: Mapping[str, object], row: TrainingRow) -> dict[str, Tensor]:
-    clipped = getattr(terms.get("policy"), "clipped_T", None)
+def _token_values(loss: Loss, inputs: LossInputs, terms: Mapping[str, Term], row: TrainingRow) -> dict[str, Tensor]:
+    """What is recorded of each token: "clipped" is what acted, "would_clip" what this run decides by itself."""
+    with torch.no_grad():
+        own = terms if inputs.frozen_clip_T is None else loss(replace(inputs, frozen_clip_T=None))
+    none_T = torch.zeros_like(row.loss_mask_T)
+    acted, decided = (next((t.clipped_T for t in made.values() if t.clipped_T is not None), none_T)
+                      for made in (terms, own))
     return {
         "source": row.source_T,
+        "targets": row.targets_T,
         "trained": row.loss_mask_T,
         "policy_logprobs": inputs.policy_logprobs_T.detach(),
         "old_logprobs": inputs.old_logprobs_T,
         "entropy_nats": inputs.entropy_T.detach(),
-        "clipped": torch.zeros_like(row.loss_mask_T) if clipped is None else clipped & row.loss_mask_T,
-        "targets": row.targets_T,
+        "clipped": acted & row.loss_mask_T,
+        "would_clip": decided & row.loss_mask_T,
     }
 
 

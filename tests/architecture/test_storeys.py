@@ -1,0 +1,106 @@
+"""Imports run down the storeys only, each outside library has its doors, and losses are pure."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "workbench"
+TESTS = Path(__file__).parents[1]
+STOREYS = ("errors", "shapes", "rollouts", "sharding", "policy|losses", "reproducible", "reduction", "metrics",
+           "runs|adapters", "launch|compare", "report", "cli|bench")
+DOORS = {
+    "torch.distributed": {"sharding", "reproducible", "launch"},
+    "triton": {"policy", "reproducible", "bench"},
+    "transformers": {"policy"},
+    "torchx": {"launch"},
+    "matplotlib": {"report"},
+    "ipywidgets": {"report"},
+    "IPython": {"report"},
+}
+PURE = {"losses": {"errors", "shapes", "rollouts"}}
+LEVEL = {name: level for level, names in enumerate(STOREYS) for name in names.split("|")}
+
+
+def imported(tree):
+    """(line, dotted module) of every import, also those inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def broken_rules(here, source):
+    """One sentence per broken rule of a module that lies in storey ``here``."""
+    found = set()
+    for line, module in imported(ast.parse(source)):
+        if module.startswith("workbench."):
+            there = module.split(".")[1]
+            if there != here and there in LEVEL:
+                if LEVEL[there] >= LEVEL[here]:
+                    found.add(f"line {line}: {here} imports {there}, which is not below it")
+                elif there not in PURE.get(here, {there}):
+                    found.add(f"line {line}: {here} is pure and may not import {there}")
+        for library, rooms in DOORS.items():
+            if (module == library or module.startswith(f"{library}.")) and here not in rooms:
+                found.add(f"line {line}: {library} enters through {' or '.join(sorted(rooms))}, not {here}")
+    return sorted(found)
+
+
+def modules():
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or path.stem in LEVEL]
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_module_keeps_to_its_storey(path):
+    here = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    assert here in LEVEL, f"{here!r} is not a storey"
+    assert broken_rules(here, path.read_text()) == []
+
+
+@pytest.mark.parametrize(("here", "source"), [
+    ("sharding", "def f():\n    from workbench.policy.model import load_policy"),
+    ("launch", "import workbench.compare.align"),
+    ("runs", "import torch.distributed as dist"),
+    ("losses", "from workbench.sharding.mesh import Mesh"),
+    ("compare", "import matplotlib.pyplot"),
+])
+def test_each_rule_can_be_broken(here, source):
+    assert len(broken_rules(here, source)) == 1
+
+
+def test_no_module_is_a_drawer_for_odds_and_ends():
+    assert not [p for p in PACKAGE.rglob("*.py") if p.stem in ("utils", "common", "helpers", "misc")]
+
+
+def test_oracles_share_no_code_with_the_package():
+    for path in (TESTS / "oracles").glob("*.py"):
+        assert not [m for _, m in imported(ast.parse(path.read_text())) if m.split(".")[0] == "workbench"], path
+
+
+def test_product_code_has_no_if_fault():
+    for path in PACKAGE.rglob("*.py"):
+        here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if "faults" in path.parts or LEVEL.get(here, 0) > LEVEL["runs"]:
+            continue  # a report may say that a fault was planted
+        conditions = [node.test for node in ast.walk(ast.parse(path.read_text()))
+                      if isinstance(node, ast.If | ast.IfExp)]
+        assert not [c for c in conditions if re.search(r"(?<!de)fault", ast.unparse(c).lower())], path
+
+
+def test_every_module_has_a_test_of_its_name():
+    missing = []
+    for path in modules():
+        inside = path.relative_to(PACKAGE)
+        if path.stem.startswith("__") and "faults" not in path.parts:
+            continue
+        mirror = TESTS / "unit" / inside.parent / f"test_{path.stem}.py"
+        by_parity = {"runs/worker.py", "launch/agent.py"}  # processes: tests/parity and tests/unit/launch run them
+        if "faults" in path.parts:
+            mirror = TESTS / "unit/runs/faults/test_faults.py"
+        if not mirror.exists() and str(inside) not in by_parity:
+            missing.append(str(inside))
+    assert missing == []

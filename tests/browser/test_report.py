@@ -1,0 +1,117 @@
+"""The report page in a real browser: offline, quiet, readable on a desk, on a phone and on paper."""
+
+import shutil
+
+import pytest
+
+from tests.helpers.comparisons import layout_parity
+from workbench.report.page import write_report
+
+pytestmark = pytest.mark.browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SIZES = {"desk": (1280, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    return write_report(layout_parity(), tmp_path_factory.mktemp("report") / "report.html")
+
+
+@pytest.fixture
+def visit(browser, report):
+    """Open the report without a network; remember every request, message and error."""
+    contexts = []
+
+    def open_it(**how):
+        context = browser.new_context(offline=True, **how)
+        contexts.append(context)
+        page = context.new_page()
+        page.heard = []
+        page.asked = []
+        page.on("console", lambda message: page.heard.append(message.text))
+        page.on("pageerror", lambda error: page.heard.append(str(error)))
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.goto(report.as_uri())
+        return page
+
+    yield open_it
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_report_reads_well(size, scheme, visit, report, tmp_path):
+    width, height = SIZES[size]
+    page = visit(viewport={"width": width, "height": height}, color_scheme=scheme)
+    assert page.heard == []
+    assert page.asked == [report.as_uri()]
+    page.screenshot(path=tmp_path / f"{size}-{scheme}.png", full_page=True)
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for heading in page.locator("h1, h2").all():
+        assert heading.is_visible()
+    assert page.locator("h2").count() == 9
+    row = page.locator("tr.row", has_text="fault_missing_cp_factor")
+    assert "different" in row.inner_text()
+    assert "1 / cp" in row.inner_text()
+    for drawing in page.locator("figure svg").all():
+        box = drawing.bounding_box()
+        assert box["width"] > 300
+        assert box["height"] > 150
+
+    tallest = page.evaluate("Math.max(...[...document.querySelectorAll('.scroll tr')].map(r => r.offsetHeight))")
+    assert tallest < 160
+
+    ink, paper = _colors(page)
+    assert (_lightness(ink) > _lightness(paper)) == (scheme == "dark")
+    text = page.locator("figure svg text").first
+    assert text.evaluate("e => getComputedStyle(e).fill") != paper
+
+
+def test_the_bar_of_a_fault_ends_beyond_the_budget_and_a_correct_one_before_it(visit):
+    page = visit(viewport={"width": 1280, "height": 900})
+    for name, beyond in (("fault_missing_cp_factor", True), ("cp2_contiguous-float64", False)):
+        row = page.locator("tr.row", has_text=name)
+        fill, budget = (row.locator(part).bounding_box() for part in (".bar .fill", ".bar .budget"))
+        assert (fill["x"] + fill["width"] > budget["x"]) is beyond
+
+
+def test_numbers_open_at_a_click_without_a_script(visit):
+    page = visit(java_script_enabled=False, viewport={"width": 1280, "height": 900})
+    details = page.locator("details", has_text="fault_shift_after_shard").last
+    assert not details.locator("table").is_visible()
+    details.locator("summary").click()
+    assert details.locator("table").is_visible()
+
+
+def test_the_report_prints_dark_on_white(visit, tmp_path):
+    page = visit(color_scheme="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    ink, paper = _colors(page)
+    assert _lightness(ink) < _lightness(paper)
+    page.pdf(path=tmp_path / "report.pdf", format="A4")
+    assert (tmp_path / "report.pdf").read_bytes().startswith(b"%PDF")
+
+
+def _colors(page):
+    style = "getComputedStyle(document.body)"
+    return page.evaluate(f"{style}.color"), page.evaluate(f"{style}.backgroundColor")
+
+
+def _lightness(color):
+    return sum(float(part) for part in color[color.index("(") + 1:-1].split(",")[:3])

@@ -1,0 +1,100 @@
+"""The command line answers at once, from a bare source tree, and says mistakes in words."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from workbench.cli import VERBS, main
+from workbench.runs.store import project_root
+
+BOUND_S = 1.5  # 0.1 s on a quiet machine; importing torch alone would take 2 s
+
+
+def test_help_answers_at_once_from_a_source_tree(tmp_path):
+    """No installation and no git: PYTHONPATH alone, in a folder of its own."""
+    env = {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(project_root()), *sys.path])}
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", "workbench", "--help"], capture_output=True, text=True,
+                              cwd=tmp_path, env=env)
+        seconds.append(time.perf_counter() - begin)
+        assert done.returncode == 0, done.stderr
+    assert min(seconds) < BOUND_S
+    assert all(verb in done.stdout for verb in VERBS)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m workbench --help | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True,
+                          cwd=project_root())
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb, capsys):
+    try:
+        code = main([verb, "--help"])
+    except SystemExit as end:
+        code = end.code
+    assert code == 0
+    assert f"workbench {verb}" in capsys.readouterr().out
+
+
+def test_no_verb_is_the_users_to_mend(capsys):
+    assert main([]) == 2
+    assert "usage: workbench" in capsys.readouterr().out
+
+
+def test_a_misspelt_verb_names_the_nearest(capsys):
+    assert main(["comprae"]) == 2
+    assert "did you mean 'compare'" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("workbench 0.")
+
+
+def test_a_mistake_is_said_in_words_with_exit_code_2(tmp_path):
+    spec = tmp_path / "mine.yaml"
+    spec.write_text("layout: {cp: 2, ordr: zigzag}\n")
+    command = [sys.executable, "-m", "workbench", "run", str(spec)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=project_root())
+    assert done.returncode == 2
+    assert "SpecError" in done.stderr
+    assert "unknown key 'layout.ordr' (did you mean 'order'?)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_notes_on_an_error_are_printed_too(monkeypatch, capsys):
+    from workbench.errors import LaunchError
+
+    def fail(arguments):
+        error = LaunchError("do it")
+        error.add_note("rank 3 of 8")
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("workbench.cli.lab"), "main", fail)
+    assert main(["lab"]) == 2
+    assert "rank 3 of 8" in capsys.readouterr().err
+
+
+def test_interrupting_says_so(monkeypatch, capsys):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("workbench.cli.lab"), "main", interrupt)
+    assert main(["lab"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_rollouts_reach_their_verbs(tmp_path, capsys):
+    assert main(["rollouts", "check", str(tmp_path / "none")]) == 2
+    assert "RecordError" in capsys.readouterr().err

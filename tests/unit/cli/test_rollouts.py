@@ -1,0 +1,82 @@
+"""The verbs `rollouts import` and `rollouts check`, through the functions the command line is made of."""
+
+import json
+
+import numpy as np
+import pytest
+
+from workbench.cli.rollouts import check, import_
+from workbench.errors import RecordError, SpecError
+from workbench.rollouts import files
+
+RECORD = {"prompt_tokens": [5, 6], "completion_tokens": [10, 11], "advantage": 0.5,
+          "old_logprobs": [-1.0, -3.0]}
+ARRAYS = {"prompt_ids": [[5, 6]], "prompt_mask": [[1, 1]], "completion_ids": [[10, 11]],
+          "completion_mask": [[1, 1]], "advantages": [0.5], "old_per_token_logps": [[-1.0, -3.0]]}
+
+
+def test_jsonl_becomes_a_recording(tmp_path, capsys):
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(RECORD | {"reward": r, "group_id": "p"}) + "\n" for r in (1.0, 0.0)))
+    import_(source, tmp_path / "out", temperature=0.6)
+    batch = files.load(tmp_path / "out")
+    assert batch.temperature == 0.6
+    assert batch.tokens_T.tolist() == [5, 6, 10, 11] * 2
+    shown = capsys.readouterr().out
+    assert "RolloutBatch(2 documents, 4 to 4 tokens each; 8 tokens, 4 of them trained)" in shown
+    (line,) = [line.split() for line in shown.splitlines() if line.startswith("old_logprobs_T")]
+    assert line == ["old_logprobs_T", "nats", "trained", "tokens", "-3", "-2", "-1"]
+    assert "rewards: 1 of 0, 1 of 1" in shown
+    assert "1 groups have different rewards" in shown
+
+
+def test_parquet_becomes_a_recording(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist([RECORD]), tmp_path / "a.parquet")
+    import_(tmp_path / "a.parquet", tmp_path / "out")
+    assert files.load(tmp_path / "out").tokens_T.tolist() == [5, 6, 10, 11]
+
+
+def test_npz_becomes_a_recording_and_other_arrays_must_be_named(tmp_path):
+    np.savez(tmp_path / "a.npz", **{k: np.asarray(v) for k, v in ARRAYS.items()}, pixel_values=np.zeros(3))
+    with pytest.raises(ValueError, match="unknown keys pixel_values"):
+        import_(tmp_path / "a.npz", tmp_path / "out")
+    import_(tmp_path / "a.npz", tmp_path / "out", ignore=("pixel_values",))
+    assert files.load(tmp_path / "out").tokens_T.tolist() == [5, 6, 10, 11]
+
+
+def test_other_suffixes_are_refused(tmp_path):
+    with pytest.raises(SpecError, match=r"'\.csv'"):
+        import_(tmp_path / "a.csv", tmp_path / "out")
+    with pytest.raises(SpecError, match="ignore is for the arrays"):
+        import_(tmp_path / "a.jsonl", tmp_path / "out", ignore=("x",))
+
+
+def test_import_does_not_overwrite_by_accident(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(RECORD))
+    import_(tmp_path / "a.jsonl", tmp_path / "out")
+    with pytest.raises(RecordError, match="not overwritten by accident"):
+        import_(tmp_path / "a.jsonl", tmp_path / "out")
+    import_(tmp_path / "a.jsonl", tmp_path / "out", overwrite=True)
+
+
+def test_check_refuses_a_truncated_recording_by_name(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps(RECORD))
+    import_(tmp_path / "a.jsonl", tmp_path / "out")
+    path = tmp_path / "out" / "rollouts.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    capsys.readouterr()
+    with pytest.raises(RecordError, match=r"rollouts\.safetensors\n  found: truncated: 100 bytes"):
+        check(tmp_path / "out")
+    assert capsys.readouterr().out == ""
+
+
+def test_check_shows_what_is_absent(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps(RECORD | {"completion_loss_mask": [0, 0]}))
+    import_(tmp_path / "a.jsonl", tmp_path / "out")
+    shown = capsys.readouterr().out
+    assert "no group ids" in shown
+    (line,) = [line.split() for line in shown.splitlines() if line.startswith("old_logprobs_T")]
+    assert line[-3:] == ["-", "-", "-"]

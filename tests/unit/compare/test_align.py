@@ -1,0 +1,130 @@
+"""Verdicts on hand-made run directories: every bar from both sides."""
+
+import pytest
+import torch
+
+from workbench.compare.align import Subject, compare_runs
+from workbench.errors import RecordError
+from workbench.runs.spec import RunSpec
+from workbench.runs.store import RunDirectory
+
+
+def gradient(scale=1.0, noise=0.0, small=1e-9):
+    g = torch.Generator().manual_seed(0)
+    base = {"big": torch.randn(50, generator=g, dtype=torch.float64),
+            "small": small * torch.randn(50, generator=g, dtype=torch.float64)}
+    return {name: scale * (value + noise * torch.randn(50, generator=g, dtype=torch.float64))
+            for name, value in base.items()}
+
+
+def run(root, name, gradients, *, precision="float64", state="succeeded", flips=False, **settings):
+    directory = RunDirectory.create(root, name, RunSpec(precision=precision, steps=len(gradients), **settings))
+    directory.set_state("running")
+    for step, values in enumerate(gradients):
+        directory.write_tensors(f"step{step:04d}.gradients", values)
+        directory.write_tensors(f"step{step:04d}.tokens", {
+            "clipped": torch.tensor([step == 1, False]), "would_clip": torch.tensor([step == 1, flips]), "trained": torch.tensor([True, True]),
+            "policy_logprobs": torch.tensor([-1.0, -2.0]), "old_logprobs": torch.tensor([-1.5, -2.0])})
+        directory.append_step({"step": step, "loss/total/sum": 0.5, "gradient/norm/global": 1.0})
+    directory.set_state(state)
+    return directory
+
+
+def judged(tmp_path, gradients, *, reference=None, **settings):
+    reference = reference or [gradient(), gradient()]
+    subjects = [Subject("ref", run(tmp_path, "ref", reference)),
+                Subject("mine", run(tmp_path, "mine", gradients, **settings), "ref", "ref")]
+    return compare_runs(subjects, experiment="demo", question="?")["mine"]
+
+
+def test_bitwise_is_equal(tmp_path):
+    found = judged(tmp_path, [gradient(), gradient()])
+    assert found.verdict == "equal"
+    assert "bit for bit" in found.why
+
+
+def test_below_the_bar_is_equal_and_above_it_is_different(tmp_path):
+    assert judged(tmp_path / "a", [gradient(), gradient(scale=1 + 9e-13)]).verdict == "equal"
+    found = judged(tmp_path / "b", [gradient(), gradient(scale=1 + 2e-12)])
+    assert (found.verdict, found.first_step, found.first_parameter) == ("different", 1, "big")
+
+
+def test_a_tiny_gradient_is_judged_by_the_floor_and_listed(tmp_path):
+    noisy = gradient()
+    noisy["small"] = noisy["small"] + 1e-17
+    found = judged(tmp_path, [noisy, gradient()])
+    assert found.verdict == "equal"
+    assert {row.parameter: row.judged_by for row in found.parameters} == {"big": "gradient", "small": "floor"}
+    assert "1 parameter(s) judged by the floor" in found.why
+
+
+def test_a_half_gradient_is_named_after_cp(tmp_path):
+    found = judged(tmp_path, [gradient(0.5), gradient(0.5)], layout={"cp": 2})
+    assert (found.verdict, found.factor, found.factor_meaning) == ("different", pytest.approx(0.5), "1 / cp")
+
+
+@pytest.mark.parametrize(("noise", "verdict"), [(1e-6, "within budget"), (5e-6, "different")])
+def test_float32_is_held_to_the_references_own_error(tmp_path, noise, verdict):
+    truth = [gradient(small=1.0)]
+    # The float32 reference is 2e-6 from the truth; what is compared may be 1.5 times that (2 for one parameter).
+    subjects = [Subject("truth", run(tmp_path, "truth", truth)),
+                Subject("ref", run(tmp_path, "ref", [gradient(noise=2e-6, small=1.0)], precision="float32"), "", "truth"),
+                Subject("mine", run(tmp_path, "mine", [gradient(noise=noise, small=1.0)], precision="float32"),
+                        "ref", "truth")]
+    found = compare_runs(subjects, experiment="demo", question="?")["mine"]
+    assert found.verdict == verdict
+
+
+def test_a_lucky_reference_does_not_set_the_bar(tmp_path):
+    truth, lucky = gradient(small=0.01), gradient(noise=2e-6, small=0.01)
+    lucky["small"] = truth["small"] * (1 + 1e-9)
+    mine = gradient(noise=2e-6, small=0.01)
+    mine["small"] = truth["small"] * (1 + 2e-6)
+    subjects = [Subject("truth", run(tmp_path, "truth", [truth])),
+                Subject("ref", run(tmp_path, "ref", [lucky], precision="float32"), "", "truth"),
+                Subject("mine", run(tmp_path, "mine", [mine], precision="float32"), "ref", "truth")]
+    found = compare_runs(subjects, experiment="demo", question="?")["mine"]
+    assert found.verdict == "within budget"
+    assert {row.parameter: row.judged_by for row in found.parameters} == {"big": "gradient", "small": "floor"}
+    assert "1 parameter(s) judged by the floor" in found.why
+
+
+def test_clip_decisions_that_would_flip_are_counted(tmp_path):
+    found = judged(tmp_path, [gradient(scale=1 + 1e-13), gradient()], flips=True)
+    assert [w["flipped_clips"] for w in found.whole_gradient] == [1, 1]
+    assert "2 clip decision(s) would flip" in found.why
+
+
+def test_a_difference_says_where_how_much_and_in_which_direction(tmp_path):
+    turned = gradient()
+    turned["big"] = -2 * turned["big"]
+    assert judged(tmp_path, [turned, gradient()]).why == (
+        "step 0: 1 of 2 parameters over budget, first big; gradient norms 2 times the reference's, cosine 0.0000")
+
+
+def test_a_failed_run_is_reported_with_rank_and_traceback(tmp_path):
+    broken = run(tmp_path, "broken", [gradient()], state="failed")
+    broken.write_exit(1, {"dp": 0, "cp": 1, "tp": 0}, ValueError("planned"))
+    subjects = [Subject("ref", run(tmp_path, "ref", [gradient()])), Subject("broken", broken, "ref", "ref")]
+    found = compare_runs(subjects, experiment="demo", question="?")["broken"]
+    assert (found.verdict, found.why) == ("failed", "rank 1: ValueError: planned")
+    assert found.failure["rank"] == 1
+    assert "ValueError: planned" in found.failure["traceback"]
+
+
+def test_what_has_no_reference_left_is_not_called_equal(tmp_path):
+    subjects = [Subject("ref", run(tmp_path, "ref", [gradient()], state="failed")),
+                Subject("mine", run(tmp_path, "mine", [gradient()]), "ref", "ref")]
+    assert compare_runs(subjects, experiment="demo", question="?")["mine"].verdict == "failed"
+
+
+def test_a_reference_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(RecordError, match="no such configuration"):
+        compare_runs([Subject("mine", None, "nobody")], experiment="demo", question="?")
+
+
+def test_ratios_are_counted_from_trained_tokens(tmp_path):
+    histogram = judged(tmp_path, [gradient(), gradient()]).ratios["0"]
+    assert sum(histogram["counts"]) == 2
+    assert histogram["edges"][0] < 1 < histogram["edges"][-1]
+    assert histogram["edges"][-1] == pytest.approx(torch.tensor(0.5).exp().item(), rel=1e-6)

@@ -1,0 +1,25 @@
+from workbench.compare.comparison import ParameterDifference
+from workbench.compare.factors import name_factor
+from workbench.runs.spec import RunSpec
+
+
+def rows(*ratios):
+    return [ParameterDifference(0, f"p{i}", r, 1.0, r, abs(r - 1), 1.0, 1.0, 0.1, "gradient", False)
+            for i, r in enumerate(ratios)]
+
+
+def test_one_factor_everywhere_gets_its_name():
+    spec = RunSpec(layout={"cp": 2, "dp": 3})
+    assert name_factor(rows(0.5, 0.5), spec) == (0.5, "1 / cp")
+    assert name_factor(rows(3.0, 3.0), spec) == (3.0, "dp")
+    assert name_factor(rows(6.0, 6.0), spec) == (6.0, "dp * cp")
+    assert name_factor(rows(0.7, 0.7), spec) == (0.7, "")
+
+
+def test_scattered_ratios_are_not_given_a_name():
+    assert name_factor(rows(1.9, 2.0, 2.2), RunSpec(layout={"cp": 2})) == (2.0, "")
+
+
+def test_parameters_without_a_gradient_say_nothing():
+    empty = ParameterDifference(0, "p", 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, "floor", True)
+    assert name_factor([empty], RunSpec()) == (None, "")

@@ -1,0 +1,172 @@
+"""An ablation unfolds into named runs, and every mistake in it is said before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from workbench.errors import SpecError
+from workbench.launch.ablation import AblationSpec, load_ablation, select
+from workbench.runs.store import project_root
+
+TEXT = """
+question: Same gradient?
+base: {steps: 4, loss: {clip_high: 0.28}}
+axes: {precision: [float64, float32]}
+reference: one_rank
+truth: one_rank-float64
+configurations:
+  one_rank: {}
+  cp2: {layout: {cp: 2, order: zigzag}, loss: {clip_low: 0.1}}
+extra:
+  fault: {precision: float32, layout: {cp: 2}, faults: [missing_cp_factor]}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="ablation.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+    return write
+
+
+class TestExpansion:
+    def test_every_configuration_meets_every_value(self, write):
+        planned = load_ablation(write(TEXT)).expand()
+        assert [(run.name, run.reference, run.truth) for run in planned] == [
+            ("one_rank-float64", "", ""),
+            ("one_rank-float32", "", "one_rank-float64"),
+            ("cp2-float64", "one_rank-float64", "one_rank-float64"),
+            ("cp2-float32", "one_rank-float32", "one_rank-float64"),
+            ("fault", "one_rank-float32", "one_rank-float64"),
+        ]
+
+    def test_settings_are_base_then_axis_then_configuration(self, write):
+        runs = {run.name: run.spec for run in load_ablation(write(TEXT)).expand()}
+        spec = runs["cp2-float64"]
+        assert (spec.steps, spec.precision, spec.layout.cp) == (4, "float64", 2)
+        assert (spec.loss.clip_low, spec.loss.clip_high) == (0.1, 0.28)
+        assert runs["fault"].faults == ("missing_cp_factor",)
+        assert runs["one_rank-float32"].layout.world_size == 1
+
+    def test_a_configuration_has_the_last_word_over_the_base(self):
+        ablation = AblationSpec(reference="a", base={"steps": 4, "loss": {"clip_low": 0.1}}, configurations={
+            "a": {}, "b": {"steps": 2, "loss": {"clip_low": 0.3}}})
+        a, b = (run.spec for run in ablation.expand())
+        assert (a.steps, a.loss.clip_low, b.steps, b.loss.clip_low) == (4, 0.1, 2, 0.3)
+
+    def test_references_and_truth_come_first_wherever_they_stand(self):
+        ablation = AblationSpec(reference="z", truth="exact", configurations={"a": {}, "z": {}},
+                                extra={"exact": {"precision": "float64"}})
+        assert [run.name for run in ablation.expand()] == ["z", "exact", "a"]
+
+    def test_two_axes_one_of_them_nested(self):
+        ablation = AblationSpec(reference="a", configurations={"a": {}, "b": {"steps": 2}},
+                                axes={"precision": ["float64", "float32"],
+                                      "optimizer.learning_rate": [0.001, 0.01]},
+                                extra={"c": {"optimizer": {"learning_rate": 0.01}}})
+        runs = {run.name: run for run in ablation.expand()}
+        assert len(runs) == 9
+        assert runs["b-float32-0.01"].reference == "a-float32-0.01"
+        assert runs["b-float32-0.01"].spec.optimizer.learning_rate == 0.01
+        assert runs["c"].reference == "a-float32-0.01"  # float32 is the default of precision
+
+    def test_the_ablation_that_we_ship(self):
+        planned = load_ablation(project_root() / "experiments/layout_parity/ablation.yaml").expand()
+        assert len(planned) == 15
+        assert {run.reference for run in planned} == {"", "one_rank-float64", "one_rank-float32"}
+        assert max(run.world_size for run in planned) == 4
+
+    def test_one_spec_is_an_ablation_of_one_run(self, write):
+        [run] = load_ablation(write("steps: 2\nlayout: {tp: 2}\n", "mine.yaml")).expand()
+        assert (run.name, run.reference, run.spec.steps, run.world_size) == ("mine", "", 2, 2)
+
+
+class TestRefusals:
+    def refused(self, path):
+        with pytest.raises(SpecError) as caught:
+            load_ablation(path)
+        return str(caught.value)
+
+    def test_a_misspelt_key_names_the_nearest(self, write):
+        message = self.refused(write(TEXT.replace("configurations:", "configuratoins:")))
+        assert "unknown key 'configuratoins' (did you mean 'configurations'?)" in message
+
+    def test_a_misspelt_setting_names_the_configuration_too(self, write):
+        message = self.refused(write(TEXT.replace("layout: {cp: 2, order", "layuot: {cp: 2, order")))
+        assert "cp2-float64: unknown key 'layuot' (did you mean 'layout'?)" in message
+        assert "2 of 5 runs cannot be used" in message
+
+    def test_a_misspelt_setting_in_one_spec(self, write):
+        assert "did you mean 'precision'" in self.refused(write("precison: float64", "mine.yaml"))
+
+    def test_one_name_twice_in_the_file(self, write):
+        message = self.refused(write(TEXT.replace("  cp2: {", "  one_rank: {}\n  cp2: {")))
+        assert "'one_rank' on line 8 and again on line 9" in message
+
+    def test_an_extra_with_the_name_of_a_run(self, write):
+        message = self.refused(write(TEXT.replace("  fault:", "  cp2-float32:")))
+        assert "two runs of one name" in message
+        assert "cp2-float32" in message
+
+    @pytest.mark.parametrize("key", ["reference", "truth"])
+    def test_a_reference_or_truth_that_is_not_there(self, write, key):
+        message = self.refused(write(TEXT.replace(f"{key}: one_rank", f"{key}: one_rnak")))
+        assert f"{key} 'one_rnak" in message
+        assert "did you mean 'one_rank" in message
+
+    def test_an_extra_without_a_reference_of_its_kind(self, write):
+        message = self.refused(write(TEXT.replace("{precision: float32", "{precision: bfloat16")))
+        assert "extra 'fault' has no reference" in message
+        assert "precision=bfloat16" in message
+
+    def test_a_configuration_that_sets_an_axis(self, write):
+        message = self.refused(write(TEXT.replace("one_rank: {}", "one_rank: {precision: float64}")))
+        assert "configuration 'one_rank' sets precision" in message
+
+    def test_names_that_are_no_folder_names(self, write):
+        assert "'../up-float64'" in self.refused(write(TEXT.replace("  cp2:", "  ../up:")))
+
+    def test_an_axis_without_values(self, write):
+        assert "has no values" in self.refused(write(TEXT.replace("[float64, float32]", "[]")))
+
+    @pytest.mark.parametrize(("text", "words"), [
+        ("", "a NoneType"), ("- a\n- b", "a list"), ("a: [1,\nb: 2", "valid YAML")])
+    def test_what_is_no_ablation(self, write, text, words):
+        assert words in self.refused(write(text))
+
+    def test_a_file_that_is_not_there(self, tmp_path):
+        assert "no such file" in self.refused(tmp_path / "none.yaml")
+
+    def test_clip_decisions_of_a_run_that_is_not_there(self, write):
+        message = self.refused(write(TEXT.replace("base: {", "base: {frozen_clip: one_rank-floaty, ")))
+        assert "frozen_clip 'one_rank-floaty' does not exist" in message
+
+    def test_clip_decisions_of_the_run_itself(self, write):
+        message = self.refused(write(TEXT.replace("base: {", "base: {frozen_clip: one_rank-float64, ")))
+        assert "one_rank-float64 -> one_rank-float64" in message
+
+
+class TestSelection:
+    def names(self, planned):
+        return [run.name for run in planned]
+
+    def test_takes_what_the_chosen_are_held_against(self, write):
+        planned = load_ablation(write(TEXT)).expand()
+        assert self.names(select(planned, ["cp2-float32"])) == [
+            "one_rank-float64", "one_rank-float32", "cp2-float32"]
+
+    def test_a_configuration_means_all_its_runs(self, write):
+        planned = load_ablation(write(TEXT)).expand()
+        assert self.names(select(planned, ["cp2"])) == [
+            "one_rank-float64", "one_rank-float32", "cp2-float64", "cp2-float32"]
+
+    def test_an_unknown_name_is_refused(self, write):
+        with pytest.raises(SpecError, match="did you mean 'fault'"):
+            select(load_ablation(write(TEXT)).expand(), ["fualt"])
+
+    def test_takes_the_run_whose_clip_decisions_are_needed(self):
+        planned = AblationSpec(reference="a", configurations={"a": {}, "b": {"steps": 2}, "other": {}, "c": {
+            "frozen_clip": "b"}}).expand()
+        assert self.names(select(planned, ["c"])) == ["a", "b", "c"]

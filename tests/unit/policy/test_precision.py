@@ -1,0 +1,35 @@
+import pytest
+import torch
+from torch import nn
+
+from workbench.errors import SpecError
+from workbench.policy.precision import lift_to_float64
+from workbench.policy.tiny import tiny_qwen3
+
+
+def test_norms_and_rotary_keep_float64_digits():
+    model = lift_to_float64(tiny_qwen3(19))
+    x = torch.randn(2, 64, dtype=torch.float64)
+    norm = model.model.norm
+    expected = x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), expected, rtol=1e-15, atol=1e-15)
+    cos, _ = model.model.rotary_emb(x, torch.tensor([[0, 1000]]))
+    assert cos.dtype == torch.float64
+    assert cos[0, 1, 0].item() == pytest.approx(torch.cos(torch.tensor(1000.0, dtype=torch.float64)).item(), abs=1e-15)
+
+
+class OddNorm(nn.Module):
+    pass
+
+
+def test_a_norm_it_does_not_know_is_refused_by_name():
+    with pytest.raises(SpecError, match="OddNorm at 0"):
+        lift_to_float64(nn.Sequential(OddNorm()))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_that_depends_on_the_longest_position_is_refused(kind):
+    rotary = nn.Module()
+    rotary.inv_freq, rotary.rope_type = torch.ones(2), kind
+    with pytest.raises(SpecError, match=kind):
+        lift_to_float64(nn.Sequential(rotary))

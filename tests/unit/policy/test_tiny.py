@@ -1,0 +1,38 @@
+"""The tiny model has every part that sharding can get wrong, and the seed decides its weights."""
+
+import torch
+
+from workbench.policy.tiny import tiny_qwen3
+
+
+def test_grouped_heads_query_norms_and_a_vocabulary_of_any_size():
+    model = tiny_qwen3(19)
+    config = model.config
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (19, 64, 3)
+    assert any("q_norm" in name for name, _ in model.named_parameters())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert not model.training
+
+
+def test_tied_and_untied_heads():
+    tied, untied = tiny_qwen3(19), tiny_qwen3(19, tied=False)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+    assert not torch.equal(untied.lm_head.weight, untied.model.embed_tokens.weight)
+
+
+def test_the_seed_alone_decides_the_weights():
+    first, other = tiny_qwen3(19, seed=1).state_dict(), tiny_qwen3(19, seed=2).state_dict()
+    torch.manual_seed(123)
+    again = tiny_qwen3(19, seed=1).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in first.items())
+    assert not torch.equal(other["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
+
+
+def test_the_global_random_state_is_left_alone():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    tiny_qwen3(19)
+    assert torch.equal(torch.rand(3), expected)

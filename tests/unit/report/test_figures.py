@@ -1,0 +1,243 @@
+"""Figures: what is drawn is what the comparison holds, nothing is left out in silence, nothing is shown."""
+
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS
+from workbench.compare.comparison import VERDICTS, Comparison
+from workbench.report import figures, style
+
+ALL = [figures.verdicts, figures.gradient_norm_by_step, figures.norm_ratios, figures.importance_ratios,
+       figures.loss_by_step, figures.time_and_memory]
+
+
+def ran(comparison):
+    return [c for c in comparison.configurations if c.state == "succeeded"]
+
+
+def drawn_lines(figure):
+    return {line.get_label(): line for axes in figure.axes for line in axes.lines
+            if not line.get_label().startswith("_")}
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
+
+
+@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
+def test_a_figure_has_units_and_is_not_shown(draw, comparison):
+    before = sys.modules.get("matplotlib.pyplot")
+    figure = draw(comparison)
+    assert isinstance(figure, style.Chart)
+    assert sys.modules.get("matplotlib.pyplot") is before
+    assert any(axes.get_xlabel() or axes.get_title(loc="left") for axes in figure.axes)
+
+
+@pytest.mark.parametrize("draw", ALL, ids=lambda draw: draw.__name__)
+def test_an_empty_comparison_gives_a_figure_that_says_why(draw, comparison):
+    bare = replace(comparison["one_rank-float64"], steps=[], parameters=[], ratios={}, whole_gradient=[])
+    empty = Comparison("empty", "Nothing?", [bare])
+    assert any(word in " ".join(texts(draw(empty))) for word in ("recorded", "nothing to compare"))
+
+
+@pytest.mark.parametrize(("draw", "key"), [(figures.gradient_norm_by_step, figures.GRADIENT_NORM),
+                                           (figures.loss_by_step, figures.LOSS)])
+def test_lines_by_step_are_the_records(draw, key, comparison):
+    figure = draw(comparison)
+    lines = drawn_lines(figure)
+    assert set(lines) == {c.name for c in ran(comparison)}
+    for c in ran(comparison):
+        assert list(lines[c.name].get_xdata()) == [step["step"] for step in c.steps]
+        assert list(lines[c.name].get_ydata()) == [step[key] for step in c.steps]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["one_rank-float64", "one_rank-float32"]
+    assert [len(axes.lines) for axes in figure.axes] == [9, 5]
+
+
+def test_lines_of_the_same_kind_look_the_same_in_both_panels_and_others_do_not(comparison):
+    looks = figures.series_styles(comparison)
+    assert looks["cp2_zigzag-float64"] == looks["cp2_zigzag-float32"]
+    assert looks["cp2_zigzag-float64"].label == "cp2_zigzag"
+    assert len(set(looks.values())) == 9
+    beside_reference = [look for look in set(looks.values()) if look.marker]
+    assert len({look.color for look in beside_reference}) == 8
+    assert len({look.marker for look in beside_reference}) == 8
+
+
+def test_agreeing_lines_take_turns_on_one_path(comparison):
+    figure = figures.loss_by_step(comparison)
+    lines = drawn_lines(figure)
+    agreeing = [c for c in ran(comparison) if c.verdict == "equal"]
+    turns = [lines[c.name]._unscaled_dash_pattern for c in agreeing]
+    assert len(agreeing) == 5
+    assert [offset for offset, _ in turns] == [0, 3, 6, 9, 12]
+    assert {tuple(pattern) for _, pattern in turns} == {(3, 12)}
+
+
+def test_the_legend_names_every_kind_once(comparison):
+    legend = figures.gradient_norm_by_step(comparison).legends[0]
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["one_rank (reference)", "cp2_contiguous", "cp2_zigzag", "tp2", "dp2_cp2", "cp2_tp2",
+                      "fault_local_denominator", "fault_missing_cp_factor", "fault_shift_after_shard"]
+
+
+def test_norm_ratios_are_the_comparison_s_in_the_model_s_order(comparison):
+    figure = figures.norm_ratios(comparison, step=1)
+    lines = drawn_lines(figure)
+    compared = [c for c in comparison.configurations if c.parameters]
+    assert set(lines) == {c.name for c in compared}
+    for c in compared:
+        expected = [p.norm_ratio for p in c.parameters if p.step == 1]
+        assert list(lines[c.name].get_xdata()) == expected
+        assert list(lines[c.name].get_ydata()) == list(range(len(PARAMETERS)))
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names[0] == "embed_tokens"
+    assert len(names) == len(PARAMETERS)
+
+
+def test_norm_ratios_show_a_fault_off_one_and_a_correct_layout_on_it(comparison):
+    axes = {line.get_label(): a for a in figures.norm_ratios(comparison).axes for line in a.lines}
+    fault = axes["fault_missing_cp_factor"]
+    low, high = fault.get_xlim()
+    width = math.log(high / low)
+    off = abs(math.log(0.5)) / width
+    assert off > 0.2
+    correct = next(line for line in axes["tp2-float64"].lines if line.get_label() == "tp2-float64")
+    assert max(abs(math.log(x)) for x in correct.get_xdata()) / width < 1e-6
+
+
+def test_norm_ratios_mark_parameters_judged_by_the_floor(comparison):
+    for axes in figures.norm_ratios(comparison).axes:
+        hollow = [line for line in axes.lines if line.get_markerfacecolor() == "#ffffff"]
+        assert [list(line.get_ydata()) for line in hollow] == [[PARAMETERS.index(FLOORED)]]
+
+
+@pytest.mark.parametrize(("ratio", "arrow", "said"),
+                         [(0.0, "<", "< 0"), (math.inf, ">", "> ∞"), (927.0, ">", "> 927")])
+def test_norm_ratios_beyond_the_axis_are_arrows_at_its_edge(ratio, arrow, said, comparison):
+    c = comparison["tp2-float64"]
+    changed = replace(c, parameters=[replace(c.parameters[0], norm_ratio=ratio), *c.parameters[1:]])
+    figure = figures.norm_ratios(Comparison("x", "?", [comparison["one_rank-float64"], changed]))
+    edges = [line for line in figure.axes[0].lines if line.get_marker() == arrow]
+    assert [list(line.get_ydata()) for line in edges] == [[0]]
+    assert said in texts(figure)
+
+
+def test_norm_ratios_count_what_is_not_a_number(comparison):
+    c = comparison["tp2-float64"]
+    changed = replace(c, parameters=[replace(c.parameters[0], norm_ratio=math.nan), *c.parameters[1:]])
+    figure = figures.norm_ratios(Comparison("x", "?", [comparison["one_rank-float64"], changed]))
+    assert "1 not a number" in texts(figure)
+
+
+def test_many_configurations_go_on_in_a_second_row(comparison):
+    c = comparison["tp2-float64"]
+    many = [comparison["one_rank-float64"], *(replace(c, name=f"tp2-{i}") for i in range(14))]
+    figure = figures.norm_ratios(Comparison("x", "?", many))
+    assert set(drawn_lines(figure)) == {f"tp2-{i}" for i in range(14)}
+
+
+def test_importance_ratios_are_shares_of_the_recorded_counts(comparison):
+    figure = figures.importance_ratios(comparison)
+    assert len(figure.axes) == 2 * 4
+    assert not [text for text in texts(figure) if "beyond" in text]
+    axes = figure.axes[3]
+    histogram = comparison["tp2-float64"].ratios["3"]
+    stairs = {patch.get_label(): patch for patch in axes.patches}["tp2-float64"]
+    values, edges, _ = stairs.get_data()
+    total = sum(histogram["counts"])
+    assert list(values) == [n / total for n in histogram["counts"]]
+    assert list(edges) == histogram["edges"]
+    assert len(axes.patches) == 9
+
+
+def test_importance_ratios_show_the_clip_bounds(comparison):
+    for axes in figures.importance_ratios(comparison).axes:
+        assert sorted(line.get_xdata()[0] for line in axes.lines) == pytest.approx([0.8, 1.28])
+        assert axes.get_xlim()[0] < 0.8
+        assert axes.get_xlim()[1] > 1.28
+
+
+def test_importance_ratios_of_a_fault_that_lie_far_off_are_counted_in_words(comparison):
+    fault = comparison["fault_shift_after_shard"]
+    far = replace(fault, ratios={"0": {"edges": [1e-4, 1e-3, 1.0, 1.1], "counts": [3, 0, 9]}})
+    figure = figures.importance_ratios(Comparison("x", "?", [comparison["one_rank-float64"], far]), steps=[0])
+    assert "beyond this axis:\n25 % of fault_shift_after_shard" in texts(figure)
+    assert figure.axes[0].get_xlim()[0] > 0.7
+
+
+@pytest.mark.parametrize(("far", "low", "scale"),
+                         [(1.0, 0.01, "linear"), (90.0, 0.01, "log"), (90.0, -0.01, "asinh")])
+def test_a_fault_far_away_does_not_flatten_what_agrees(far, low, scale, comparison):
+    reference, fault = comparison["one_rank-float64"], comparison["fault_missing_cp_factor"]
+    sound = replace(reference, steps=[{"step": 0, figures.LOSS: low}, {"step": 1, figures.LOSS: 0.5}])
+    wrong = replace(fault, steps=[{"step": 0, figures.LOSS: far}])
+    axes = figures.loss_by_step(Comparison("x", "?", [sound, wrong])).axes[0]
+    assert axes.get_yscale() == scale
+    assert any("logarithmic" in text.get_text() for text in axes.texts) == (scale != "linear")
+
+
+def test_importance_ratios_take_the_steps_asked_for(comparison):
+    figure = figures.importance_ratios(comparison, steps=[2])
+    assert len(figure.axes) == 2
+    assert "step 2, share of trained tokens" in texts(figure)
+
+
+def test_time_and_memory_are_the_records_and_the_failed_run_is_named(comparison):
+    figure = figures.time_and_memory(comparison)
+    left, right = figure.axes
+    for axes, key, unit in ((left, figures.STEP_MS, 1.0), (right, figures.PEAK_BYTES, 2.0 ** 20)):
+        lines = {line.get_label(): line for line in axes.lines}
+        for c in ran(comparison):
+            assert list(lines[c.name].get_xdata()) == [step[key] / unit for step in c.steps]
+        assert "  failed, not recorded" in [text.get_text() for text in axes.texts]
+    names = [label.get_text() for label in left.get_yticklabels()]
+    assert names == [c.name for c in comparison.configurations]
+    assert "(ms" in left.get_title(loc="left")
+    assert "(MiB" in right.get_title(loc="left")
+
+
+def test_verdicts_end_at_the_worst_share_of_the_budget(comparison):
+    figure = figures.verdicts(comparison)
+    axes = figure.axes[0]
+    rows = [label.get_text() for label in axes.get_yticklabels()]
+    assert FAILED in rows
+    ends = {rows[int(line.get_ydata()[0])]: line.get_xdata()[0] for line in axes.lines
+            if line.get_marker() in ("o", "s", "D")}
+    assert ends == {name: figures.worst_share(comparison[name]) for name in rows if name != FAILED}
+    assert "≠ different, factor 0.500 (1 / cp)" in texts(figure)
+    assert "× failed" in texts(figure)
+
+
+def test_worst_share_looks_at_every_parameter_and_step(comparison):
+    c = comparison["tp2-float64"]
+    lone = replace(c.parameters[-1], distance=7.0, budget=2.0)
+    assert figures.worst_share(replace(c, parameters=[*c.parameters[:-1], lone])) == 3.5
+    assert figures.worst_share(replace(c, parameters=[], whole_gradient=[])) is None
+
+
+@pytest.mark.parametrize(("distance", "budget", "share"), [
+    (1.0, 4.0, 0.25), (0.0, 0.0, 0.0), (1e-30, 0.0, math.inf), (math.nan, 1.0, math.inf),
+    (1.0, math.nan, math.inf), (None, 1.0, None), (1.0, None, None)])
+def test_share_of_budget_hides_nothing(distance, budget, share):
+    assert figures.share_of_budget(distance, budget) == share
+
+
+def test_groups_keep_every_configuration_once(comparison):
+    grouped = figures.groups(comparison)
+    assert list(grouped) == ["one_rank-float64", "one_rank-float32"]
+    assert sorted(c.name for members in grouped.values() for c in members) == sorted(
+        c.name for c in comparison.configurations)
+    assert all(members[0].name == reference for reference, members in grouped.items())
+
+
+def test_changed_settings_are_those_that_leave_the_reference(comparison):
+    changed = figures.changed_settings(comparison, comparison["fault_missing_cp_factor"])
+    assert changed == {"layout.cp": 2, "layout.order": "zigzag", "faults": ["missing_cp_factor"]}
+    assert figures.changed_settings(comparison, comparison["one_rank-float32"]) == {}
+
+
+def test_every_verdict_can_be_drawn():
+    assert set(style.VERDICT_STYLES) == set(VERDICTS)

@@ -1,0 +1,177 @@
+"""The report page: whole, safe against the names in it, free of addresses, and the same bytes every time."""
+
+import html.parser
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS, layout_parity, renamed
+from workbench.compare.comparison import Comparison
+from workbench.report.page import page, write_report
+
+SECTIONS = ["What differs between configurations", "Verdicts", "Gradient norm by step",
+            "Per-parameter norm ratios", "Importance ratios", "Loss", "Time and memory", "Failed runs",
+            "Provenance"]
+HOSTILE = '<script>alert("1")</script>&\'"><img src=x onerror=y>'
+
+
+class Reader(html.parser.HTMLParser):
+    """Every tag with its attributes, every id, the text, and whether tags close as they opened."""
+
+    VOID = frozenset({"meta", "br", "wbr"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.words, self.open, self.crossed = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.crossed.append(tag)
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def text(comparison):
+    return page(comparison)
+
+
+@pytest.fixture(scope="module")
+def read(text):
+    return Reader(text)
+
+
+def section(text, title):
+    return next(part for part in text.split("<section")[1:] if f"<h2>{title}</h2>" in part)
+
+
+def test_the_page_names_no_address_and_loads_nothing(text, read):
+    assert not re.search(r"https?:|//[a-z]|url\((?!#)|@import", text)
+    loading = {"src", "srcset", "data", "action", "poster", "background"}
+    assert not [tag for tag, attributes in read.tags if loading & attributes.keys()]
+    assert not {"script", "link", "img", "iframe", "object", "form"} & {tag for tag, _ in read.tags}
+    links = [a["href"] for tag, a in read.tags if tag in ("a", "use") and "href" in a]
+    assert links
+    assert all(link.startswith("#") for link in links)
+    policies = [a["content"] for tag, a in read.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policies == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_the_page_is_well_formed_and_every_id_is_there_once(read):
+    assert read.crossed == []
+    assert read.open == []
+    ids = Counter(a["id"] for _, a in read.tags if "id" in a)
+    assert [name for name, count in ids.items() if count > 1] == []
+    for tag, attributes in read.tags:
+        for key in ("href", "xlink:href"):
+            if key in attributes:
+                assert attributes[key][1:] in ids, (tag, attributes)
+
+
+def test_the_same_comparison_gives_the_same_bytes(text, comparison, tmp_path):
+    comparison.save(tmp_path / "comparison.json")
+    assert page(Comparison.load(tmp_path / "comparison.json")) == text
+
+
+def test_verdicts_come_first_and_every_section_follows(text, read):
+    headings = re.findall(r"<h[12]>(.*?)</h[12]>", text)
+    assert headings == ["Does GRPO give every parameter the same gradient in every layout?", *SECTIONS]
+    assert text.index('class="summary"') < text.index("<h2>")
+    assert "9 of 13 configurations keep the gradient of their reference." in read.text
+
+
+def test_every_configuration_is_in_the_summary(text, comparison):
+    summary = text[text.index('class="summary"'):text.index("<nav")].replace("<wbr>", "")
+    for c in comparison.configurations:
+        assert f'<span class="name">{c.name}</span>' in summary
+
+
+def test_what_differs_shows_changed_settings_in_bold(text):
+    rows = section(text, "What differs between configurations").split("<tr>")
+    row = next(row for row in rows if "fault_missing_cp_factor" in row)
+    assert re.findall(r"<b>(.*?)</b>", row) == ["missing_cp_factor", "2", "zigzag"]
+    assert "optimizer" not in section(text, "What differs between configurations")
+
+
+def test_parameters_judged_by_the_floor_are_listed_and_all_parameters_are_there(text):
+    part = section(text, "Per-parameter norm ratios")
+    listed = part[part.index("Judged by the floor"):part.index("All numbers")]
+    assert f"<code>{FLOORED}</code>" in listed
+    details = part[part.index("All numbers"):]
+    for name in PARAMETERS:
+        assert details.count(f"<code>{name}</code>") == 12
+    assert details.count("36 of 36 parameters out of budget") == 3
+    assert details.count("0 of 36 parameters out of budget") == 9
+
+
+def test_without_floored_parameters_the_page_says_so(comparison):
+    c = comparison["tp2-float64"]
+    own = replace(c, parameters=[replace(p, judged_by="gradient") for p in c.parameters])
+    assert "none needed the floor" in page(Comparison("x", "?", [comparison["one_rank-float64"], own]))
+
+
+def test_a_failed_run_shows_rank_coordinates_exception_and_traceback(text):
+    part = section(text, "Failed runs")
+    assert FAILED in part
+    assert "rank 1: ShardingError (at cp=0, dp=0, tp=1)" in part
+    assert "File &quot;workbench/runs/worker.py&quot;, line 88" in part
+
+
+def test_without_failed_runs_the_page_says_so(comparison):
+    well = Comparison("x", "?", [comparison["one_rank-float64"], comparison["tp2-float64"]])
+    assert "None: every run ended well." in page(well)
+
+
+def test_provenance_is_shown(text):
+    part = section(text, "Provenance")
+    for value in ("2.13.0", "0123456789abcdef", "workbench run experiments/layout_parity/ablation.yaml"):
+        assert value in part
+
+
+def test_a_run_that_left_no_record_is_still_reported(comparison):
+    gone = replace(comparison[FAILED], settings={}, run="", failure={"exception": "lost"}, why="")
+    made = page(Comparison("x", "?", [comparison["one_rank-float32"], gone]))
+    assert "lost" in section(made, "Failed runs")
+
+
+def test_hostile_names_stay_text():
+    whole = renamed(layout_parity(), "tp2-float64", HOSTILE)
+    changed = []
+    for c in [whole[name] for name in ("one_rank-float64", HOSTILE, "fault_missing_cp_factor", FAILED)]:
+        hostile = dict.fromkeys(("why", "device_note", "factor_meaning", "run"), HOSTILE)
+        hostile["against"] = c.against and "one_rank-float64"
+        parameters = [replace(p, parameter=HOSTILE + p.parameter) for p in c.parameters[:5]]
+        failure = c.failure and c.failure | {"exception": HOSTILE, "traceback": HOSTILE}
+        first = c.first_parameter and HOSTILE
+        changed.append(replace(c, **hostile, parameters=parameters, failure=failure, first_parameter=first,
+                               ratios={}, settings=dict(c.settings) | {HOSTILE: HOSTILE + c.name}))
+    made = page(Comparison(HOSTILE, HOSTILE, changed, {HOSTILE: {HOSTILE: HOSTILE}}))
+    read = Reader(made)
+    assert not {"script", "img"} & {tag for tag, _ in read.tags}
+    assert not [a for _, a in read.tags if any(key.startswith("on") for key in a)]
+    assert (read.crossed, read.open) == ([], [])
+    assert HOSTILE in read.text
+
+
+def test_write_report_writes_the_page_and_nothing_else(comparison, tmp_path):
+    small = Comparison("x", "?", [comparison["one_rank-float32"], comparison[FAILED]])
+    path = write_report(small, tmp_path / "report.html")
+    assert path == tmp_path / "report.html"
+    assert path.read_text(encoding="utf8") == page(small)
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,62 @@
+"""Style: the same figure gives the same bytes, on a page it needs nothing, and drawing leaves no trace."""
+
+import re
+
+import matplotlib
+
+from workbench.report import style
+
+
+def figure():
+    made = style.chart(2.0)
+    axes = style.panels(made, 2)[0]
+    style.tidy(axes, title="title <&>", x="x (s)", y="y (nats)")
+    axes.plot([1, 2, 3], [1, 4, 2], marker="o", color=style.SERIES[1])
+    return made
+
+
+def test_svg_has_the_same_bytes_every_time_and_no_date():
+    assert style.svg_text(figure()) == style.svg_text(figure())
+    assert "metadata" not in style.svg_text(figure())
+
+
+def test_inline_svg_names_no_address_and_prefixes_every_id():
+    text = style.inline_svg(figure(), prefix="one")
+    assert text.startswith("<svg ")
+    assert "://" not in text
+    ids = re.findall(r'\sid="([^"]*)"', text)
+    assert ids
+    assert all(name.startswith("one-") for name in ids)
+    references = re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', text)
+    assert references
+    assert {a or b for a, b in references} <= set(ids)
+
+
+def test_inline_svg_takes_its_size_from_the_page_and_its_colours_from_variables():
+    text = style.inline_svg(figure(), prefix="one")
+    opening = text[:text.index(">")]
+    assert "viewBox" in opening
+    assert "width=" not in opening
+    assert "height=" not in opening
+    assert "var(--series-1)" in text
+    assert style.SERIES[1] not in text
+    assert "title &lt;&amp;&gt;" in text
+
+
+def test_text_stays_text_on_a_page_and_becomes_curves_in_a_file(tmp_path):
+    assert "<text" in style.inline_svg(figure(), prefix="one")
+    saved = style.save_svg(figure(), tmp_path / "new" / "figure.svg").read_text(encoding="utf8")
+    assert "<text" not in saved
+    assert "xmlns" in saved
+
+
+def test_a_chart_shows_itself_and_drawing_changes_no_setting_outside():
+    before = dict(matplotlib.rcParams)
+    assert "<svg" in figure()._repr_svg_()
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_every_verdict_has_a_sign_and_hue_of_its_own():
+    styles = list(style.VERDICT_STYLES.values())
+    for attribute in ("name", "sign", "color"):
+        assert len({getattr(s, attribute) for s in styles}) == len(styles)

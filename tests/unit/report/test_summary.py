@@ -1,0 +1,88 @@
+"""The verdicts at a glance: the sentence counts right, and faults are told apart from surprises."""
+
+from dataclasses import replace
+
+from tests.helpers.comparisons import FAILED
+from workbench.compare.comparison import Comparison
+from workbench.report.summary import _Scale, answer, summary_table, tiles, where_it_ran
+
+
+def only(comparison, *names):
+    return Comparison("some", "?", [comparison[name] for name in names])
+
+
+def test_the_answer_counts_every_verdict(comparison):
+    assert answer(comparison) == (
+        "9 of 13 configurations keep the gradient of their reference. "
+        "3 differ, each with a known fault switched on. 1 failed and has no verdict.")
+
+
+def test_the_answer_says_when_a_difference_has_no_known_fault(comparison):
+    fault = comparison["fault_missing_cp_factor"]
+    surprise = replace(fault, name="surprise", settings=fault.settings | {"faults": []})
+    both = Comparison("x", "?", [comparison["one_rank-float64"], fault, surprise])
+    assert "2 differ, 1 of them with a known fault switched on." in answer(both)
+    alone = Comparison("x", "?", [comparison["one_rank-float64"], surprise])
+    assert answer(alone) == "0 of 1 configurations keep the gradient of their reference. 1 differs."
+
+
+def test_the_answer_warns_of_a_fault_that_was_not_seen(comparison):
+    unseen = replace(comparison["fault_missing_cp_factor"], verdict="equal")
+    found = Comparison("x", "?", [comparison["one_rank-float64"], unseen])
+    assert "Not seen, although a fault was switched on: fault_missing_cp_factor." in answer(found)
+
+
+def test_the_answer_keeps_its_grammar_for_one(comparison):
+    both = only(comparison, "one_rank-float64", "tp2-float64", "fault_missing_cp_factor")
+    assert answer(both) == ("1 of 2 configurations keeps the gradient of its reference. "
+                            "1 differs, with a known fault switched on.")
+
+
+def test_the_answer_of_references_alone(comparison):
+    assert "nothing to compare" in answer(only(comparison, "one_rank-float64"))
+
+
+def test_a_row_holds_verdict_factor_meaning_and_first_difference(comparison):
+    row = summary_table(only(comparison, "one_rank-float64", "fault_missing_cp_factor")).split("<tr")[-1]
+    for part in ("different", "× 0.500", "1 / cp", "step 0", "embed_<wbr>tokens", "fault: missing_cp_factor"):
+        assert part in row
+
+
+def test_a_failed_row_names_rank_and_exception(comparison):
+    row = summary_table(only(comparison, "one_rank-float32", FAILED)).split("<tr")[-1]
+    assert "rank 1: ShardingError" in row
+    assert "failed" in row
+
+
+def test_a_device_that_was_not_asked_for_is_marked(comparison):
+    note = "asked for 4 GPUs, 0 here"
+    assert f">{note}</mark>" in where_it_ran(comparison["dp2_cp2-float64"])
+    assert "<mark" not in where_it_ran(comparison["tp2-float64"])
+    made = summary_table(only(comparison, "one_rank-float64", "dp2_cp2-float64"))
+    assert made.count(f'<mark title="{note}">') == 1
+    assert f"ran on another device: {note}" in made
+
+
+def test_bit_for_bit_is_said(comparison):
+    c = comparison["tp2-float64"]
+    same = replace(c, parameters=[replace(p, distance=0.0) for p in c.parameters],
+                   whole_gradient=[w | {"distance": 0.0, "bitwise_equal": True} for w in c.whole_gradient])
+    table = summary_table(Comparison("x", "?", [comparison["one_rank-float64"], same]))
+    assert "0, bit for bit" in table
+
+
+def test_tiles_lead_to_rows(comparison):
+    made, table = tiles(comparison), summary_table(comparison)
+    assert made.count('class="tile ') == len(comparison.configurations)
+    for index in range(len(comparison.configurations)):
+        assert f'href="#configuration-{index}"' in made
+        assert table.count(f'id="configuration-{index}"') == 1
+
+
+def test_the_scale_holds_the_budget_inside_and_every_value_in_order():
+    scale = _Scale([1e-3, 0.3, 5e11])
+    places = [scale.place(value) for value in (0.0, 1e-3, 0.3, 1.0, 2.0, 5e11, float("inf"))]
+    assert places == sorted(places)
+    assert places[0] == 0
+    assert 20 < scale.place(1.0) < 80
+    assert places[-1] == 100

@@ -1,0 +1,197 @@
+"""The same documents from every source, or an error that names file, line and key."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from workbench.errors import RecordError, ShapeError
+from workbench.rollouts import files
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.importers import read_jsonl, read_npz, read_parquet, read_trl
+
+RECORDS = [
+    {"prompt_tokens": [5, 6], "completion_tokens": [10, 11, 12], "completion_loss_mask": [1, 0, 1],
+     "advantage": 0.5, "old_logprobs": [-1.0, None, -3.0], "sampler_logprobs": [-1.5, -9.0, -3.5],
+     "ref_logprobs": [-2.0, 0.0, -2.5], "reward": 1.0, "group_id": "prompt-b"},
+    {"prompt_tokens": [7], "completion_tokens": [13, 14], "completion_loss_mask": [1, 1],
+     "advantage": -0.5, "old_logprobs": [-4.0, -5.0], "sampler_logprobs": [-4.5, -5.5],
+     "ref_logprobs": [-1.0, -0.5], "reward": 0.25, "group_id": "prompt-a"},
+]
+TRL = {
+    "prompt_ids": [[5, 6], [0, 7]], "prompt_mask": [[1, 1], [0, 1]],
+    "completion_ids": [[10, 11, 12], [13, 14, 0]], "completion_mask": [[1, 1, 1], [1, 1, 0]],
+    "tool_mask": [[1, 0, 1], [1, 1, 1]],
+    "advantages": [0.5, -0.5],
+    "old_per_token_logps": [[-1.0, 0.0, -3.0], [-4.0, -5.0, 0.0]],
+    "sampling_per_token_logps": [[-1.5, -9.0, -3.5], [-4.5, -5.5, 0.0]],
+    "ref_per_token_logps": [[-2.0, 0.0, -2.5], [-1.0, -0.5, 0.0]],
+    "num_items_in_batch": 5, "rewards": [1.0, 0.25], "group_ids": [0, 1],
+}
+
+
+def write_jsonl(path, records):
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
+    return path
+
+
+def write_parquet(path, records):
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+def write_npz(path, arrays):
+    np.savez(path, **{name: np.asarray(value) for name, value in arrays.items()})
+    return path
+
+
+def assert_same(actual: RolloutBatch, expected: RolloutBatch):
+    for level in ("token_fields", "document_fields"):
+        expected_fields, actual_fields = getattr(expected, level)(), getattr(actual, level)()
+        assert set(actual_fields) == set(expected_fields)
+        for name, value in expected_fields.items():
+            assert torch.equal(actual_fields[name], value), name
+    assert actual.temperature == expected.temperature
+
+
+def expected_batch():
+    return RolloutBatch.from_documents([
+        {"tokens": [5, 6, 10, 11, 12], "loss_mask": [0, 0, 1, 0, 1], "advantages": [0, 0, 0.5, 0.5, 0.5],
+         "old_logprobs": [0, 0, -1.0, 0, -3.0], "sampler_logprobs": [0, 0, -1.5, -9.0, -3.5],
+         "ref_logprobs": [0, 0, -2.0, 0, -2.5], "reward": 1.0, "group_id": 0},
+        {"tokens": [7, 13, 14], "loss_mask": [0, 1, 1], "advantages": [0, -0.5, -0.5],
+         "old_logprobs": [0, -4.0, -5.0], "sampler_logprobs": [0, -4.5, -5.5],
+         "ref_logprobs": [0, -1.0, -0.5], "reward": 0.25, "group_id": 1}], temperature=0.9)
+
+
+def test_every_source_gives_the_same_batch(tmp_path):
+    expected = expected_batch()
+    assert_same(read_trl(TRL, temperature=0.9), expected)
+    assert_same(read_npz(write_npz(tmp_path / "a.npz", TRL), temperature=0.9), expected)
+    assert_same(read_jsonl(write_jsonl(tmp_path / "a.jsonl", RECORDS), temperature=0.9), expected)
+    assert_same(read_parquet(write_parquet(tmp_path / "a.parquet", RECORDS), temperature=0.9), expected)
+
+
+def test_imported_rollouts_survive_a_round_trip_over_disk(tmp_path):
+    batch = read_jsonl(write_jsonl(tmp_path / "a.jsonl", RECORDS), temperature=0.9)
+    files.save(batch, tmp_path / "recording")
+    assert_same(files.load(tmp_path / "recording"), expected_batch())
+
+
+def test_smallest_record_with_one_advantage_per_token(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [
+        {"prompt_tokens": [5], "completion_tokens": [6, 7], "advantages": [1, -2], "old_logprobs": [-1, -2]}])
+    batch = read_jsonl(path)
+    assert batch.advantages_T.tolist() == [0.0, 1.0, -2.0]
+    assert batch.loss_mask_T.tolist() == [False, True, True]
+    assert batch.sampler_logprobs_T is None
+    assert batch.group_ids_N is None
+
+
+def test_blank_lines_are_skipped_and_lines_keep_their_numbers(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(RECORDS[0]) + "\n\n" + json.dumps(RECORDS[1] | {"reward": "high"}) + "\n")
+    with pytest.raises(RecordError, match=r"a\.jsonl, line 3: reward\n  found: 'high'"):
+        read_jsonl(path)
+
+
+def test_whole_number_groups_are_kept_as_they_are(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [RECORDS[0] | {"group_id": 7}, RECORDS[1] | {"group_id": 3}])
+    assert read_jsonl(path).group_ids_N.tolist() == [7, 3]
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"old_logprob": [0.0]}, "line 2: old_logprob\n  found: unknown"),
+    ({"old_logprobs": None}, "line 2: old_logprobs\n  found: missing"),
+    ({"completion_tokens": None}, "line 2: completion_tokens\n  found: missing"),
+    ({"advantage": None}, "line 2: advantage\n  found: missing"),
+    ({"advantages": [1.0, 1.0]}, "line 2: advantage, advantages\n  found: both"),
+    ({"reward": None}, r"line 2: reward\n  found: present here or in .*line 1, but not in both"),
+    ({"old_logprobs": [-1.0]}, "line 2: old_logprobs\n  found: 1 values"),
+    ({"old_logprobs": [-1.0, None]}, "line 2, completion token 1: old_logprobs\n  found: None"),
+    ({"ref_logprobs": [float("nan"), -1.0]}, "line 2, completion token 0: ref_logprobs\n  found: nan"),
+    ({"sampler_logprobs": [-1.0, 0.3]}, "line 2, completion token 1: sampler_logprobs\n  found: 0.3"),
+    ({"old_logprobs": "-1.0"}, "line 2: old_logprobs\n  found: '-1.0'"),
+    ({"advantage": float("inf")}, "line 2: advantage\n  found: inf"),
+    ({"advantage": True}, "line 2: advantage\n  found: True"),
+    ({"completion_tokens": [13, 1.5]}, r"line 2: completion_tokens\n  found: 1\.5"),
+    ({"prompt_tokens": [-1]}, "line 2: prompt_tokens\n  found: -1"),
+    ({"prompt_tokens": []}, "line 2: prompt_tokens\n  found: empty"),
+    ({"completion_loss_mask": [1, 2]}, r"line 2: completion_loss_mask\n  found: \[1, 2\]"),
+    ({"completion_loss_mask": [1]}, r"line 2: completion_loss_mask\n  found: \[1\]"),
+    ({"group_id": 3}, "line 2: group_id\n  found: 3"),
+    ({"group_id": 0.5}, "line 2: group_id\n  found: 0.5"),
+])
+def test_record_that_breaks_a_rule_is_refused_with_line_and_key(tmp_path, changes, words):
+    path = write_jsonl(tmp_path / "a.jsonl", [RECORDS[0], RECORDS[1] | changes])
+    with pytest.raises(RecordError, match=words) as caught:
+        read_jsonl(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_word_after_numbers_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [RECORDS[0] | {"group_id": 3}, RECORDS[1]])
+    with pytest.raises(RecordError, match="line 2: group_id\n  found: 'prompt-a'"):
+        read_jsonl(path)
+
+
+def test_a_cut_line_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(RECORDS[0]) + "\n" + json.dumps(RECORDS[1])[:40])
+    with pytest.raises(RecordError, match=r"line 2: not JSON"):
+        read_jsonl(path)
+
+
+def test_a_line_that_is_no_object_is_refused(tmp_path):
+    with pytest.raises(RecordError, match=r"line 1\n  found: list"):
+        read_jsonl(write_jsonl(tmp_path / "a.jsonl", [[1, 2]]))
+
+
+@pytest.mark.parametrize("read", [read_jsonl, read_parquet, read_npz])
+def test_missing_and_damaged_files_are_refused_by_name(tmp_path, read):
+    with pytest.raises(RecordError, match=f"from {tmp_path / 'none'}\n  found: FileNotFoundError"):
+        read(tmp_path / "none")
+    (tmp_path / "bad").write_bytes(b"\xff\x00 no table")
+    with pytest.raises(RecordError, match=f"read rollouts from {tmp_path / 'bad'}"):
+        read(tmp_path / "bad")
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n")
+    with pytest.raises(RecordError, match="no record"):
+        read_jsonl(tmp_path / "a.jsonl")
+
+
+def test_parquet_errors_name_the_row(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [RECORDS[0], RECORDS[1] | {"old_logprobs": [-1.0]}])
+    with pytest.raises(RecordError, match=r"a\.parquet, row 1: old_logprobs"):
+        read_parquet(path)
+
+
+def test_pickled_arrays_are_never_loaded(tmp_path):
+    np.savez(tmp_path / "a.npz", prompt_ids=np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    with pytest.raises(RecordError, match="allow_pickle=False"):
+        read_npz(tmp_path / "a.npz")
+
+
+def test_trl_pads_its_tool_mask_with_ones():
+    assert read_trl(TRL).loss_mask_T.int().tolist() == [0, 0, 1, 0, 1, 0, 1, 1]
+
+
+def test_trl_none_counts_as_absent():
+    assert read_trl(TRL | {"ref_per_token_logps": None}).ref_logprobs_T is None
+
+
+def test_unknown_trl_key_is_refused_unless_it_is_named():
+    arrays = TRL | {"importance_sampling_ratio": torch.ones(2, 3)}
+    with pytest.raises(ShapeError, match=r"unknown keys importance_sampling_ratio.*(?s:.)*ignore="):
+        read_trl(arrays)
+    assert_same(read_trl(arrays, ignore=["importance_sampling_ratio"], temperature=0.9), expected_batch())
+
+
+def test_missing_old_logprobs_are_explained():
+    with pytest.raises(ShapeError, match=r"no old_per_token_logps(?s:.)*policy is the one that sampled"):
+        read_trl(TRL | {"old_per_token_logps": None})

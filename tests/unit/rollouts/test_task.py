@@ -1,0 +1,87 @@
+"""The task: problems can be checked by anyone, and the reward is what it says."""
+
+import pytest
+
+from workbench.errors import ShapeError
+from workbench.rollouts.task import SYMBOLS, ArithmeticTask, Problem
+
+TASK = ArithmeticTask()
+
+
+def test_nineteen_symbols():
+    assert TASK.vocab_size == len(set(SYMBOLS)) == 19
+    assert {TASK.start_id, TASK.end_id, TASK.pad_id} == {16, 17, 18}
+
+
+def test_text_survives_the_tokenizer():
+    assert TASK.decode(TASK.encode(SYMBOLS)) == SYMBOLS
+    assert TASK.encode("^10$") == [16, 1, 0, 17]
+
+
+def test_foreign_text_is_refused():
+    with pytest.raises(ShapeError, match="found: 'x', '÷'"):
+        TASK.encode("3÷x")
+    with pytest.raises(ShapeError, match=r"ids \[19\]"):
+        TASK.decode([1, 19])
+
+
+def test_problems_are_right():
+    """Python's own arithmetic is the judge of every step."""
+    for problem in TASK.problems(seed=3, count=300):
+        assert eval(problem.expression) == problem.answer
+        steps = problem.solution.removesuffix("$").split("=")
+        assert [eval(step) for step in steps] == [problem.answer] * len(steps)
+        assert steps[-1] == str(problem.answer)
+        assert TASK.reward(problem.prompt, problem.solution) == 1.0
+
+
+def test_problems_use_every_symbol_and_vary_in_length():
+    documents = [p.prompt + p.solution for p in TASK.problems(seed=0, count=500)]
+    assert set("".join(documents)) == set(SYMBOLS) - {"_"}
+    lengths = [len(document) for document in documents]
+    assert min(lengths) <= 10
+    assert max(lengths) >= 40
+    assert max(lengths) <= 64
+
+
+def test_problems_depend_on_the_seed_alone():
+    assert TASK.problems(5, 40)[:10] == TASK.problems(5, 10)
+    assert TASK.problems(5, 10) != TASK.problems(6, 10)
+
+
+@pytest.mark.parametrize(("expression", "solution"), [
+    ("37+85-12", "122-12=110$"),
+    ("2*(30-4)+5", "2*26+5=52+5=57$"),
+    ("9-2*3", "9-6=3$"),
+    ("7+8", "15$"),
+])
+def test_solutions_are_worked_out_in_the_usual_order(expression, solution):
+    assert Problem(expression, eval(expression)).solution == solution
+
+
+@pytest.mark.parametrize(("completion", "expected_reward"), [
+    ("122-12=110$", 1.0),
+    ("110$", 1.0),
+    ("99=110$", 1.0),
+    ("122-12=111$", 0.1),
+    ("122-12$", 0.0),
+    ("122-12=$", 0.0),
+    ("$", 0.0),
+    ("", 0.0),
+    ("110", 0.0),
+    ("110$$", 0.0),
+    ("110$5$", 0.0),
+    ("5$=110$", 0.0),
+    ("0110$", 0.0),
+    ("-110$", 0.0),
+    ("110$_", 0.0),
+])
+def test_reward(completion, expected_reward):
+    assert TASK.reward("^37+85-12=", completion) == expected_reward
+
+
+@pytest.mark.parametrize("prompt", ["37+85=", "^37+85", "^37+=", "^=", "^3-5=", "^3-5+9=", "^9-(3-5)=",
+                                    "^(3+4=", "^5="])
+def test_reward_of_an_answer_to_no_problem_is_refused(prompt):
+    with pytest.raises(ShapeError, match="no such expression"):
+        TASK.reward(prompt, "1$")

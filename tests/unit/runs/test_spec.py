@@ -1,0 +1,94 @@
+"""A spec refuses what it does not know, in words, and has one identity."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from workbench.errors import SpecError
+from workbench.runs.spec import LayoutSpec, RunSpec, load_run_spec, merge, parse_spec
+
+
+class TestRefusals:
+    def test_a_misspelt_key_names_the_nearest(self, tmp_path):
+        path = tmp_path / "spec.yaml"
+        path.write_text("layuot: {cp: 2}\nloss: {clip_hihg: 0.3}\n")
+        with pytest.raises(SpecError) as caught:
+            load_run_spec(path)
+        message = str(caught.value)
+        assert "spec.yaml: 2 setting(s) cannot be used" in message
+        assert "unknown key 'layuot' (did you mean 'layout'?)" in message
+        assert "unknown key 'loss.clip_hihg' (did you mean 'clip_high'?)" in message
+
+    def test_a_key_like_no_other_lists_what_is_known(self):
+        with pytest.raises(SpecError, match="known here: cp, dp, order, tp"):
+            parse_spec(RunSpec, {"layout": {"xyzzy": 1}}, where="here")
+
+    @pytest.mark.parametrize(("settings", "words"), [
+        ({"layout": {"cp": 0}}, "layout.cp = 0: .*greater than or equal to 1"),
+        ({"layout": {"order": "zagzig"}}, "layout.order = 'zagzig'"),
+        ({"precision": "float16"}, "precision = 'float16'"),
+        ({"steps": "many"}, "steps = 'many'"),
+        ({"loss": {"clip_low": -0.1}}, "loss.clip_low = -0.1"),
+    ])
+    def test_a_bad_value_is_named_with_its_place(self, settings, words):
+        with pytest.raises(SpecError, match=words):
+            parse_spec(RunSpec, settings, where="here")
+
+    @pytest.mark.parametrize(("axis", "word"), [("pp", "pipeline"), ("ep", "expert")])
+    def test_missing_kinds_of_parallelism_are_refused_by_name(self, axis, word):
+        with pytest.raises(SpecError, match=rf"{axis} \({word} parallelism\) is not supported"):
+            parse_spec(RunSpec, {"layout": {axis: 2}}, where="here")
+
+    def test_no_such_file(self, tmp_path):
+        with pytest.raises(SpecError, match="no such file"):
+            load_run_spec(tmp_path / "none.yaml")
+
+    def test_not_yaml(self, tmp_path):
+        path = tmp_path / "bad.yaml"
+        path.write_text("a: [1,\nb: 2")
+        with pytest.raises(SpecError, match="valid YAML"):
+            load_run_spec(path)
+
+
+class TestIdentity:
+    def test_canonical_json_comes_back_as_the_same_spec(self):
+        spec = RunSpec(layout={"cp": 2, "order": "zigzag"}, precision="float64", faults="missing_cp_factor")
+        assert spec.faults == ("missing_cp_factor",)
+        again = parse_spec(RunSpec, json.loads(spec.canonical()), where="canonical")
+        assert again == spec
+        assert again.content_hash() == spec.content_hash()
+
+    def test_writing_a_default_out_changes_nothing(self):
+        assert RunSpec(steps=1, layout={"cp": 1}).content_hash() == RunSpec().content_hash()
+
+    def test_every_setting_changes_the_hash(self):
+        base = RunSpec()
+        changes = [{"steps": 2}, {"seed": 1}, {"precision": "float64"}, {"layout": {"dp": 2}},
+                   {"loss": {"kl_coefficient": 0.1}}, {"data": {"path": "elsewhere"}}, {"faults": ["x"]}]
+        hashes = {base.merged(change).content_hash() for change in changes}
+        assert len(hashes | {base.content_hash()}) == len(changes) + 1
+
+
+class TestMerging:
+    def test_nested_settings_merge_key_by_key(self):
+        before = RunSpec(loss={"clip_low": 0.1, "clip_high": 0.3})
+        spec = before.merged({"loss": {"clip_low": 0.2}, "steps": 4})
+        assert (spec.loss.clip_low, spec.loss.clip_high, spec.steps) == (0.2, 0.3, 4)
+
+    def test_neither_side_is_changed(self):
+        base, changes = {"loss": {"clip_low": 0.1}}, {"loss": {"clip_high": 0.3}}
+        merge(base, changes)
+        assert (base, changes) == ({"loss": {"clip_low": 0.1}}, {"loss": {"clip_high": 0.3}})
+
+
+class TestLayout:
+    def test_world_size_is_the_product(self):
+        assert LayoutSpec(dp=2, cp=3, tp=2).world_size == 12
+
+    @pytest.mark.parametrize(("layout", "words"), [
+        (LayoutSpec(), "one rank"), (LayoutSpec(tp=2), "tp=2"),
+        (LayoutSpec(dp=2, cp=2, order="zigzag"), "dp=2 cp=2 zigzag")])
+    def test_says_itself_in_words(self, layout, words):
+        assert str(layout) == words

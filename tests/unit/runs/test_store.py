@@ -1,0 +1,298 @@
+"""A record on disk is whole or absent, and a run directory always knows how its run ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from workbench.errors import RecordError, ShapeError, SpecError
+from workbench.runs import store
+from workbench.runs.spec import RunSpec
+from workbench.runs.store import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory.create(tmp_path / "runs", "cp2", RunSpec(layout={"cp": 2}, steps=3))
+
+
+class TestMaking:
+    def test_name_and_hash_make_the_folder(self, run):
+        assert run.path.name == f"cp2-{run.spec.content_hash()}"
+        assert run.status == "pending"
+        assert run.name == "cp2"
+
+    def test_what_is_there_is_never_touched(self, run):
+        run.append_step({"step": 0})
+        again = RunDirectory.create(run.path.parent, "cp2", run.spec)
+        third = RunDirectory.create(run.path.parent, "cp2", run.spec)
+        assert [again.path.name, third.path.name] == [f"{run.path.name}-2", f"{run.path.name}-3"]
+        assert again.steps() == []
+        assert run.steps() == [{"step": 0}]
+
+    def test_opening_gives_the_same_spec_back(self, run):
+        assert RunDirectory.open(run.path).spec == run.spec
+        assert json.loads((run.path / "config.json").read_text())["layout"]["cp"] == 2
+
+    @pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "-flag", "with space"])
+    def test_a_name_that_is_no_folder_name_is_refused(self, tmp_path, name):
+        with pytest.raises(RecordError, match="beginning with a letter or digit"):
+            RunDirectory.create(tmp_path, name, RunSpec())
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_folder_that_is_no_run_is_refused(self, tmp_path):
+        with pytest.raises(RecordError, match=r"config\.json"):
+            RunDirectory.open(tmp_path)
+
+    def test_a_config_of_another_version_is_refused(self, run):
+        (run.path / "config.json").write_text('{"layuot": {}}')
+        with pytest.raises(SpecError, match="layuot"):
+            RunDirectory.open(run.path)
+
+    def test_find_gives_runs_of_one_name_oldest_first(self, run):
+        root = run.path.parent
+        RunDirectory.create(root, "cp2-other", run.spec)
+        newer = RunDirectory.create(root, "cp2", run.spec)
+        (root / "cp2-broken").mkdir()
+        (root / "cp2-broken" / "config.json").write_text("{")
+        assert [found.path for found in RunDirectory.find(root, "cp2")] == [run.path, newer.path]
+
+
+class TestState:
+    def test_fields_stay_until_they_are_changed(self, run):
+        run.set_state("pending", device="cpu", device_note="asked for 2 GPUs, 0 here")
+        run.set_state("running")
+        run.set_state("succeeded", device_note="")
+        state = run.state
+        assert (state["state"], state["device"], state["device_note"]) == ("succeeded", "cpu", "")
+        assert state["pid"] == os.getpid()
+        assert state["started_ns"] <= state["ended_ns"]
+
+    def test_an_unknown_state_is_refused(self, run):
+        with pytest.raises(RecordError, match="one of pending, running"):
+            run.set_state("finished")
+
+    def test_a_run_whose_process_is_gone_is_lost(self, run):
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        run.set_state("running")
+        assert run.status == "running"
+        run.set_state("running", pid=gone.pid)
+        assert run.status == "lost"
+
+    def test_a_process_that_inherited_the_pid_is_not_the_run(self, run):
+        run.set_state("running", create_time=psutil.Process().create_time() - 100)
+        assert run.status == "lost"
+
+    def test_a_state_is_never_seen_half_written(self, run, monkeypatch):
+        def crash(*_):
+            raise OSError("disk full")
+
+        monkeypatch.setattr(os, "fsync", crash)
+        with pytest.raises(OSError, match="disk full"):
+            run.set_state("running")
+        assert run.state["state"] == "pending"
+
+
+class TestSteps:
+    def test_floats_come_back_exactly(self, run):
+        record = {"step": 0, "loss/total/sum": 0.1 + 0.2, "worst": float("inf"), "text": 'a "word" é \n line'}
+        run.append_step(record)
+        assert run.steps() == [record]
+        run.append_step({"step": 1, "nan": float("nan")})
+        assert run.steps()[1]["nan"] != run.steps()[1]["nan"]
+
+    def test_no_file_is_no_steps(self, run):
+        assert run.steps() == []
+
+    @pytest.mark.parametrize("cut", [1, 2, 10, 30])
+    def test_a_torn_last_line_is_left_out(self, run, cut):
+        _write_steps(run, 3)
+        path = run.path / "metrics.jsonl"
+        path.write_bytes(path.read_bytes()[:-cut])
+        expected = 3 if cut == 1 else 2  # only the newline is missing: the record is whole
+        assert [record["step"] for record in run.steps()] == list(range(expected))
+
+    def test_a_damaged_last_line_is_left_out(self, run):
+        _write_steps(run, 3)
+        _damage(run, line=2)
+        assert [record["step"] for record in run.steps()] == [0, 1]
+
+    def test_a_damaged_line_before_the_last_is_an_error(self, run):
+        _write_steps(run, 3)
+        _damage(run, line=1)
+        with pytest.raises(RecordError, match="line 2 of 3 is damaged"):
+            run.steps()
+
+    def test_a_missing_line_break_in_the_middle_is_an_error(self, run):
+        _write_steps(run, 3)
+        path = run.path / "metrics.jsonl"
+        path.write_bytes(path.read_bytes().replace(b"\n", b"", 1))
+        with pytest.raises(RecordError, match="line 1 of 2 is damaged"):
+            run.steps()
+
+    def test_appending_after_a_torn_line_begins_a_line_of_its_own(self, run):
+        _write_steps(run, 2)
+        path = run.path / "metrics.jsonl"
+        path.write_bytes(path.read_bytes()[:-7])
+        RunDirectory.open(run.path).append_step({"step": 1, "again": True})
+        assert run.steps() == [{"step": 0, "value": 0.0}, {"step": 1, "again": True}]
+
+    @pytest.mark.parametrize("record", [{}, {"crc32": 1}, {"step": 0, "tensor": torch.zeros(2)}])
+    def test_what_cannot_be_a_record_is_refused(self, run, record):
+        with pytest.raises(RecordError):
+            run.append_step(record)
+        assert run.steps() == []
+
+
+class TestTensors:
+    def test_come_back_bitwise(self, run):
+        expected = {"weight": torch.randn(3, 5, dtype=torch.float64), "mask": torch.tensor([True, False])}
+        assert not run.has_tensors("step0000.gradients")
+        run.write_tensors("step0000.gradients", expected)
+        assert run.has_tensors("step0000.gradients")
+        actual = run.read_tensors("step0000.gradients")
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)
+
+    def test_tied_and_transposed_ones_are_kept_too(self, run):
+        weight = torch.randn(4, 6, requires_grad=True)
+        run.write_tensors("step0000.gradients", {"head": weight, "embedding": weight, "turned": weight.T})
+        actual = run.read_tensors("step0000.gradients")
+        assert torch.equal(actual["head"], weight)
+        assert torch.equal(actual["embedding"], weight)
+        assert torch.equal(actual["turned"], weight.T)
+
+    def test_a_cut_file_is_refused_by_name(self, run):
+        path = run.write_tensors("step0001.tokens", {"ratio": torch.ones(64)})
+        path.write_bytes(path.read_bytes()[:-8])
+        with pytest.raises(RecordError, match=r"step0001\.tokens\.safetensors"):
+            run.read_tensors("step0001.tokens")
+
+    def test_missing_ones_are_refused_in_words(self, run):
+        with pytest.raises(RecordError, match="run again, with record settings that keep these tensors"):
+            run.read_tensors("step0000.tokens")
+
+    def test_no_temporary_file_is_left(self, run):
+        run.write_tensors("a", {"x": torch.ones(1)})
+        run.write_json("summary.json", {"x": 1})
+        assert run.read_json("summary.json") == {"x": 1}
+        assert [path for path in run.path.rglob("*") if ".tmp" in path.name] == []
+
+
+class TestFailure:
+    def test_a_run_without_failures_has_none(self, run):
+        run.write_exit(0, {"cp": 0}, None)
+        assert run.failure() is None
+
+    def test_the_first_real_failure_wins_over_an_earlier_lost_connection(self, run):
+        run.write_exit(0, {"cp": 0}, RuntimeError("[gloo/pair.cc:534] Connection closed by peer [::1]:23"))
+        time.sleep(0.001)
+        run.write_exit(1, {"cp": 1}, ShapeError("split 7 tokens", found="7", rule="even", fix="pad"))
+        run.write_exit(2, {"cp": 2}, ValueError("later"))
+        failure = run.failure()
+        assert (failure["rank"], failure["coordinates"], failure["exception"]) == (1, {"cp": 1}, "ShapeError")
+        assert failure["also_failed"] == [0, 2]
+        assert failure["message"].startswith("split 7 tokens")
+
+    def test_lost_connections_alone_give_the_earliest(self, run):
+        run.write_exit(1, {}, ConnectionResetError("reset"))
+        time.sleep(0.001)
+        run.write_exit(0, {}, ConnectionResetError("reset"))
+        assert run.failure()["rank"] == 1
+
+    def test_the_traceback_is_kept_without_machine_paths(self, run, tmp_path):
+        try:
+            raise ValueError(f"cannot read {tmp_path}/secret/data.json")
+        except ValueError as error:
+            run.write_exit(3, {}, error)
+        failure = run.failure()
+        assert 'raise ValueError(f"cannot read' in failure["traceback"]
+        assert 'File "tests/unit/runs/test_store.py"' in failure["traceback"]
+        assert str(tmp_path) not in json.dumps(failure)
+        assert "data.json" in failure["message"]
+
+    def test_the_agent_may_fail_before_any_rank(self, run):
+        run.write_exit(None, {}, RuntimeError("no port"))
+        assert run.failure()["rank"] is None
+
+
+class TestConnectionErrors:
+    def test_wrapped_in_words_it_stays_one(self):
+        def gather():
+            try:
+                raise RuntimeError("Connection reset by peer")
+            except RuntimeError as error:
+                raise RecordError("gather metrics") from error
+
+        with pytest.raises(RecordError) as caught:
+            gather()
+        assert store.is_connection_error(caught.value)
+
+    def test_one_while_cleaning_up_does_not_hide_the_failure(self):
+        def train():
+            try:
+                raise ValueError("nan")
+            finally:
+                raise ConnectionError("while leaving")
+
+        with pytest.raises(ConnectionError) as caught:
+            train()
+        assert not store.is_connection_error(caught.value)
+
+    def test_torchs_own_kinds_are_known(self):
+        assert store.is_connection_error(torch.distributed.DistNetworkError("x"))
+        assert not store.is_connection_error(ValueError("7 tokens"))
+
+
+class TestProvenance:
+    def test_says_what_made_the_numbers_and_not_where(self, monkeypatch, tmp_path):
+        root = store.project_root()
+        program, spec = root / ".venv" / "bin" / "workbench", tmp_path / "spec.yaml"
+        monkeypatch.setattr(sys, "argv", [str(program), "run", str(spec)])
+        actual = store.provenance(root, seed=3)
+        assert actual["argv"] == [".venv/bin/workbench", "run", ".../spec.yaml"]
+        assert actual["versions"]["torch"] == torch.__version__
+        assert actual["seed"] == 3
+        text = json.dumps(actual)
+        assert str(root) not in text
+        assert socket.gethostname() not in (actual["cpu"], actual["system"])
+
+    def test_works_without_git(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert store.provenance(tmp_path)["git"] == {"commit": "unknown", "dirty": "unknown"}
+
+    def test_text_keeps_only_what_says_which_file_is_meant(self, tmp_path):
+        text = f"{tmp_path}/data/a.json and /opt/site-packages/torch/nn.py, a/b, and http://host/x/y"
+        assert store.without_machine_paths(text, tmp_path) == (
+            "data/a.json and .../torch/nn.py, a/b, and http://host/x/y")
+
+
+class TestProjectRoot:
+    def test_is_where_data_is(self, tmp_path):
+        (tmp_path / "data").mkdir()
+        assert store.project_root(tmp_path) == tmp_path.resolve()
+
+    def test_is_the_source_tree_elsewhere(self, tmp_path):
+        assert (store.project_root(tmp_path) / "workbench" / "errors.py").exists()
+
+
+def _write_steps(run, count):
+    for step in range(count):
+        run.append_step({"step": step, "value": step / 7})
+
+
+def _damage(run, *, line):
+    """Change one digit in a line of metrics.jsonl."""
+    path = run.path / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    lines[line] = lines[line].replace(b'"step": ', b'"step": 1')
+    path.write_bytes(b"\n".join(lines))

@@ -1,0 +1,44 @@
+import torch
+from tests.helpers.ranks import run_ranks
+from torch import nn
+
+from workbench.sharding.gradients import full_gradients, gradient_norms, sum_gradients
+from workbench.sharding.mesh import make_mesh
+from workbench.sharding.tensor_parallel import ParameterShard
+
+
+def rank_gradients():
+    """A parameter cut over tp, one whole with a whole gradient, one whole with a partial gradient."""
+    mesh = make_mesh(dp=2, tp=2)
+    dp, tp = mesh["dp"].rank, mesh["tp"].rank
+    model = nn.ParameterDict({"cut": nn.Parameter(torch.zeros(2)), "whole": nn.Parameter(torch.zeros(1)),
+                              "partial": nn.Parameter(torch.zeros(1)), "idle": nn.Parameter(torch.zeros(1))})
+    model["cut"].grad = torch.tensor([1.0, 2.0]) * (1 + tp) * (1 + dp)
+    model["whole"].grad = torch.tensor([5.0]) * (1 + dp)
+    model["partial"].grad = torch.tensor([1.0 + tp])
+    if dp == 1 and tp == 1:
+        model["idle"].grad = None
+    else:
+        model["idle"].grad = torch.tensor([float(dp)])
+    shards = {"cut": ParameterShard(0), "whole": ParameterShard(), "partial": ParameterShard(gradient_is_partial=True),
+              "idle": ParameterShard()}
+    sum_gradients(model, shards, mesh)
+    norms = {name: float(norm) for name, norm in gradient_norms(model, shards, mesh).items()}
+    return {n: g.tolist() for n, g in full_gradients(model, shards, mesh).items()}, norms
+
+
+def test_sums_once_and_counts_every_element_once(tmp_path):
+    answers = run_ranks(rank_gradients, 4, tmp_path)
+    gradients, norms = answers[0]
+    assert answers[3][0] | {"idle": [1.0]} == gradients | {"idle": [1.0]}
+    assert gradients["cut"] == [3.0, 6.0, 6.0, 12.0]  # dp sums 1 + 2; tp concatenates
+    assert gradients["whole"] == [15.0]  # summed over dp, never over tp
+    assert gradients["partial"] == [6.0]  # (1 + 2) over tp, twice over dp
+    assert norms["cut"] == 15.0
+    assert norms["whole"] == 15.0
+    assert norms["partial"] == 6.0
+
+
+def test_a_rank_without_a_gradient_takes_part_with_zeros(tmp_path):
+    answers = run_ranks(rank_gradients, 4, tmp_path)
+    assert [a[0]["idle"] for a in answers] == [[1.0], [0.0], [1.0], [0.0]]

@@ -1,0 +1,50 @@
+import pytest
+from tests.helpers.ranks import run_ranks
+
+from workbench.errors import ShardingError
+from workbench.sharding.collectives import all_sum
+from workbench.sharding.mesh import make_mesh, single_process_mesh
+
+
+def test_one_rank_needs_no_rendezvous():
+    mesh = single_process_mesh()
+    assert (mesh.world_size, mesh.is_first, mesh.coordinates) == (1, True, {"dp": 0, "cp": 0, "tp": 0})
+    assert mesh["dp_cp"].group is None
+
+
+def test_mesh_larger_than_the_job_is_refused_in_words():
+    with pytest.raises(ShardingError) as caught:
+        make_mesh(dp=2, cp=2)
+    assert str(caught.value) == (
+        "mesh dp=2 x cp=2 x tp=1 = 4 ranks\n"
+        "  found: a job of 1 rank(s)\n"
+        "  rule: dp * cp * tp is the number of ranks\n"
+        "  do: start 4 ranks, or choose sizes whose product is 1")
+
+
+@pytest.mark.parametrize("axis", ["pp", "ep"])
+def test_other_axes_are_refused_by_name(axis):
+    with pytest.raises(ShardingError, match=f"axis '{axis}'"):
+        make_mesh(**{axis: 2})
+
+
+def places():
+    import torch
+    import torch.distributed as dist
+
+    mesh = make_mesh(dp=2, cp=1, tp=2)
+    one = torch.tensor([float(2 ** dist.get_rank())])
+    sums = {name: float(all_sum(one, mesh[name])) for name in ("dp", "cp", "tp", "dp_cp")}
+    cubes = make_mesh(dp=2, cp=2, tp=1)
+    return mesh.coordinates, sums, float(all_sum(one, cubes["dp_cp"])), cubes["dp_cp"].rank
+
+
+def test_axes_join_the_right_ranks(tmp_path):
+    answers = run_ranks(places, 4, tmp_path)
+    assert [a[0] for a in answers] == [{"dp": d, "cp": 0, "tp": t} for d in (0, 1) for t in (0, 1)]
+    # Rank r contributes 2 ** r; tp joins 0,1 and 2,3; dp joins 0,2 and 1,3; cp of size 1 joins nobody.
+    assert [a[1] for a in answers] == [
+        {"dp": 5, "cp": 1, "tp": 3, "dp_cp": 5}, {"dp": 10, "cp": 2, "tp": 3, "dp_cp": 10},
+        {"dp": 5, "cp": 4, "tp": 12, "dp_cp": 5}, {"dp": 10, "cp": 8, "tp": 12, "dp_cp": 10}]
+    assert [a[2] for a in answers] == [15.0] * 4
+    assert [a[3] for a in answers] == [0, 1, 2, 3]

@@ -1,0 +1,33 @@
+import pickle
+
+import pytest
+
+from workbench import errors
+
+
+def every_error():
+    kinds, found = [errors.WorkbenchError], []
+    while kinds:
+        kind = kinds.pop()
+        found.append(kind)
+        kinds += kind.__subclasses__()
+    return [kind for kind in found if kind.__module__ == "workbench.errors"]
+
+
+@pytest.mark.parametrize("kind", every_error())
+def test_crosses_a_process_boundary_whole(kind):
+    error = kind("mesh of 4", found="2 ranks", rule="equal", fix="start 4")
+    error.add_note("rank 1 (dp=0, cp=1, tp=0)")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == "mesh of 4\n  found: 2 ranks\n  rule: equal\n  do: start 4"
+    assert again.__notes__ == ["rank 1 (dp=0, cp=1, tp=0)"]
+
+
+def test_empty_parts_leave_no_line():
+    assert str(errors.SpecError("steps = 0", rule="at least 1")) == "steps = 0\n  rule: at least 1"
+
+
+@pytest.mark.parametrize("kind", every_error())
+def test_every_error_is_in_the_drawing(kind):
+    assert kind is errors.WorkbenchError or f"-- {kind.__name__}(" in errors.__doc__

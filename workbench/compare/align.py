@@ -1,0 +1,277 @@
+"""From run directories to verdicts: line up steps and parameters, measure distances, hold them to budgets.
+
+Two bars, by the precision of the run:
+
+* float64: every parameter's gradient within 1e-12 of the reference's, of its own norm or of a stated floor where
+  that norm is nearly nothing. What passes is *equal*.
+* below: no further from the float64 truth than the reference of the same precision is, times 1.5 for the whole
+  gradient and 2 for one parameter. One run is one sample of rounding, and a reference can be lucky in a small
+  parameter, so a parameter's own error counts as at least the reference's relative error of the whole gradient
+  (the floor). What passes is *within budget*; what is bit for bit the reference's is *equal*.
+
+Everything else is *different*, and the first step and parameter that differ are named, with the factor between the
+gradients if there is one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
+from workbench.compare.factors import SAME, name_factor
+from workbench.errors import RecordError
+from workbench.runs.store import RunDirectory
+
+FLOAT64_BAR = 1e-12
+FLOOR = 1e-3
+WHOLE_FACTOR = 1.5
+PARAMETER_FACTOR = 2.0
+
+Gradients = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One configuration of an ablation and its run.
+
+    Attributes:
+        name: of the configuration.
+        run: its run directory; None if it never started.
+        reference: name of the configuration to hold it against; "" for a reference.
+        truth: name of the float64 configuration that budgets are measured from.
+        settings: the spec as JSON data; read from the run if None.
+        failure: why there is no run, if there is none.
+    """
+
+    name: str
+    run: RunDirectory | None
+    reference: str = ""
+    truth: str = ""
+    settings: Mapping[str, Any] | None = None
+    failure: Mapping[str, Any] | None = None
+
+
+def compare_runs(subjects: Sequence[Subject], *, experiment: str, question: str,
+                 provenance: Mapping[str, Any] | None = None) -> Comparison:
+    """Hold every configuration against its reference.
+
+    Raises:
+        RecordError: a reference or truth that is not among the subjects.
+    """
+    by_name = {subject.name: subject for subject in subjects}
+    for subject in subjects:
+        for role in (subject.reference, subject.truth):
+            if role and role not in by_name:
+                raise RecordError(f"compare {subject.name!r} against {role!r}", found="no such configuration",
+                                  rule=f"one of {', '.join(by_name)}", fix="correct reference or truth of the ablation")
+    made = [_configuration(subject, by_name) for subject in subjects]
+    return Comparison(experiment, question, made, dict(provenance or {}))
+
+
+def _configuration(subject: Subject, by_name: Mapping[str, Subject]) -> Configuration:
+    run = subject.run
+    settings = subject.settings or (run.spec.model_dump(mode="json") if run else {})
+    base: dict[str, Any] = {"name": subject.name, "settings": settings, "against": subject.reference}
+    state = run.state if run else {"state": "failed"}
+    base |= {"state": state["state"], "device": state.get("device", "cpu"),
+             "device_note": state.get("device_note", ""), "run": f"runs/{run.path.name}" if run else ""}
+    if run is None or state["state"] != "succeeded":
+        failure = subject.failure or (run.failure() if run else None) or {"exception": state["state"]}
+        return Configuration(**base, verdict="failed", why=_failure_sentence(failure), failure=dict(failure))
+    base |= {"world_size": run.spec.layout.world_size, "steps": run.steps(), "ratios": _ratio_histograms(run)}
+    if not subject.reference:
+        return Configuration(**base, verdict="reference", why="what the others are held against")
+    reference, truth = by_name[subject.reference].run, by_name[subject.truth or subject.reference].run
+    for role, other in (("reference", reference), ("truth", truth)):
+        if other is None or other.state["state"] != "succeeded":
+            return Configuration(**base, verdict="failed", why=f"its {role} did not finish, so there is nothing to hold "
+                                 "it against", failure={"exception": f"no {role}"})
+    return _judge(base, run, reference, truth)
+
+
+def _judge(base: dict[str, Any], run: RunDirectory, reference: RunDirectory, truth: RunDirectory) -> Configuration:
+    if run.spec.steps != reference.spec.steps:
+        raise RecordError(f"compare {run.name} with {reference.name}",
+                          found=f"{run.spec.steps} steps against {reference.spec.steps}",
+                          rule="configurations of one ablation take the same number of steps",
+                          fix="set steps in the base of the ablation")
+    exact = run.spec.precision == "float64"
+    whole, parameters = [], []
+    for step in range(run.spec.steps):
+        mine, theirs = (_gradients(r, step) for r in (run, reference))
+        true = theirs if exact else _gradients(truth, step)
+        budgets = _float64_budgets(theirs) if exact else _measured_budgets(theirs, true)
+        rows = _differences(step, mine, theirs, true, budgets)
+        parameters += rows
+        whole.append(_whole(step, rows, mine, theirs, true, exact) | {
+            "flipped_clips": _flipped(run, truth, step),
+            "relative_loss": _relative(_loss(run, step), _loss(reference, step))})
+    failing = [w["step"] for w in whole if not w["within"]]
+    bitwise = all(w["bitwise_equal"] for w in whole)
+    base |= {"whole_gradient": whole, "parameters": parameters}
+    if not failing:
+        verdict = "equal" if exact or bitwise else "within budget"
+        return Configuration(**base, verdict=verdict, why=_agreement_sentence(verdict, whole, parameters, bitwise))
+    first = [row for row in parameters if row.step == failing[0]]
+    # In production precision the whole gradient may be over its budget while no single parameter is.
+    worst = next((row for row in first if not row.within), max(first, key=lambda row: row.relative_l2))
+    factor, meaning = name_factor(first, run.spec)
+    return Configuration(**base, verdict="different", factor=factor, factor_meaning=meaning,
+                         first_step=failing[0], first_parameter=worst.parameter,
+                         why=_difference_sentence(failing[0], worst, first, factor, meaning))
+
+
+# ---- distances and budgets -------------------------------------------------------------------------------
+
+
+def _float64_budgets(reference: Gradients) -> dict[str, tuple[float, str]]:
+    """1e-12 of the parameter's gradient, or of the floor: 1e-3 of what a typical parameter of its size has."""
+    elements = sum(g.numel() for g in reference.values())
+    rms = math.sqrt(sum(float(g.double().square().sum()) for g in reference.values()) / elements)
+    budgets = {}
+    for name, gradient in reference.items():
+        norm, floor = float(gradient.double().norm()), FLOOR * rms * math.sqrt(gradient.numel())
+        budgets[name] = (FLOAT64_BAR * max(norm, floor), "gradient" if norm >= floor else "floor")
+    return budgets
+
+
+def _measured_budgets(reference: Gradients, truth: Gradients) -> dict[str, tuple[float, str]]:
+    """Twice the distance that the reference itself has from the truth, or of the floor."""
+    whole = math.sqrt(sum(_distance(reference[name], truth[name]) ** 2 for name in reference))
+    relative = _ratio(whole, math.sqrt(sum(float(g.double().square().sum()) for g in truth.values())))
+    budgets = {}
+    for name, gradient in reference.items():
+        own, floor = _distance(gradient, truth[name]), relative * float(truth[name].double().norm())
+        budgets[name] = (PARAMETER_FACTOR * max(own, floor), "gradient" if own >= floor else "floor")
+    return budgets
+
+
+def _differences(step: int, mine: Gradients, reference: Gradients, truth: Gradients,
+                 budgets: Mapping[str, tuple[float, str]]) -> list[ParameterDifference]:
+    rows = []
+    for name, theirs in reference.items():
+        own, theirs = mine[name].double().flatten(), theirs.double().flatten()
+        norm, reference_norm = float(own.norm()), float(theirs.norm())
+        distance, (budget, judged_by) = _distance(own, truth[name]), budgets[name]
+        rows.append(ParameterDifference(
+            step=step, parameter=name, norm=norm, reference_norm=reference_norm,
+            norm_ratio=_ratio(norm, reference_norm), relative_l2=_ratio(float((own - theirs).norm()), reference_norm),
+            cosine=_ratio(float(own @ theirs), norm * reference_norm), distance=distance, budget=budget,
+            judged_by=judged_by, within=distance <= budget))
+    return rows
+
+
+def _whole(step: int, rows: list[ParameterDifference], mine: Gradients, reference: Gradients, truth: Gradients,
+           exact: bool) -> dict[str, Any]:
+    """The whole gradient of one step: all parameters as one vector.
+
+    In float64 every parameter has its own bar, and the whole is judged by the parameter that is nearest to its
+    bar (or furthest over it). Below float64 the whole vector has a measured budget.
+    """
+    own, theirs, true = (torch.cat([g[name].double().flatten() for name in reference])
+                         for g in (mine, reference, truth))
+    if exact:
+        worst = max(rows, key=lambda row: _ratio(row.distance, row.budget))
+        distance, budget = worst.distance, worst.budget
+        within = all(row.within for row in rows)
+    else:
+        distance, budget = _distance(own, true), WHOLE_FACTOR * _distance(theirs, true)
+        within = distance <= budget and all(row.within for row in rows)
+    return {"step": step, "distance": distance, "budget": budget, "within": within,
+            "relative_l2": _ratio(float((own - theirs).norm()), float(theirs.norm())),
+            "norm_ratio": _ratio(float(own.norm()), float(theirs.norm())),
+            "cosine": _ratio(float(own @ theirs), float(own.norm() * theirs.norm())),
+            "bitwise_equal": all(torch.equal(mine[name], reference[name]) for name in reference)}
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double().flatten() - b.double().flatten()).norm())
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else (1.0 if a == b else math.inf)
+
+
+def _relative(a: float, b: float) -> float:
+    return abs(a - b) / abs(b) if b else abs(a - b)
+
+
+# ---- reading runs ----------------------------------------------------------------------------------------
+
+
+def _gradients(run: RunDirectory, step: int) -> Gradients:
+    return run.read_tensors(f"step{step:04d}.gradients")
+
+
+def _loss(run: RunDirectory, step: int) -> float:
+    return run.steps()[step]["loss/total/sum"]
+
+
+def _flipped(run: RunDirectory, truth: RunDirectory, step: int) -> int | None:
+    """Tokens for which this run alone would decide to clip otherwise than the truth; None if not recorded."""
+    name = f"step{step:04d}.tokens"
+    if not (run.has_tensors(name) and truth.has_tensors(name)):
+        return None
+    return int((run.read_tensors(name)["would_clip"] != truth.read_tensors(name)["clipped"]).sum())
+
+
+def _ratio_histograms(run: RunDirectory, bins: int = 41) -> dict[str, dict[str, list[float]]]:
+    """Per step, how the importance ratios of trained tokens are spread; bins of equal width in log ratio."""
+    histograms = {}
+    for step in range(run.spec.steps):
+        name = f"step{step:04d}.tokens"
+        if not run.has_tensors(name):
+            continue
+        tokens = run.read_tensors(name)
+        log_ratio = (tokens["policy_logprobs"].double() - tokens["old_logprobs"].double())[tokens["trained"]]
+        if not log_ratio.numel():
+            continue
+        reach = max(float(log_ratio.abs().max()), 1e-9) * (1 + 1e-9)
+        counts, edges = torch.histogram(log_ratio.cpu(), bins=bins, range=(-reach, reach))
+        histograms[str(step)] = {"edges": edges.exp().tolist(), "counts": counts.tolist()}
+    return histograms
+
+
+# ---- words -----------------------------------------------------------------------------------------------
+
+
+def _agreement_sentence(verdict: str, whole: list[dict[str, Any]], parameters: list[ParameterDifference],
+                        bitwise: bool) -> str:
+    share = max(_ratio(w["distance"], w["budget"]) for w in whole)
+    floors = len({row.parameter for row in parameters if row.judged_by == "floor"})
+    flips = sum(w["flipped_clips"] or 0 for w in whole)
+    steps = f"all {len(whole)} steps" if len(whole) > 1 else "the step"
+    if bitwise:
+        return f"every gradient of {steps} is bit for bit the reference's"
+    text = (f"every parameter of {steps} within 1e-12; the nearest to its bar is at {share:.2g} of it"
+            if verdict == "equal" else
+            f"{steps} no further from the float64 truth than budgeted; at most {share:.2g} of the budget")
+    text += f"; {flips} clip decision(s) would flip" if flips else ""
+    return text + (f"; {floors} parameter(s) judged by the floor" if floors else "")
+
+
+def _difference_sentence(step: int, worst: ParameterDifference, rows: list[ParameterDifference],
+                         factor: float | None, meaning: str) -> str:
+    over = sum(not row.within for row in rows)
+    text = f"step {step}: {over} of {len(rows)} parameters over budget, first {worst.parameter}"
+    if factor is None:
+        return text
+    ratios = [row.norm_ratio for row in rows if row.judged_by == "gradient"]
+    scattered = not meaning and ratios and max(ratios) > min(ratios) * (1 + SAME)
+    scatter = f" (median; {min(ratios):.4g} to {max(ratios):.4g})" if scattered else ""
+    cosine = statistics.median(row.cosine for row in rows)
+    direction = "" if cosine > 1 - 1e-6 else f", cosine {cosine:.4f}"
+    return f"{text}; gradient norms {factor:.4g} times the reference's" + (f" = {meaning}" if meaning else scatter) + direction
+
+
+def _failure_sentence(failure: Mapping[str, Any]) -> str:
+    rank = f"rank {failure['rank']}: " if failure.get("rank") is not None else ""
+    message = str(failure.get("message", "")).splitlines()
+    return f"{rank}{failure.get('exception', 'failed')}" + (f": {message[0]}" if message else "")

@@ -1,0 +1,44 @@
+"""Giving a factor a name: a gradient that is 0.5 times another usually has a 1 / cp to blame."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from workbench.compare.comparison import ParameterDifference
+from workbench.runs.spec import RunSpec
+
+SAME = 1e-6
+"""Relative closeness at which a factor is taken for what it is near to."""
+
+
+def name_factor(rows: Sequence[ParameterDifference], spec: RunSpec) -> tuple[float | None, str]:
+    """The median gradient-norm ratio over parameters, and what it equals if all agree on something simple.
+
+    Args:
+        rows: one step's parameters.
+        spec: of the run, for the sizes that a factor may come from.
+
+    Returns:
+        The factor (None if nothing has a reference norm) and its meaning, such as "1 / cp"; "" where parameters
+        scatter or the factor equals nothing simple.
+    """
+    ratios = [row.norm_ratio for row in rows if row.reference_norm > 0 and row.judged_by == "gradient"]
+    if not ratios:
+        return None, ""
+    factor = statistics.median(ratios)
+    spread = max(abs(ratio / factor - 1) for ratio in ratios) if factor else 0.0
+    if spread > SAME:
+        return factor, ""
+    return factor, next((meaning for meaning, value in _candidates(spec) if abs(factor / value - 1) <= SAME), "")
+
+
+def _candidates(spec: RunSpec) -> list[tuple[str, float]]:
+    """Simple quantities of a run, smallest explanation first."""
+    sizes = {"cp": spec.layout.cp, "dp": spec.layout.dp, "tp": spec.layout.tp,
+             "micro_batches": spec.data.micro_batches, "dp * cp": spec.layout.dp * spec.layout.cp}
+    found = []
+    for name, size in sizes.items():
+        if size > 1:
+            found += [(f"1 / {name}" if " " not in name else f"1 / ({name})", 1 / size), (name, float(size))]
+    return found

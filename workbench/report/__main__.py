@@ -1,0 +1,34 @@
+"""Draw one figure of a saved comparison as an SVG file: `python -m workbench.report EXPERIMENT OUT.svg`.
+
+For a README or a slide. The figure is one of `workbench.report.figures`, drawn from the experiment's
+``comparison.json``; letters are curves, so that it looks the same everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from workbench.compare.comparison import Comparison
+from workbench.report import figures
+from workbench.report.style import save_svg
+
+FIGURES = ("verdicts", "gradient_norm_by_step", "norm_ratios", "importance_ratios", "loss_by_step",
+           "time_and_memory")
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Draw what the command line asks for, and return where it is."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.report",
+                                     description="Draw one figure of a saved comparison.")
+    parser.add_argument("experiment", type=Path, help="folder that holds comparison.json")
+    parser.add_argument("out", type=Path, help="SVG file to write")
+    parser.add_argument("--figure", choices=FIGURES, default="verdicts")
+    asked = parser.parse_args(arguments)
+    comparison = Comparison.load(asked.experiment / "comparison.json")
+    return save_svg(getattr(figures, asked.figure)(comparison), asked.out)
+
+
+if __name__ == "__main__":
+    main()
