@@ -2,7 +2,7 @@
 # make lab      JupyterLab on the notebooks                 make test-all   every generated case
 #
 # PYTHON=python3.12       another interpreter (3.11 to 3.13)
-# TORCH_INDEX=<address>   where torch comes from, such as https://download.pytorch.org/whl/cpu (a fifth of the size)
+# TORCH_INDEX=<address>   where torch comes from, such as an index of CPU builds (a fifth of the size)
 # PYTEST="-k sharding"    more arguments for pytest
 
 PYTHON ?= python3

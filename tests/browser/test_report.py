@@ -74,8 +74,8 @@ def test_the_report_reads_well(size, scheme, visit, report, tmp_path):
         assert box["width"] > 300
         assert box["height"] > 150
 
-    tallest = page.evaluate("Math.max(...[...document.querySelectorAll('.scroll tr')].map(r => r.offsetHeight))")
-    assert tallest < 160
+    rows = page.evaluate("[...document.querySelectorAll('.scroll tr')].map(row => row.offsetHeight)")
+    assert max(rows) < 160
 
     ink, paper = _colors(page)
     assert (_lightness(ink) > _lightness(paper)) == (scheme == "dark")

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
 from tests.parity.cases import many_steps
 from tests.parity.test_layouts import LAYOUTS, settings
 from tests.parity.test_oracle import documents_near, oracle
-
 from workbench.runs.faults import fault_names
 
 

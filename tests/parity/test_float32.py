@@ -9,6 +9,7 @@ import statistics
 
 import pytest
 import torch
+
 from tests.helpers.ranks import run_ranks
 from tests.parity.cases import many_steps, one_step, one_thread
 from tests.parity.test_layouts import LAYOUTS, settings

@@ -6,6 +6,7 @@ of processes: tied and untied heads, both denominators, micro-batches, a rank wi
 
 import pytest
 import torch
+
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
 from tests.parity.cases import many_steps

@@ -1,10 +1,10 @@
 """A float64 run makes no float32 tensor on the way from tokens to gradients."""
 
 import torch
-from tests.parity.test_layouts import settings
-from tests.parity.test_oracle import documents_near
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parity.test_layouts import settings
+from tests.parity.test_oracle import documents_near
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import RolloutBatch
 from workbench.runs import step as flow

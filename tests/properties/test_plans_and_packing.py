@@ -21,7 +21,7 @@ def batches(draw):
     lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=7))
     documents = []
     for length in lengths:
-        mask = [0] + draw(st.lists(st.integers(0, 1), min_size=length - 1, max_size=length - 1))
+        mask = [0, *draw(st.lists(st.integers(0, 1), min_size=length - 1, max_size=length - 1))]
         documents.append({
             "tokens": draw(st.lists(st.integers(0, 18), min_size=length, max_size=length)), "loss_mask": mask,
             "advantages": draw(st.floats(-2, 2, width=32)), "old_logprobs": [-1.0 - t / 64 for t in range(length)]})

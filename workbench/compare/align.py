@@ -6,8 +6,8 @@ Two bars, by the precision of the run:
   that norm is nearly nothing. What passes is *equal*.
 * below: no further from the float64 truth than the reference of the same precision is, times 1.5 for the whole
   gradient and 2 for one parameter. One run is one sample of rounding, and a reference can be lucky in a small
-  parameter, so a parameter's own error counts as at least the reference's relative error of the whole gradient
-  (the floor). What passes is *within budget*; what is bit for bit the reference's is *equal*.
+  parameter, so a parameter's own error counts as at least the reference's relative error of the whole gradient.
+  What passes is *within budget*; what is bit for bit the reference's is *equal*.
 
 Everything else is *different*, and the first step and parameter that differ are named, with the factor between the
 gradients if there is one.
@@ -85,14 +85,16 @@ def _configuration(subject: Subject, by_name: Mapping[str, Subject]) -> Configur
     if run is None or state["state"] != "succeeded":
         failure = subject.failure or (run.failure() if run else None) or {"exception": state["state"]}
         return Configuration(**base, verdict="failed", why=_failure_sentence(failure), failure=dict(failure))
-    base |= {"world_size": run.spec.layout.world_size, "steps": run.steps(), "ratios": _ratio_histograms(run)}
+    base |= {"world_size": run.spec.layout.world_size, "steps": run.steps()}
     if not subject.reference:
+        base["ratios"] = _ratio_histograms(run, run)
         return Configuration(**base, verdict="reference", why="what the others are held against")
     reference, truth = by_name[subject.reference].run, by_name[subject.truth or subject.reference].run
     for role, other in (("reference", reference), ("truth", truth)):
         if other is None or other.state["state"] != "succeeded":
-            return Configuration(**base, verdict="failed", why=f"its {role} did not finish, so there is nothing to hold "
-                                 "it against", failure={"exception": f"no {role}"})
+            why = f"its {role} did not finish, so there is nothing to hold it against"
+            return Configuration(**base, verdict="failed", why=why, failure={"exception": f"no {role}"})
+    base["ratios"] = _ratio_histograms(run, reference)
     return _judge(base, run, reference, truth)
 
 
@@ -143,13 +145,13 @@ def _float64_budgets(reference: Gradients) -> dict[str, tuple[float, str]]:
 
 
 def _measured_budgets(reference: Gradients, truth: Gradients) -> dict[str, tuple[float, str]]:
-    """Twice the distance that the reference itself has from the truth, or of the floor."""
+    """Twice the reference's own error in a parameter, taken as at least its relative error of the whole gradient."""
     whole = math.sqrt(sum(_distance(reference[name], truth[name]) ** 2 for name in reference))
     relative = _ratio(whole, math.sqrt(sum(float(g.double().square().sum()) for g in truth.values())))
     budgets = {}
     for name, gradient in reference.items():
-        own, floor = _distance(gradient, truth[name]), relative * float(truth[name].double().norm())
-        budgets[name] = (PARAMETER_FACTOR * max(own, floor), "gradient" if own >= floor else "floor")
+        own, typical = _distance(gradient, truth[name]), relative * float(truth[name].double().norm())
+        budgets[name] = (PARAMETER_FACTOR * max(own, typical), "gradient" if own >= typical else "whole gradient")
     return budgets
 
 
@@ -207,7 +209,10 @@ def _relative(a: float, b: float) -> float:
 
 
 def _gradients(run: RunDirectory, step: int) -> Gradients:
-    return run.read_tensors(f"step{step:04d}.gradients")
+    """Whole gradients of a step, in the order of the model (files keep names in alphabetical order)."""
+    found = run.read_tensors(f"step{step:04d}.gradients")
+    order = run.steps()[step].get("gradient_norms", found)
+    return {name: found[name] for name in order}
 
 
 def _loss(run: RunDirectory, step: int) -> float:
@@ -222,19 +227,28 @@ def _flipped(run: RunDirectory, truth: RunDirectory, step: int) -> int | None:
     return int((run.read_tensors(name)["would_clip"] != truth.read_tensors(name)["clipped"]).sum())
 
 
-def _ratio_histograms(run: RunDirectory, bins: int = 41) -> dict[str, dict[str, list[float]]]:
-    """Per step, how the importance ratios of trained tokens are spread; bins of equal width in log ratio."""
+def _log_ratios(run: RunDirectory, step: int) -> Tensor | None:
+    """Log importance ratios of trained tokens; None if they were not recorded."""
+    name = f"step{step:04d}.tokens"
+    if not run.has_tensors(name):
+        return None
+    tokens = run.read_tensors(name)
+    return (tokens["policy_logprobs"].double() - tokens["old_logprobs"].double())[tokens["trained"]]
+
+
+def _ratio_histograms(run: RunDirectory, reference: RunDirectory, bins: int = 41) -> dict[str, dict[str, list[float]]]:
+    """Per step, how the importance ratios of trained tokens are spread.
+
+    Bins of equal width in log ratio over the reference's own range (at least 5 % either way), so that all
+    configurations share them; the outermost bins hold whatever lies beyond.
+    """
     histograms = {}
     for step in range(run.spec.steps):
-        name = f"step{step:04d}.tokens"
-        if not run.has_tensors(name):
+        mine, theirs = _log_ratios(run, step), _log_ratios(reference, step)
+        if mine is None or theirs is None or not mine.numel():
             continue
-        tokens = run.read_tensors(name)
-        log_ratio = (tokens["policy_logprobs"].double() - tokens["old_logprobs"].double())[tokens["trained"]]
-        if not log_ratio.numel():
-            continue
-        reach = max(float(log_ratio.abs().max()), 1e-9) * (1 + 1e-9)
-        counts, edges = torch.histogram(log_ratio.cpu(), bins=bins, range=(-reach, reach))
+        reach = max(0.05, float(theirs.abs().max())) * (1 + 1e-9)
+        counts, edges = torch.histogram(mine.clamp(-reach, reach), bins=bins, range=(-reach, reach))
         histograms[str(step)] = {"edges": edges.exp().tolist(), "counts": counts.tolist()}
     return histograms
 
@@ -263,12 +277,13 @@ def _difference_sentence(step: int, worst: ParameterDifference, rows: list[Param
     text = f"step {step}: {over} of {len(rows)} parameters over budget, first {worst.parameter}"
     if factor is None:
         return text
-    ratios = [row.norm_ratio for row in rows if row.judged_by == "gradient"]
+    ratios = [row.norm_ratio for row in rows if row.judged_by != "floor"]
     scattered = not meaning and ratios and max(ratios) > min(ratios) * (1 + SAME)
     scatter = f" (median; {min(ratios):.4g} to {max(ratios):.4g})" if scattered else ""
     cosine = statistics.median(row.cosine for row in rows)
     direction = "" if cosine > 1 - 1e-6 else f", cosine {cosine:.4f}"
-    return f"{text}; gradient norms {factor:.4g} times the reference's" + (f" = {meaning}" if meaning else scatter) + direction
+    named = f" = {meaning}" if meaning else scatter
+    return f"{text}; gradient norms {factor:.4g} times the reference's{named}{direction}"
 
 
 def _failure_sentence(failure: Mapping[str, Any]) -> str:

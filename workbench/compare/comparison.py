@@ -33,7 +33,8 @@ class ParameterDifference:
         cosine: between the two.
         distance: ||g - truth||, what is held against the budget.
         budget: what distance may be.
-        judged_by: "gradient", or "floor" where the parameter's own gradient is too small to judge by.
+        judged_by: what set the budget: the parameter's own "gradient"; the "floor", where that gradient is too small
+            to judge by; or, below float64, the reference's relative error of the "whole gradient".
         within: distance <= budget.
     """
 

@@ -23,7 +23,7 @@ def name_factor(rows: Sequence[ParameterDifference], spec: RunSpec) -> tuple[flo
         The factor (None if nothing has a reference norm) and its meaning, such as "1 / cp"; "" where parameters
         scatter or the factor equals nothing simple.
     """
-    ratios = [row.norm_ratio for row in rows if row.reference_norm > 0 and row.judged_by == "gradient"]
+    ratios = [row.norm_ratio for row in rows if row.reference_norm > 0 and row.judged_by != "floor"]
     if not ratios:
         return None, ""
     factor = statistics.median(ratios)

@@ -24,11 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from workbench.errors import SpecError
-from workbench.runs.spec import RunSpec, merge, parse_spec
+from workbench.runs.spec import RunSpec, merge, parse_spec, read_yaml
 from workbench.runs.store import RUN_NAME
 
 
@@ -72,8 +71,9 @@ class AblationSpec(BaseModel):
     """What the ablation asks, in one sentence."""
     base: dict[str, Any] = Field(default_factory=dict)
     """Settings of every run."""
-    axes: dict[str, list[Any]] = Field(default_factory=dict)
-    """Setting (dotted where nested) -> values; every configuration runs with each combination."""
+    axes: dict[str, list[Any] | dict[Any, dict[str, Any]]] = Field(default_factory=dict)
+    """Setting (dotted where nested) -> values; every configuration runs with each combination. As a mapping, each
+    value brings further settings with it: {precision: {float64: {}, float32: {frozen_clip: one_rank-float64}}}."""
     reference: str
     """Name of the configuration that the others are held against."""
     truth: str = ""
@@ -134,8 +134,10 @@ class AblationSpec(BaseModel):
         for configuration, changes in self.configurations.items():
             for values in itertools.product(*self.axes.values()):
                 placed: dict[str, Any] = self.base
-                for axis, value in zip(self.axes, values, strict=True):
+                for (axis, choices), value in zip(self.axes.items(), values, strict=True):
                     placed = merge(placed, _nested(axis, value))
+                    if isinstance(choices, Mapping):
+                        placed = merge(placed, choices[value])
                 yield "-".join([configuration, *map(str, values)]), configuration, merge(placed, changes)
         for name, changes in self.extra.items():
             yield name, name, merge(self.base, changes)
@@ -165,7 +167,7 @@ def load_ablation(path: Path | str) -> AblationSpec:
         SpecError: no such file, not YAML, a name given twice, a setting that cannot be used.
     """
     path = Path(path)
-    settings = _read_yaml_once(path)
+    settings = read_yaml(path)
     if not isinstance(settings, Mapping):
         raise SpecError(f"read {path}", found=f"a {type(settings).__name__}", rule="a mapping of settings",
                         fix="experiments/ holds examples")
@@ -241,31 +243,3 @@ def _lookup(settings: Mapping[str, Any], dotted: str) -> Any:
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """YAML in which a key stands once in a mapping; plain YAML lets the last one win without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen and key != "<<":
-                line = key_node.start_mark.line + 1
-                raise SpecError(f"read {self.name}",
-                                found=f"{key!r} on line {seen[key]} and again on line {line}",
-                                rule="every name stands once", fix="rename or remove one of them")
-            seen[key] = key_node.start_mark.line + 1
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml_once(path: Path) -> Any:
-    try:
-        with path.open(encoding="utf8") as file:
-            return yaml.load(file, Loader=_OnceLoader)
-    except FileNotFoundError:
-        raise SpecError(f"read {path}", found="no such file", rule="a YAML file with an ablation or a spec",
-                        fix="check the path; experiments/ holds examples") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"read {path}", found=str(error), rule="valid YAML",
-                        fix="mend what is named above") from None

@@ -41,7 +41,7 @@ class LossInputs:
     frozen_clip_T: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_shapes("LossInputs", **{k: v for k, v in self.__dict__.items()})
+        check_shapes("LossInputs", **self.__dict__)
 
 
 @dataclass(frozen=True)

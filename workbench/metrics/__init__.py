@@ -1,0 +1,1 @@
+"""Numbers about a step that merge rightly over micro-batches and ranks."""

@@ -1,0 +1,1 @@
+"""From a Hugging Face decoder to token log-probabilities."""

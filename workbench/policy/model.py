@@ -9,7 +9,6 @@ Letters: T packed tokens | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

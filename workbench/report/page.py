@@ -194,7 +194,7 @@ def time_and_memory(comparison: Comparison) -> Markup:
     on_cpu = any(c.device == "cpu" and c.world_size > 1 for c in comparison.configurations)
     return join([_figure(comparison, figures.time_and_memory),
                  tag("p", CPU_CAPTION, class_="caution") if on_cpu else None,
-                 tag("p", "Ran on another device: ", "; ".join(notes), class_="caution") if notes else None])
+                 tag("p", "Ran on CPU with gloo: ", "; ".join(notes), class_="caution") if notes else None])
 
 
 def failed_runs(comparison: Comparison) -> Markup:

@@ -81,7 +81,7 @@ def summary_table(comparison: Comparison) -> Markup:
                tag("th", "Worst distance ÷ budget", scale.labels(), scope="col"),
                tag("th", "Gradient norm", scope="col"), tag("th", "First difference", scope="col"))
     notes = list(dict.fromkeys(c.device_note for c in comparison.configurations if c.device_note))
-    foot = tag("p", tag("mark"), "ran on another device: ", "; ".join(notes), class_="foot")
+    foot = tag("p", tag("mark"), "ran on CPU with gloo: ", "; ".join(notes), class_="foot")
     return join([tag("table", tag("thead", head), bodies, class_="summary"), foot if notes else None])
 
 

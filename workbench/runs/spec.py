@@ -219,20 +219,38 @@ def _known_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
 
 
 def read_yaml(path: Path) -> Any:
-    """The settings in a YAML file.
+    """The settings in a YAML file, in which every key stands once.
 
     Raises:
-        SpecError: no such file, or not YAML.
+        SpecError: no such file, not YAML, or a key given twice (plain YAML lets the last one win without a word).
     """
     try:
-        return yaml.safe_load(path.read_text(encoding="utf8"))
+        with path.open(encoding="utf8") as file:
+            return yaml.load(file, Loader=_OnceLoader)
     except FileNotFoundError:
-        raise SpecError(f"read {path}", found="no such file", rule="a YAML file with settings",
+        raise SpecError(f"read {path}", found="no such file", rule="a YAML file with an ablation or a spec",
                         fix="check the path; experiments/ holds examples") from None
-    except yaml.YAMLError as error:
-        raise SpecError(f"read {path}", found=str(error), rule="valid YAML", fix="mend the line named above") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SpecError(f"read {path}", found=str(error), rule="valid YAML",
+                        fix="mend what is named above") from None
 
 
 def load_run_spec(path: Path) -> RunSpec:
     """Read one run's spec from YAML."""
     return parse_spec(RunSpec, read_yaml(path) or {}, where=str(path))
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML in which a key stands once in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen and key != "<<":
+                line = key_node.start_mark.line + 1
+                raise SpecError(f"read {self.name}",
+                                found=f"{key!r} on line {seen[key]} and again on line {line}",
+                                rule="every name stands once", fix="rename or remove one of them")
+            seen[key] = key_node.start_mark.line + 1
+        return super().construct_mapping(node, deep)

@@ -111,12 +111,13 @@ def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
     """Clip decisions of another configuration of the same experiment, at this step."""
     if run.spec.frozen_clip is None:
         return None
-    done = [other for other in RunDirectory.find(run.path.parent, run.spec.frozen_clip) if other.status == "succeeded"]
-    if not done:
-        raise RecordError(f"frozen_clip = {run.spec.frozen_clip!r}", found="no finished run of that configuration",
-                          rule="the configuration whose clip decisions are taken runs first, with record.tokens",
+    runs = RunDirectory.find(run.path.parent, run.spec.frozen_clip)
+    if not runs or runs[-1].status != "succeeded":
+        raise RecordError(f"frozen_clip = {run.spec.frozen_clip!r}",
+                          found=f"its newest run {runs[-1].status}" if runs else "no run of that configuration",
+                          rule="the configuration whose clip decisions are taken finishes first, with record.tokens",
                           fix="run the whole ablation, or leave frozen_clip out")
-    return done[-1].read_tensors(_name(number, "tokens"))["clipped"]
+    return runs[-1].read_tensors(_name(number, "tokens"))["clipped"]
 
 
 def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float, step_ms: float, mesh: Mesh) -> None:

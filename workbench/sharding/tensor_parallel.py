@@ -77,6 +77,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], axis: Axis)
 
     Backward: column: the gradient of the input is summed over tp (`identity_sum`); row: the output is summed
               over tp, its gradient passes (`sum_identity`).
+
     Raises:
         ShardingError: a style that is not known here, a pattern that matches nothing, sizes that do not divide.
     Source:   Megatron-LM, arXiv 1909.08053, section 3.

@@ -1,6 +1,6 @@
 import pytest
-from tests.helpers.comparisons import layout_parity
 
+from tests.helpers.comparisons import layout_parity
 from workbench.compare.comparison import Comparison
 from workbench.errors import RecordError
 

@@ -98,7 +98,7 @@ class TestHere:
         monkeypatch.setenv("PATH", "")
         ablation = AblationSpec(reference="a", configurations={"a": {}})
         [run] = launch(ablation, tmp_path, where="here", worker=FAKE)
-        assert (run.state["device"], run.state["device_note"]) == ("cpu", "asked for 1 GPU, 0 here")
+        assert (run.state["device"], run.state["device_note"]) == ("cpu", "no GPU here")
 
     def test_interrupting_cancels_what_waits(self, tmp_path):
         def interrupt(event):

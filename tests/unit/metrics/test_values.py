@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from tests.helpers.ranks import run_ranks
 
+from tests.helpers.ranks import run_ranks
 from workbench.metrics.values import Deviation, Maximum, Mean, Minimum, Sum, finish_metrics
 from workbench.sharding.mesh import Axis, make_mesh
 

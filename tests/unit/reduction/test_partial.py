@@ -1,7 +1,7 @@
 import pytest
 import torch
-from tests.helpers.ranks import run_ranks
 
+from tests.helpers.ranks import run_ranks
 from workbench.errors import UnreducedError
 from workbench.reduction.partial import Scalar
 from workbench.sharding.mesh import make_mesh

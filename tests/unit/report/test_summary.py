@@ -60,7 +60,7 @@ def test_a_device_that_was_not_asked_for_is_marked(comparison):
     assert "<mark" not in where_it_ran(comparison["tp2-float64"])
     made = summary_table(only(comparison, "one_rank-float64", "dp2_cp2-float64"))
     assert made.count(f'<mark title="{note}">') == 1
-    assert f"ran on another device: {note}" in made
+    assert f"ran on CPU with gloo: {note}" in made
 
 
 def test_bit_for_bit_is_said(comparison):

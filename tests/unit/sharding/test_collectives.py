@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.helpers.ranks import run_ranks
 
+from tests.helpers.ranks import run_ranks
 from workbench.sharding import collectives
 from workbench.sharding.mesh import Axis, make_mesh
 

@@ -1,7 +1,7 @@
 import torch
-from tests.helpers.ranks import run_ranks
 from torch import nn
 
+from tests.helpers.ranks import run_ranks
 from workbench.sharding.gradients import full_gradients, gradient_norms, sum_gradients
 from workbench.sharding.mesh import make_mesh
 from workbench.sharding.tensor_parallel import ParameterShard

@@ -1,6 +1,6 @@
 import pytest
-from tests.helpers.ranks import run_ranks
 
+from tests.helpers.ranks import run_ranks
 from workbench.errors import ShardingError
 from workbench.sharding.collectives import all_sum
 from workbench.sharding.mesh import make_mesh, single_process_mesh

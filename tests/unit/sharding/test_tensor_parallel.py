@@ -1,8 +1,8 @@
 import pytest
 import torch
-from tests.helpers.ranks import run_ranks
 from torch import nn
 
+from tests.helpers.ranks import run_ranks
 from workbench.errors import ShardingError
 from workbench.sharding.mesh import Axis, make_mesh
 from workbench.sharding.tensor_parallel import (

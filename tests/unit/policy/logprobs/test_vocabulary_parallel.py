@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.helpers.ranks import run_ranks
 
+from tests.helpers.ranks import run_ranks
 from workbench.errors import ShapeError
 from workbench.policy.logprobs import reference, vocabulary_parallel
 from workbench.sharding.mesh import Axis, make_mesh
