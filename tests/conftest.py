@@ -37,3 +37,9 @@ def _gpus_needed(item):
     if (marker := item.get_closest_marker("gpus")) is not None:
         return marker.args[0]
     return 1 if item.get_closest_marker("gpu") else 0
+
+
+def pytest_collection_finish():
+    """One thread, as ranks have: the models are tiny, and threads of several processes fight for the cores."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)

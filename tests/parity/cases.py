@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
-
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import RolloutBatch
 from workbench.runs import step as flow
@@ -40,13 +38,3 @@ def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
 def many_steps(cases: list[tuple[dict, list[dict]]]) -> list[dict]:
     """Several steps in one set of processes."""
     return [one_step(*case) for case in cases]
-
-
-def one_thread(function, *arguments):
-    """Call in this process on one thread, as ranks do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return function(*arguments)
-    finally:
-        torch.set_num_threads(before)

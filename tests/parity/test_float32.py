@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
-from tests.parity.cases import many_steps, one_step, one_thread
+from tests.parity.cases import many_steps, one_step
 from tests.parity.test_layouts import LAYOUTS, settings
 from tests.parity.test_oracle import documents_near
 
@@ -32,9 +32,9 @@ def truths():
     found = []
     for seed in SEEDS:
         documents = documents_near(20 + seed)
-        exact = one_thread(one_step, settings({}), documents)
-        plain = one_thread(one_step, settings({}, precision="float32"), documents, exact["tokens"]["clipped"])
-        free = one_thread(one_step, settings({}, precision="float32"), documents)
+        exact = one_step(settings({}), documents)
+        plain = one_step(settings({}, precision="float32"), documents, exact["tokens"]["clipped"])
+        free = one_step(settings({}, precision="float32"), documents)
         found.append((documents, exact, plain, free))
     return found
 

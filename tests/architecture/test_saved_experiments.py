@@ -1,0 +1,57 @@
+"""What is saved under experiments/ is whole, small, offline, and says what the code says today."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from workbench.compare.comparison import Comparison
+from workbench.launch.ablation import load_ablation
+from workbench.report.page import write_report
+
+PROJECT = Path(__file__).parents[2]
+EXPERIMENTS = PROJECT / "experiments"
+SAVED = sorted(path.parent for path in EXPERIMENTS.glob("*/comparison.json"))
+
+
+def tracked(folder):
+    return [p for p in folder.rglob("*") if p.is_file() and "runs" not in p.relative_to(EXPERIMENTS).parts]
+
+
+def test_experiments_stay_small():
+    assert sum(path.stat().st_size for path in tracked(EXPERIMENTS)) < 20 * 2**20
+
+
+@pytest.mark.parametrize("folder", SAVED, ids=lambda folder: folder.name)
+def test_the_saved_page_is_the_page_of_the_saved_comparison(folder, tmp_path):
+    page = write_report(Comparison.load(folder / "comparison.json"), tmp_path / "report.html")
+    assert page.read_bytes() == (folder / "report.html").read_bytes()
+
+
+@pytest.mark.parametrize("folder", SAVED, ids=lambda folder: folder.name)
+def test_nothing_saved_names_a_machine(folder):
+    for path in tracked(folder):
+        found = re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", path.read_text())
+        assert found == [], path
+
+
+@pytest.mark.parametrize("folder", [f for f in SAVED if f.name.startswith("layout_parity")], ids=lambda f: f.name)
+def test_every_right_layout_agrees_and_every_fault_differs_with_its_factor(folder):
+    comparison = Comparison.load(folder / "comparison.json")
+    planned = {plan.name: plan for plan in load_ablation(EXPERIMENTS / "layout_parity/ablation.yaml").expand()}
+    assert [c.name for c in comparison.configurations] == list(planned)
+    for c in comparison.configurations:
+        assert c.settings == planned[c.name].spec.model_dump(mode="json"), f"{c.name} was run with other settings"
+        right = {"float64": "equal", "float32": "within budget"}[c.settings["precision"]]
+        expected = "different" if c.settings["faults"] else right if c.against else "reference"
+        assert c.verdict == expected, c.name
+    missing = comparison["fault_missing_cp_factor"]
+    assert missing.factor == pytest.approx(0.5, abs=1e-9)
+    assert missing.factor_meaning == "1 / cp"
+    assert 1.9 < comparison["fault_local_denominator"].factor < 2.1
+    assert comparison["fault_shift_after_shard"].first_step == 0
+
+
+def test_the_figure_of_the_readme_is_saved():
+    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", (PROJECT / "README.md").read_text()):
+        assert (PROJECT / picture).is_file(), picture

@@ -1,0 +1,112 @@
+"""One rank, in this process, on the recording of the repository; tests/unit/launch and tests/parity have real ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from workbench.errors import RecordError, SpecError
+from workbench.runs.spec import RunSpec
+from workbench.runs.store import RunDirectory
+from workbench.runs.worker import run_here
+
+PROJECT = Path(__file__).parents[3]
+LOSS = {"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.05}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Four steps of the default ablation's settings in float32."""
+    run = RunDirectory.create(tmp_path_factory.mktemp("runs"), "one", RunSpec(steps=4, loss=LOSS))
+    run_here(run, PROJECT)
+    return run
+
+
+def test_the_policy_starts_where_the_recording_was_sampled(finished):
+    tokens = finished.read_tensors("step0000.tokens")
+    ratio = (tokens["policy_logprobs"] - tokens["old_logprobs"])[tokens["trained"]].double().exp()
+    assert (ratio - 1).abs().max() < 1e-5
+    assert finished.steps()[0]["clip/policy/fraction"] == 0.0
+
+
+def test_later_steps_move_and_clip_as_real_training_does(finished):
+    for record in finished.steps()[1:]:
+        assert record["ratio/policy_old/std"] > 0.01
+        assert 0.01 < record["clip/policy/fraction"] < 0.5
+        assert record["advantage/all/min"] < 0 < record["advantage/all/max"]
+
+
+def test_no_parameter_is_without_gradient(finished):
+    for record in finished.steps():
+        assert len(record["gradient_norms"]) == 35
+        assert min(record["gradient_norms"].values()) > 0
+
+
+def test_the_record_is_whole(finished):
+    assert finished.status == "succeeded"
+    assert [record["step"] for record in finished.steps()] == [0, 1, 2, 3]
+    record = finished.steps()[3]
+    assert record["loss/total/sum"] == pytest.approx(record["loss/policy/sum"] + record["loss/kl/sum"], rel=1e-6)
+    assert record["tokens/trained/sum"] == 861
+    assert record["documents/trained/sum"] == 72
+    gradients = finished.read_tensors("step0003.gradients")
+    norm = torch.cat([g.double().flatten() for g in gradients.values()]).norm()
+    assert record["gradient/norm/global"] == pytest.approx(float(norm), rel=1e-6)
+    assert finished.exits()[0]["ok"]
+    assert finished.failure() is None
+
+
+def small(root, **settings):
+    return RunDirectory.create(root, "small", RunSpec.model_validate({"model": {"source": "tiny-qwen3"}} | settings))
+
+
+def test_documents_of_a_step_are_taken_in_order_and_around(tmp_path):
+    run = small(tmp_path, steps=3, data={"documents_per_step": 30})
+    run_here(run, PROJECT)
+    counts = [int(run.read_tensors(f"step{s:04d}.tokens")["trained"].sum()) for s in range(3)]
+    assert counts == [int(record["tokens/trained/sum"]) for record in run.steps()]
+    first, second, third = (run.read_tensors(f"step{s:04d}.tokens")["trained"] for s in range(3))
+    assert not (first & second).any()
+    assert (third & first).any(), "30 + 30 + 30 of 72 documents wraps around"
+
+
+def test_less_is_recorded_when_less_is_asked_for(tmp_path):
+    run = small(tmp_path, record={"gradients": "norms", "tokens": False})
+    run_here(run, PROJECT)
+    assert not run.has_tensors("step0000.gradients")
+    assert not run.has_tensors("step0000.tokens")
+    assert len(run.steps()[0]["gradient_norms"]) == 35
+
+
+def test_clip_decisions_of_another_configuration_are_taken_over(tmp_path, finished):
+    spec = RunSpec(steps=4, precision="float64", loss=LOSS, frozen_clip="one")
+    run = RunDirectory.create(finished.path.parent, "frozen", spec)
+    run_here(run, PROJECT)
+    for step in range(4):
+        mine, theirs = (r.read_tensors(f"step{step:04d}.tokens") for r in (run, finished))
+        assert torch.equal(mine["clipped"], theirs["clipped"])
+        assert mine["would_clip"].dtype == torch.bool
+
+
+def test_clip_decisions_that_are_not_there_are_refused(tmp_path):
+    run = small(tmp_path, frozen_clip="nobody")
+    with pytest.raises(RecordError, match="no run of that configuration"):
+        run_here(run, PROJECT)
+
+
+def test_a_failure_is_written_with_rank_coordinates_and_traceback(tmp_path):
+    run = small(tmp_path, faults=["no_such_bug"])
+    with pytest.raises(SpecError, match="no_such_bug"):
+        run_here(run, PROJECT)
+    assert run.status == "failed"
+    failure = run.failure()
+    assert (failure["rank"], failure["exception"]) == (0, "SpecError")
+    assert failure["coordinates"] == {"dp": 0, "cp": 0, "tp": 0}
+    assert "load_fault" in failure["traceback"]
+
+
+def test_a_mesh_larger_than_the_world_is_refused_in_words(tmp_path):
+    run = small(tmp_path, layout={"cp": 2})
+    with pytest.raises(ValueError, match=r"mesh dp=1 x cp=2 x tp=1 = 2 ranks\n  found: a job of 1 rank"):
+        run_here(run, PROJECT)
+    assert run.status == "failed"
