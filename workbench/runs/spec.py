@@ -1,7 +1,7 @@
 """The spec of a run: everything that decides its numbers, as data.
 
 Frozen pydantic models; an unknown key is refused and the nearest known one is named. YAML in, canonical JSON
-out; the content hash of the canonical JSON (and of the files it names) is the identity of a run.
+out, whose hash names the run's directory.
 """
 
 from __future__ import annotations
