@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 
 import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: no test waits for a network
 
 pytest_plugins = ["tests.helpers.no_skips"]
 

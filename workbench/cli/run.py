@@ -15,7 +15,7 @@ from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec, load_ablation, select
 from workbench.launch.run import RunEvent, launch
 from workbench.runs.spec import RunSpec, merge, parse_spec
-from workbench.runs.store import project_root, provenance
+from workbench.runs.store import failure_in_short, project_root, provenance
 
 if TYPE_CHECKING:
     from workbench.compare.comparison import Comparison
@@ -29,11 +29,11 @@ def run_ablation(path: Path | str, *, where: Literal["torchx", "here"] = "torchx
     Args:
         path: YAML of an ablation, or of one run's spec.
         where: "torchx" makes a job of each run; "here" runs one rank in this process.
-        only: names of configurations or runs; their references are added. What is saved then lies under the
-            experiment's ``runs`` folder, so that a part never replaces the whole.
-        changes: settings laid over the ablation's base.
+        only: names of configurations or runs; all that they need is added.
+        changes: settings laid over the ablation's base. Comparison and report of anything but the file's own runs are
+            saved under the experiment's ``runs`` folder: neither a part nor a variation replaces the whole.
         project: folder that relative paths in specs begin at; None takes `project_root`.
-        reuse: take earlier runs that succeeded with the same settings.
+        reuse: take earlier runs that succeeded with the same settings, recording, checkpoint and code.
         on_event: told about every step and end of a run.
 
     Returns:
@@ -44,7 +44,8 @@ def run_ablation(path: Path | str, *, where: Literal["torchx", "here"] = "torchx
         LaunchError: nothing could be started.
     """
     path, project = Path(path), (project or project_root()).resolve()
-    ablation = _changed(load_ablation(path), changes or {}, where=str(path))
+    whole = load_ablation(path)
+    ablation = _changed(whole, changes or {}, where=str(path))
     planned = ablation.expand(where=str(path))
     chosen = select(planned, only) if only else planned
     experiment_dir = experiment_folder(path)
@@ -57,7 +58,7 @@ def run_ablation(path: Path | str, *, where: Literal["torchx", "here"] = "torchx
                 for plan, run in zip(chosen, runs, strict=True)]
     comparison = compare_runs(subjects, question=ablation.question, experiment=experiment_dir.name,
                               provenance=provenance(project))
-    saved_in = experiment_dir / "runs" if len(chosen) < len(planned) else experiment_dir
+    saved_in = experiment_dir if chosen == whole.expand() else experiment_dir / "runs"
     comparison.save(saved_in / "comparison.json")
     return comparison, write_report(comparison, saved_in / "report.html")
 
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     if path is None:
         raise SpecError(f"run {options.file}", found="another kind of file",
                         rule="a file that ends in .yaml or .yml", fix="experiments/ holds examples")
-    changes = _difference(base.model_dump(mode="json"), options.settings.model_dump(mode="json"))
+    changes = _given(arguments, options.settings.model_dump(mode="json"))
     progress = _Progress()
     comparison, report = run_ablation(path, where=options.where, only=options.only, changes=changes,
                                       reuse=options.reuse, on_event=progress)
@@ -97,7 +98,8 @@ def verdict_table(comparison: Comparison) -> str:
     for c in comparison.configurations:
         factor = "" if c.factor is None else f"x {c.factor:.4g}"
         meaning = f"= {c.factor_meaning}" if c.factor_meaning else ""
-        parts = [f"{c.name:<{width}}", f"{c.verdict:<13}", factor, meaning, c.why]
+        why = failure_in_short(c.failure) if c.failure and c.failure.get("message") else c.why
+        parts = [f"{c.name:<{width}}", f"{c.verdict:<13}", factor, meaning, why]
         lines.append("  ".join(part for part in parts if part))
     return "\n".join(lines)
 
@@ -111,9 +113,9 @@ def _described(base: RunSpec) -> type[Any]:
         ("where", Annotated[Literal["torchx", "here"], tyro.conf.arg(
             help="A torchx job for each run, or one rank in this process.")], "torchx"),
         ("only", Annotated[tuple[str, ...], tyro.conf.arg(
-            help="Only these configurations or runs, and their references.")], ()),
+            help="Only these configurations or runs, and all that they need.")], ()),
         ("reuse", Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(
-            help="Take earlier runs that succeeded with the same settings.")], False),
+            help="Take earlier runs that succeeded with the same settings, recording, checkpoint and code.")], False),
         ("settings", settings, dataclasses.field(default=base)),
     ])
 
@@ -135,16 +137,18 @@ def _changed(ablation: AblationSpec, changes: Mapping[str, Any], *, where: str) 
     return ablation.model_copy(update={"base": merge(ablation.base, changes)})
 
 
-def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What changed, nested as it was."""
-    changed: dict[str, Any] = {}
-    for key, value in after.items():
-        if isinstance(value, Mapping) and isinstance(before[key], Mapping):
-            if inner := _difference(before[key], value):
-                changed[key] = inner
-        elif value != before[key]:
-            changed[key] = value
-    return changed
+def _given(arguments: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that stand among the arguments, nested; also those that say what the file says."""
+    given: dict[str, Any] = {}
+    for flag in (a[2:].partition("=")[0].replace("-", "_") for a in arguments if a.startswith("--")):
+        *groups, last = flag.split(".")
+        value, into = settings, given
+        for group in groups:
+            value, into = value[group], into.setdefault(group, {})
+        name = last if last in value else last.removeprefix("no_")
+        if name in value:
+            into[name] = value[name]
+    return given
 
 
 class _Progress:

@@ -71,7 +71,7 @@ def compare_runs(subjects: Sequence[Subject], *, experiment: str, question: str,
             if role and role not in by_name:
                 raise RecordError(f"compare {subject.name!r} against {role!r}", found="no such configuration",
                                   rule=f"one of {', '.join(by_name)}", fix="correct reference or truth of the ablation")
-    made = [_configuration(subject, by_name) for subject in subjects]
+    made = [_configuration(subject, by_name) for subject in subjects]  # one that cannot be compared stops no other
     return Comparison(experiment, question, made, dict(provenance or {}))
 
 
@@ -88,27 +88,60 @@ def _configuration(subject: Subject, by_name: Mapping[str, Subject]) -> Configur
     base |= {"world_size": run.spec.layout.world_size, "steps": run.steps()}
     if not subject.reference:
         base["ratios"] = _ratio_histograms(run, run)
-        return Configuration(**base, verdict="reference", why="what the others are held against")
-    reference, truth = by_name[subject.reference].run, by_name[subject.truth or subject.reference].run
-    for role, other in (("reference", reference), ("truth", truth)):
+        return Configuration(**base, verdict="reference", why=f"what the others are held against{_not_finite(run)}")
+    try:
+        reference, truth = _standards(subject, run, by_name)
+        base["ratios"] = _ratio_histograms(run, reference)
+        return _judge(base, run, reference, truth)
+    except RecordError as error:
+        why = f"{error.parts['asked']}: {error.parts['found']}"
+        failure = {"exception": "RecordError", "message": str(error)}
+        return Configuration(**base, verdict="failed", why=why, failure=failure)
+
+
+def _standards(subject: Subject, run: RunDirectory,
+               by_name: Mapping[str, Subject]) -> tuple[RunDirectory, RunDirectory]:
+    """The finished reference and truth of a configuration; a float64 run takes its reference for the truth."""
+    exact, found = run.spec.precision == "float64", []
+    truth = subject.reference if exact else subject.truth
+    for role, name in (("reference", subject.reference), ("truth", truth)):
+        other = by_name[name].run if name else None
         if other is None or other.state["state"] != "succeeded":
-            why = f"its {role} did not finish, so there is nothing to hold it against"
-            return Configuration(**base, verdict="failed", why=why, failure={"exception": f"no {role}"})
-    base["ratios"] = _ratio_histograms(run, reference)
-    return _judge(base, run, reference, truth)
+            raise RecordError(f"its {role} did not finish, so there is nothing to hold it against" if name else
+                              f"below float64 a budget is measured from a float64 truth, and {subject.name} has none",
+                              found=name or f"precision {run.spec.precision}", rule=f"a finished {role}",
+                              fix="name a float64 configuration as `truth` of the ablation")
+        if (role == "truth" or exact) and other.spec.precision != "float64":
+            raise RecordError(f"{name} is the {role} of {subject.name}", found=f"precision {other.spec.precision}",
+                              rule="a truth, and the reference of a float64 run, are float64 runs",
+                              fix="add such a configuration to the ablation")
+        if other.spec.steps != run.spec.steps:
+            raise RecordError(f"compare {run.name} with {name}",
+                              found=f"{run.spec.steps} steps against {other.spec.steps}",
+                              rule="configurations of one ablation take the same number of steps",
+                              fix="set steps in the base of the ablation")
+        found.append(other)
+    return found[0], found[1]
+
+
+def _not_finite(run: RunDirectory) -> str:
+    """A warning if loss or gradient stopped being numbers, "" if they did not."""
+    for record in run.steps():
+        values = (record["loss/total/sum"], record["gradient/norm/global"])
+        if not all(isinstance(value, float) and math.isfinite(value) for value in values):
+            return f"; from step {record['step']} on its loss or gradient is not finite"
+    return ""
 
 
 def _judge(base: dict[str, Any], run: RunDirectory, reference: RunDirectory, truth: RunDirectory) -> Configuration:
-    if run.spec.steps != reference.spec.steps:
-        raise RecordError(f"compare {run.name} with {reference.name}",
-                          found=f"{run.spec.steps} steps against {reference.spec.steps}",
-                          rule="configurations of one ablation take the same number of steps",
-                          fix="set steps in the base of the ablation")
     exact = run.spec.precision == "float64"
     whole, parameters = [], []
     for step in range(run.spec.steps):
         mine, theirs = (_gradients(r, step) for r in (run, reference))
-        true = theirs if exact else _gradients(truth, step)
+        if unlike := _unlike(mine, theirs):
+            return Configuration(**base, verdict="different", first_step=step, first_parameter=unlike[0].split(" ")[0],
+                                 why=f"another model than the reference's: {'; '.join(unlike)}")
+        true = _gradients(truth, step)
         budgets = _float64_budgets(theirs) if exact else _measured_budgets(theirs, true)
         rows = _differences(step, mine, theirs, true, budgets)
         parameters += rows
@@ -127,7 +160,15 @@ def _judge(base: dict[str, Any], run: RunDirectory, reference: RunDirectory, tru
     factor, meaning = name_factor(first, run.spec)
     return Configuration(**base, verdict="different", factor=factor, factor_meaning=meaning,
                          first_step=failing[0], first_parameter=worst.parameter,
-                         why=_difference_sentence(failing[0], worst, first, factor, meaning))
+                         why=_difference_sentence(failing[0], worst, first, factor, meaning) + _not_finite(run))
+
+
+def _unlike(mine: Gradients, reference: Gradients) -> list[str]:
+    """Parameters that only one of the two has, or that have other shapes."""
+    found = [f"{name} is only in {'the reference' if name in reference else 'this one'}"
+             for name in [*reference, *mine] if (name in mine) != (name in reference)]
+    return found + [f"{name} is {tuple(mine[name].shape)}, not {tuple(reference[name].shape)}"
+                    for name in reference if name in mine and mine[name].shape != reference[name].shape]
 
 
 # ---- distances and budgets -------------------------------------------------------------------------------
@@ -210,6 +251,9 @@ def _relative(a: float, b: float) -> float:
 
 def _gradients(run: RunDirectory, step: int) -> Gradients:
     """Whole gradients of a step, in the order of the model (files keep names in alphabetical order)."""
+    if run.spec.record.gradients != "full":
+        raise RecordError(f"compare {run.name}", found=f"record.gradients = {run.spec.record.gradients}",
+                          rule="verdicts need every element of every gradient", fix="set record: {gradients: full}")
     found = run.read_tensors(f"step{step:04d}.gradients")
     order = run.steps()[step].get("gradient_norms", found)
     return {name: found[name] for name in order}

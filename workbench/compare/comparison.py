@@ -6,7 +6,6 @@ it fits in JSON, so a saved comparison is a record that a report or a README can
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 
 import pandas as pd
 
-from workbench.errors import RecordError
+from workbench.errors import RecordError, VerdictError
+from workbench.runs.store import from_json, to_json, write_whole
 
 VERDICTS = ("reference", "equal", "within budget", "different", "failed")
 
@@ -126,6 +126,22 @@ class Comparison:
                           found=", ".join(c.name for c in self.configurations),
                           rule="a configuration of the ablation", fix="choose one that is there")
 
+    def check(self, *names: str) -> None:
+        """Pass if configurations agree with their references; for the end of a script, a notebook or a CI job.
+
+        Args:
+            *names: which ones; none means all in which no known fault is switched on.
+
+        Raises:
+            VerdictError: one is different or failed; the message says each verdict.
+        """
+        asked = [self[name] for name in names] or [c for c in self.configurations if not c.settings.get("faults")]
+        bad = [c for c in asked if c.verdict in ("different", "failed")]
+        if bad:
+            raise VerdictError(f"{self.experiment}: {len(bad)} of {len(asked)} configurations do not agree",
+                               found="; ".join(f"{c.name} is {c.verdict} ({c.why})" for c in bad),
+                               rule="equal or within budget of the reference", fix="read the report, worst first")
+
     def table(self) -> pd.DataFrame:
         """One row a configuration: verdict, factor, first difference, worst distance over budget."""
         rows = []
@@ -157,9 +173,7 @@ class Comparison:
 
     def save(self, path: Path) -> None:
         """Write the whole comparison as JSON, whole or not at all."""
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n", encoding="utf8")
-        temporary.replace(path)
+        write_whole(path, to_json(asdict(self), sort_keys=True))
 
     @classmethod
     def load(cls, path: Path) -> Comparison:
@@ -169,7 +183,7 @@ class Comparison:
             RecordError: missing, damaged, or written by another version.
         """
         try:
-            data = json.loads(path.read_text(encoding="utf8"))
+            data = from_json(path.read_bytes())
             data["configurations"] = [
                 Configuration(**(c | {"parameters": [ParameterDifference(**p) for p in c["parameters"]]}))
                 for c in data["configurations"]]

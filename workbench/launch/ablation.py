@@ -4,7 +4,7 @@
     base: {steps: 4}                        settings of every run
     axes: {precision: [float64, float32]}   every configuration runs once for each combination of values
     reference: one_rank                     the configuration that the others are held against
-    truth: one_rank-float64                 the run whose numbers are taken as exact; may be left out
+    truth: one_rank-float64                 the float64 run whose numbers are taken as exact; needed below float64
     configurations:                         name -> what it changes
       one_rank: {}
       cp2_zigzag: {layout: {cp: 2, order: zigzag}}
@@ -12,13 +12,15 @@
       fault: {precision: float64, layout: {cp: 2}, faults: [local_denominator]}
 
 The runs of the example are one_rank-float64, one_rank-float32, cp2_zigzag-float64, cp2_zigzag-float32 and
-fault. Each is held against the reference with the same values of the axes.
+fault. Each is held against the reference with the same values of the axes. A float64 run is held to the reference
+itself; below float64, to how far the reference of its own precision is from the truth.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from workbench.errors import SpecError
+from workbench.runs.faults import fault_names
 from workbench.runs.spec import RunSpec, merge, parse_spec, read_yaml
 from workbench.runs.store import RUN_NAME
 
@@ -38,7 +41,8 @@ class Planned:
     Attributes:
         name: unique in the ablation, and a legal folder name.
         spec: everything that decides its numbers.
-        reference: name of the run that it is held against; "" for a reference.
+        reference: name of the run that it is held against; "" for a reference, and for a truth that has none of its
+            precision.
         truth: name of the run whose numbers are taken as exact; "" if none, and for the truth itself.
         configuration: the name in the YAML file, without the values of the axes.
     """
@@ -59,8 +63,8 @@ class AblationSpec(BaseModel):
     """What an ablation file says.
 
     Example:
-        >>> ablation = AblationSpec(question="?", reference="a", configurations={"a": {}, "b": {"steps": 2}},
-        ...                         axes={"precision": ["float64", "float32"]})
+        >>> ablation = AblationSpec(question="?", reference="a", configurations={"a": {}, "b": {"layout": {"cp": 2}}},
+        ...                         truth="a-float64", axes={"precision": ["float64", "float32"]})
         >>> [(run.name, run.reference) for run in ablation.expand()][2:]
         [('b-float64', 'a-float64'), ('b-float32', 'a-float32')]
     """
@@ -77,7 +81,7 @@ class AblationSpec(BaseModel):
     reference: str
     """Name of the configuration that the others are held against."""
     truth: str = ""
-    """Name of the run whose numbers are taken as exact."""
+    """Name of the float64 run whose numbers are taken as exact; needed where runs below float64 are compared."""
     configurations: dict[str, dict[str, Any]] = Field(min_length=1)
     """Name -> settings that it changes."""
     extra: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -90,8 +94,8 @@ class AblationSpec(BaseModel):
             where: file or place that the ablation comes from, for messages.
 
         Raises:
-            SpecError: a setting that cannot be used (with the configuration's name), two runs of one name, a
-                reference or truth that is not there, a configuration that sets an axis.
+            SpecError: a setting or fault that cannot be used (with the configuration's name), two runs of one name, a
+                reference or truth that is not there or cannot be one, a configuration that sets an axis.
         """
         if self.reference not in self.configurations:
             raise _unknown(where, "reference", self.reference, self.configurations)
@@ -118,6 +122,8 @@ class AblationSpec(BaseModel):
         planned = []
         for name, configuration, _ in settings:
             reference = references.get(self._place(specs[name]))
+            if name == self.truth and (reference is None or specs[reference].precision != specs[name].precision):
+                reference = name  # it need not be held against anything
             if reference is None:
                 place = ", ".join(f"{axis}={value}" for axis, value in
                                   zip(self.axes, self._place(specs[name]), strict=True))
@@ -127,6 +133,8 @@ class AblationSpec(BaseModel):
             truth = "" if name == self.truth else self.truth
             reference = "" if name == reference else reference
             planned.append(Planned(name, specs[name], reference, truth, configuration))
+        _check_comparable(where, planned)
+        self._check_truth(where, planned)
         return sorted(planned, key=lambda run: bool(run.reference) and run.name != self.truth)
 
     def _settings(self) -> Iterable[tuple[str, str, dict[str, Any]]]:
@@ -154,6 +162,24 @@ class AblationSpec(BaseModel):
                                     rule=f"{axis} is an axis, which gives every configuration its values",
                                     fix="move the configuration to `extra`, which is outside the axes")
 
+    def _check_truth(self, where: str, planned: Sequence[Planned]) -> None:
+        """Refuse verdicts without something exact to rest on."""
+        exact = {run.name: run.configuration for run in planned if run.spec.precision == "float64"}
+        inexact = [run.name for run in planned if run.reference and run.name not in exact]
+        if self.truth in exact or not (self.truth or inexact):
+            return
+        fitting = [f"`truth: {name}`" for name, configuration in exact.items() if configuration == self.reference]
+        example = json.dumps(merge(self.configurations[self.reference], {"precision": "float64"}))  # YAML as well
+        if self.truth:
+            asked, found = f"truth {self.truth!r}", f"{self.truth} is not a float64 run"
+        else:
+            asked, found = "truth is missing", f"below float64 and held against a reference: {', '.join(inexact)}"
+        raise SpecError(
+            f"{where}: {asked}", found=found,
+            rule="below float64 nothing is exact: a run is judged by how far it is from the truth, a float64 run, next "
+                 "to how far its reference is",
+            fix=f"write {fitting[0] if fitting else f'`truth: exact` and `extra: {{exact: {example}}}`'}")
+
     def _place(self, spec: RunSpec) -> tuple[str, ...]:
         """Where a run lies on the axes."""
         dumped = spec.model_dump(mode="json")
@@ -180,7 +206,7 @@ def load_ablation(path: Path | str) -> AblationSpec:
 
 
 def select(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
-    """Some runs, by their own name or their configuration's, with the references and truth that they need.
+    """Some runs, by their own name or their configuration's, with all that they need: reference, truth, clip decisions.
 
     Raises:
         SpecError: a name that is not there.
@@ -189,8 +215,11 @@ def select(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
     for name in names:
         if name not in known:
             raise _unknown("choose runs", "name", name, known)
-    chosen = [run for run in planned if run.name in names or run.configuration in names]
-    needed = {name for run in chosen for name in (run.name, run.reference, run.truth, run.spec.frozen_clip)}
+    needed, more = set(), {run.name for run in planned if run.name in names or run.configuration in names}
+    while more:
+        needed |= more
+        more = {name for run in planned if run.name in more
+                for name in (run.reference, run.truth, run.spec.frozen_clip)} - needed
     return [run for run in planned if run.name in needed]
 
 
@@ -202,19 +231,24 @@ def _parse_all(where: str, settings: Sequence[tuple[str, dict[str, Any]]]) -> di
             specs[name] = parse_spec(RunSpec, changed, where=name)
         except SpecError as error:
             wrong.append(f"{name}: {error.parts['found']}")
+            continue
+        if unknown := sorted(set(specs[name].faults).difference(fault_names())):
+            wrong.append(f"{name}: unknown fault {', '.join(unknown)} (known: {', '.join(fault_names())})")
     if wrong:
         raise SpecError(f"{where}: {len(wrong)} of {len(settings)} runs cannot be used",
                         found="; ".join(wrong),
-                        rule="settings of RunSpec; unknown keys are refused",
+                        rule="settings of RunSpec, and faults of workbench.runs.faults; unknown ones are refused",
                         fix="correct the file; `workbench run --help` lists every setting")
     return specs
 
 
 def _check_order(where: str, specs: Mapping[str, RunSpec]) -> None:
     """Refuse runs that wait for themselves, or for a run that is not there, through `frozen_clip`."""
-    for name in specs if len(specs) > 1 else ():
+    for name in specs:
         seen = [name]
         while needed := specs[seen[-1]].frozen_clip:
+            if needed not in specs and len(specs) == 1:
+                break  # one spec alone may take the decisions of a run that is there already
             if needed not in specs:
                 raise _unknown(f"{where}: run {seen[-1]!r}", "frozen_clip", needed, specs)
             if needed in seen:
@@ -222,6 +256,28 @@ def _check_order(where: str, specs: Mapping[str, RunSpec]) -> None:
                                 found=" -> ".join([*seen, needed]), rule="the run that decides comes first",
                                 fix="leave frozen_clip out of the run whose decisions the others take")
             seen.append(needed)
+
+
+def _check_comparable(where: str, planned: Sequence[Planned]) -> None:
+    """Refuse runs whose gradients could not be laid side by side with those of their reference or truth."""
+    specs = {run.name: run.spec for run in planned}
+    for run in planned:
+        below = run.spec.precision != "float64"
+        others = {"reference": run.reference, "truth": run.truth if run.reference and below else ""}
+        for role, other in ((role, specs[name]) for role, name in others.items() if name):
+            facts = {"steps": (run.spec.steps, other.steps),
+                     "record.gradients": (run.spec.record.gradients, other.record.gradients)}
+            if role == "reference":
+                facts["precision"] = (run.spec.precision, other.precision)
+            unequal = [f"{key} {mine} against {theirs}" for key, (mine, theirs) in facts.items()
+                       if mine != theirs or (key == "record.gradients" and mine != "full")]
+            if unequal:
+                raise SpecError(f"{where}: hold {run.name!r} against its {role} {others[role]!r}",
+                                found=", ".join(unequal),
+                                rule="gradients are compared step by step: both take as many steps, with "
+                                     "record.gradients full, and a reference has the precision of its runs",
+                                fix="set steps and record in `base`; several precisions are an axis, "
+                                    "axes: {precision: [float64, float32]}")
 
 
 def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> SpecError:

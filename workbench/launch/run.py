@@ -9,19 +9,22 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from workbench.errors import LaunchError, RecordError
 from workbench.launch.ablation import AblationSpec, Planned
 from workbench.launch.component import WORKER, run_job
 from workbench.launch.devices import Placement, place, visible_gpus
+from workbench.launch.inputs import identify
 from workbench.launch.jobs import Job, agent_output, submit
-from workbench.runs.store import ENDED, RunDirectory, project_root
+from workbench.runs.store import ENDED, RunDirectory, failure_in_short, project_root
 
 _POLL_S = 0.1
 
@@ -41,7 +44,7 @@ class RunEvent:
         steps_done: optimizer steps recorded so far.
         steps: optimizer steps in all.
         seconds: since it was started.
-        why: first line of what failed, "" if nothing did.
+        why: what failed, asked and found in a line; "" if nothing did.
     """
 
     number: int
@@ -74,7 +77,7 @@ def launch(ablation: AblationSpec | Sequence[Planned], experiment_dir: Path, *,
     """Run everything that an ablation asks for, and return when the last run has ended.
 
     On CPU as many jobs run at a time as have ranks for the cores (a larger one runs alone); on GPUs one at a
-    time. Interrupting it (Ctrl-C) cancels what runs and what waits.
+    time. Interrupting it (Ctrl-C) cancels what runs; what never started leaves no folder behind.
 
     Args:
         ablation: the ablation, or some of its runs (`workbench.launch.ablation.select`).
@@ -82,15 +85,17 @@ def launch(ablation: AblationSpec | Sequence[Planned], experiment_dir: Path, *,
         where: "torchx" makes a job of each run; "here" runs one rank in this process.
         project: folder that relative paths in specs begin at; None takes `project_root`.
         on_event: told about every step and end of a run, on this thread.
-        reuse: take the newest run of the same name, settings and device instead, if it succeeded.
+        reuse: take the newest run of the same name, settings, device, recording, checkpoint and code instead, if it
+            succeeded.
         worker: module that the ranks run.
 
     Returns:
         The run directories, in the order of the ablation.
 
     Raises:
-        LaunchError: a run cannot be placed on this machine, or `here` was asked for several ranks. Nothing
-            has been started then. A run that fails later raises nothing: its directory says so.
+        LaunchError: a run cannot be placed on this machine, or `here` was asked for several ranks.
+        SpecError: a recording or checkpoint is not there. In both cases nothing has been started; a run that fails
+            later raises nothing: its directory says so.
     """
     planned = ablation.expand() if isinstance(ablation, AblationSpec) else list(ablation)
     project = (project or project_root()).resolve()
@@ -98,24 +103,24 @@ def launch(ablation: AblationSpec | Sequence[Planned], experiment_dir: Path, *,
     placements = [place(run.name, run.spec, gpus) for run in planned]
     if where == "here":
         _refuse_several_ranks(planned)
-    runs_dir = experiment_dir.resolve() / "runs"
+    inputs = identify([run.spec for run in planned], project)
     watch = _Watch(len(planned), on_event or (lambda event: None))
-    tasks = []
-    for plan, placement in zip(planned, placements, strict=True):
-        earlier = _reusable(runs_dir, plan, placement) if reuse else None
-        run = earlier or RunDirectory.create(runs_dir, plan.name, plan.spec)
-        if earlier is None:
-            run.set_state("pending", device=placement.device, device_note=placement.note,
-                          world_size=plan.world_size)
-        tasks.append(_Task(run, placement, plan.world_size, reused=earlier is not None))
-    for task in tasks:
-        if task.reused:
-            watch.ended(task, "reused")
-    waiting = [task for task in tasks if not task.reused]
-    if where == "here":
-        _run_here(waiting, project, watch, worker)
-    else:
-        _run_jobs(waiting, project, watch, worker)
+    made: dict[str, _Task] = {}
+    try:
+        for plan, placement, read in _deciding_first(zip(planned, placements, inputs, strict=True)):
+            made[plan.name] = _prepare(experiment_dir.resolve() / "runs", plan, placement, read, made, reuse)
+        tasks = [made[plan.name] for plan in planned]
+        for task in tasks:
+            if task.reused:
+                watch.ended(task, "reused")
+        waiting = [task for task in tasks if not task.reused]
+        if where == "here":
+            _run_here(waiting, project, watch, worker)
+        else:
+            _run_jobs(waiting, project, watch, worker)
+    finally:
+        for task in made.values():
+            _leave_nothing_open(task)
     return [task.run for task in tasks]
 
 
@@ -128,6 +133,39 @@ class _Task:
     job: Job | None = None
     started: float = 0.0
     steps_done: int = -1
+
+
+def _deciding_first(planned: Iterable[tuple[Planned, Placement, Any]]) -> Iterator[tuple[Planned, Placement, Any]]:
+    """The runs in an order in which each comes after the one whose clip decisions it takes."""
+    by_name = {each[0].name: each for each in planned}
+    needs = {name: {each[0].spec.frozen_clip} & by_name.keys() for name, each in by_name.items()}
+    return (by_name[name] for name in TopologicalSorter(needs).static_order())
+
+
+def _prepare(runs_dir: Path, plan: Planned, placement: Placement, inputs: Mapping[str, Any],
+             made: Mapping[str, _Task], reuse: bool) -> _Task:
+    """The earlier run of a plan if it may stand for a new one, or else a new, pending run directory."""
+    identity: dict[str, Any] = {"device": placement.device, "inputs": inputs}
+    if plan.spec.frozen_clip in made:
+        identity["frozen_clip_run"] = made[plan.spec.frozen_clip].run.path.name
+    earlier = _reusable(runs_dir, plan, identity) if reuse else None
+    if earlier is not None:
+        return _Task(earlier, placement, plan.world_size, reused=True)
+    run = RunDirectory.create(runs_dir, plan.name, plan.spec)
+    run.set_state("pending", device_note=placement.note, world_size=plan.world_size, **identity)
+    return _Task(run, placement, plan.world_size)
+
+
+def _leave_nothing_open(task: _Task) -> None:
+    """After an interrupt: stop the job, cancel the run, and remove the folder of one that never started."""
+    if task.job:
+        task.job.cancel()
+    if task.run.state["state"] in ENDED:
+        return
+    if task.started:
+        task.run.set_state("cancelled")
+    else:
+        shutil.rmtree(task.run.path)
 
 
 class _Watch:
@@ -148,8 +186,7 @@ class _Watch:
         self.count += 1
         task.steps_done = _steps_done(task.run)
         failure = task.run.failure() if state in ("failed", "lost") else None
-        why = "" if failure is None else f"{_rank_of(failure)}{failure['exception']}: {failure['message']}"
-        self._tell(task, self.count, state, why.partition("\n")[0])
+        self._tell(task, self.count, state, failure_in_short(failure) if failure else "")
 
     def _tell(self, task: _Task, number: int, state: str, why: str) -> None:
         seconds = time.monotonic() - task.started if task.started else 0.0
@@ -159,30 +196,22 @@ class _Watch:
 
 def _run_jobs(tasks: list[_Task], project: Path, watch: _Watch, worker: str) -> None:
     waiting, active = list(tasks), []
-    try:
-        while waiting or active:
-            while task := _next(waiting, active):
-                waiting.remove(task)
-                if _start(task, project, worker):
-                    active.append(task)
-                    watch.going_on(task)
-                else:
-                    watch.ended(task, "failed")
-            for task in list(active):
-                state = task.job.poll() if task.job else "failed"
-                if state == "running":
-                    watch.going_on(task)
-                else:
-                    active.remove(task)
-                    watch.ended(task, _settle(task, state))
-            time.sleep(_POLL_S)
-    finally:  # whatever is left here was interrupted
-        for task in active:
-            if task.job:
-                task.job.cancel()
-        for task in [*active, *waiting]:
-            if task.run.state["state"] not in ENDED:
-                task.run.set_state("cancelled")
+    while waiting or active:
+        while task := _next(waiting, active):
+            waiting.remove(task)
+            if _start(task, project, worker):
+                active.append(task)
+                watch.going_on(task)
+            else:
+                watch.ended(task, "failed")
+        for task in list(active):
+            state = task.job.poll() if task.job else "failed"
+            if state == "running":
+                watch.going_on(task)
+            else:
+                active.remove(task)
+                watch.ended(task, _settle(task, state))
+        time.sleep(_POLL_S)
 
 
 def _next(waiting: Sequence[_Task], active: Sequence[_Task]) -> _Task | None:
@@ -285,23 +314,21 @@ def _run_here(tasks: list[_Task], project: Path, watch: _Watch, worker: str) -> 
 
     run_here = importlib.import_module(worker).run_here
     left = list(tasks)
-    try:
-        while left:
-            task = left[0]
-            task.started = time.monotonic()
-            watch.going_on(task)
-            try:
-                with _environment("WORKBENCH_DEVICE", task.placement.device):
-                    run_here(task.run, project)
-            except Exception as error:
-                if 0 not in task.run.exits():
-                    task.run.write_exit(0, {}, error)
-                task.run.set_state("failed")
-            left.pop(0)
-            watch.ended(task, task.run.state["state"])
-    finally:
-        for task in left:
+    while task := _next(left, []):
+        left.remove(task)
+        task.started = time.monotonic()
+        watch.going_on(task)
+        try:
+            with _environment("WORKBENCH_DEVICE", task.placement.device):
+                run_here(task.run, project)
+        except KeyboardInterrupt:
             task.run.set_state("cancelled")
+            raise
+        except Exception as error:
+            if 0 not in task.run.exits():
+                task.run.write_exit(0, {}, error)
+            task.run.set_state("failed")
+        watch.ended(task, task.run.state["state"])
 
 
 @contextlib.contextmanager
@@ -324,15 +351,14 @@ def _refuse_several_ranks(planned: Sequence[Planned]) -> None:
                           rule="here there is one rank", fix="leave these out, or use where='torchx'")
 
 
-def _reusable(runs_dir: Path, plan: Planned, placement: Placement) -> RunDirectory | None:
-    """The newest run of this plan, if it succeeded with the same settings on the same device."""
-    if not runs_dir.exists():
-        return None
+def _reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunDirectory | None:
+    """The newest run of this plan's settings, if it succeeded and its state says the same device and inputs."""
     same = [run for run in RunDirectory.find(runs_dir, plan.name)
             if run.spec.content_hash() == plan.spec.content_hash()]
-    newest = same[-1] if same else None
-    wanted = ("succeeded", placement.device)
-    return newest if newest and (newest.status, newest.state.get("device")) == wanted else None
+    if not same or same[-1].status != "succeeded":
+        return None
+    state = same[-1].state
+    return same[-1] if all(state.get(key) == value for key, value in identity.items()) else None
 
 
 def _steps_done(run: RunDirectory) -> int:
@@ -340,7 +366,3 @@ def _steps_done(run: RunDirectory) -> int:
         return len(run.steps())
     except RecordError:
         return 0
-
-
-def _rank_of(failure: dict[str, object]) -> str:
-    return "" if failure["rank"] is None else f"rank {failure['rank']} "

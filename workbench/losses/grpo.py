@@ -20,18 +20,21 @@ def clipped_surrogate(inputs: LossInputs, *, clip_low: float, clip_high: float) 
     Backward: -r A where the unclipped branch is the smaller (ties included), 0 where the clipped one is.
     Source:   PPO, arXiv 1707.06347, equation 7; separate bounds: DAPO, arXiv 2503.14476, equation 10.
     """
-    ratio_T = torch.exp(inputs.policy_logprobs_T - inputs.old_logprobs_T)
-    bounded_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
-    if inputs.frozen_clip_T is None:
-        clipped_T = (bounded_T * inputs.advantages_T) < (ratio_T * inputs.advantages_T)
-    else:
+    log_ratio_T = inputs.policy_logprobs_T - inputs.old_logprobs_T
+    advantages_T = inputs.advantages_T
+    with torch.no_grad():
         clipped_T = inputs.frozen_clip_T
+        if clipped_T is None:
+            ratio_T = log_ratio_T.exp()
+            clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T < ratio_T * advantages_T
     # The bound that a clipped token sits at follows from the sign of its advantage; it carries no gradient.
     # (Two Python numbers in `where` would make a float32 tensor, and round the bounds of a float64 loss.)
-    upper, lower = ratio_T.new_tensor(1 + clip_high), ratio_T.new_tensor(1 - clip_low)
-    bound_T = torch.where(inputs.advantages_T > 0, upper, lower)
-    chosen_T = torch.where(clipped_T, bound_T, ratio_T)
-    return Term(-chosen_T * inputs.advantages_T, clipped_T=clipped_T.detach())
+    upper, lower = log_ratio_T.new_tensor(1 + clip_high), log_ratio_T.new_tensor(1 - clip_low)
+    bound_T = torch.where(advantages_T > 0, upper, lower)
+    # A token without gradient must not pass through exp: where that overflows, 0 * inf would make its gradient NaN.
+    silent_T = clipped_T | (advantages_T == 0)
+    ratio_T = torch.exp(torch.where(silent_T, 0.0, log_ratio_T))
+    return Term(-torch.where(silent_T, bound_T, ratio_T) * advantages_T, clipped_T=clipped_T)
 
 
 def kl_k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:

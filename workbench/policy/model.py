@@ -22,7 +22,7 @@ from workbench.policy.logprobs.reference import token_logprobs as reference_logp
 from workbench.policy.logprobs.vocabulary_parallel import token_logprobs as vocabulary_parallel_logprobs
 from workbench.policy.precision import lift_to_float64
 from workbench.sharding.attention import AttentionShard, gathered_attention
-from workbench.sharding.mesh import Mesh, single_process_mesh
+from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
 from workbench.sharding.tensor_parallel import ParameterShard, apply_tensor_parallel, check_heads, shard_range
 
 ATTENTION = "workbench_gathered"
@@ -97,11 +97,15 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
         raise SpecError(f"policy.logprobs = {implementation!r} with tp={mesh['tp'].size}",
                         rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}; reference needs the whole vocabulary, tp=1",
                         fix="use auto, or vocabulary_parallel")
-    model = _load(source, project, tied, seed)
+    model = _load(source, project, tied, seed).eval()  # no dropout; gradients are as in training
     _refuse_unknown(model)
-    model = lift_to_float64(model) if precision == "float64" else model.to(DTYPES[precision])
-    model.set_attn_implementation(_registered())
-    model.eval()  # no dropout; gradients are as in training
+    model = with_our_attention(model)
+    if precision == "float64":
+        expected = _probe(model, "float32")
+        model = lift_to_float64(model)
+        _hold(model, _probe(model, precision), expected, what="float64 run")
+    else:
+        model = model.to(DTYPES[precision])
     config = model.config.get_text_config()
     shards = _cut(model, config, mesh)
     return Policy(model.to(mesh.device), mesh, shards, config.vocab_size, temperature, implementation)
@@ -116,29 +120,96 @@ def _load(source: str, project: Path | None, tied: bool | None, seed: int) -> An
         raise SpecError(f"model.tied = {tied} with model.source = {source!r}",
                         rule="a checkpoint says itself whether its head is tied", fix="leave model.tied out")
     import transformers
+    from safetensors import SafetensorError
 
     transformers.utils.logging.disable_progress_bar()
     folder = (project or Path()) / source
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder if folder.is_dir() else source,
-                                                                 dtype=torch.float32)
-    except (OSError, ValueError) as error:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder if folder.is_dir() else source, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise SpecError(f"load model.source = {source!r}", found=str(error).splitlines()[0],
-                        rule="a checkpoint folder, a hub id that can be reached, or tiny-qwen3",
-                        fix=f"check the path (looked in {folder.name!r} under the project root first)") from None
+                        rule="a checkpoint folder (config.json, *.safetensors), a hub id that can be reached, or "
+                             "tiny-qwen3",
+                        fix=f"check the path (the folder {source!r} is looked for under the project root)") from None
+    wrong = [f"{kind.replace('_keys', '')}: {', '.join(sorted(map(str, info[kind])))}"
+             for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(kind)]
+    if wrong:
+        raise SpecError(f"load model.source = {source!r}", found="; ".join(wrong),
+                        rule="the checkpoint holds exactly the tensors of the model: none is made up, none left out",
+                        fix="save the whole model again, or mend config.json")
+    return model
 
 
 def _refuse_unknown(model: Any) -> None:
-    """Refuse by name what this policy would silently leave out."""
+    """Refuse by name what is known to be left out here; `with_our_attention` measures the rest."""
     config = model.config.get_text_config()
     left_out = {name: getattr(config, name, None) for name in
-                ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale")}
+                ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")}
     if getattr(config, "use_sliding_window", False):
         left_out["use_sliding_window"] = True
     asked = [f"{name} = {value}" for name, value in left_out.items() if value]
+    # These take their frequencies from the longest position, which differs by rank and by packing.
+    asked += [f"rotary embedding {module.rope_type!r}" for module in model.modules()
+              if getattr(module, "rope_type", "default") in ("dynamic", "longrope")]
     if asked:
-        raise SpecError(f"policy of model type {config.model_type!r}", found=", ".join(asked),
-                        rule="plain causal attention and plain logits", fix="use a model without these")
+        raise SpecError(f"policy of model type {config.model_type!r}", found=", ".join(dict.fromkeys(asked)),
+                        rule="plain causal attention, plain logits, rotary angles from the token's own position",
+                        fix="use a model without these")
+
+
+def with_our_attention(model: Any) -> Any:
+    """Give a decoder the workbench's attention, and refuse it if it then means anything else than before.
+
+    Two short documents in one packed row, its tokens in a shuffled order, must get the logits that the stock model
+    gives each alone, from our hidden states times the head's weight. That finds what no list of names can: a scale or
+    cap on the logits, positions that the model counts for itself, attention that does not go through the registry.
+
+    Raises:
+        SpecError: it does not run with our attention, or not to the same logits.
+    """
+    with torch.no_grad():
+        stock = torch.cat([model(input_ids=_PROBE[None, start:stop] % model.config.get_text_config().vocab_size,
+                                 use_cache=False).logits[0] for start, stop in ((0, 5), (5, 8))])
+    model.set_attn_implementation(_registered())
+    _hold(model, _probe(model, "packed"), stock, what="packed run")
+    return model
+
+
+_PROBE = torch.tensor([1, 3, 2, 5, 4, 2, 6, 1])
+_PROBE_ORDER = torch.tensor([4, 0, 6, 2, 7, 1, 5, 3])
+
+
+def _probe(model: Any, what: str) -> Tensor:
+    """Logits of two packed documents in their own order, computed the way a policy does, in a shuffled one."""
+    documents = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1])[_PROBE_ORDER]
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])[_PROBE_ORDER]
+    allowed = (documents[:, None] == documents) & (positions[:, None] >= positions)
+    shard = AttentionShard(Axis("cp"), allowed)
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    try:
+        with torch.no_grad():
+            tokens = _PROBE[_PROBE_ORDER] % config.vocab_size
+            hidden_TD = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False,
+                                         shard=shard).last_hidden_state[0]
+            logits_TV = torch.nn.functional.linear(hidden_TD, head.weight, getattr(head, "bias", None))
+            return logits_TV[torch.argsort(_PROBE_ORDER)]
+    except (TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        raise SpecError(f"policy of model type {config.model_type!r}: {what}",
+                        found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                        rule="a decoder whose attention goes through the attention registry of transformers",
+                        fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral without a window") from None
+
+
+def _hold(model: Any, actual_TV: Tensor, expected_TV: Tensor, *, what: str) -> None:
+    """Refuse a model whose logits are not what they were; rounding of float32 is far below the bar."""
+    far = float((actual_TV.double() - expected_TV.double()).abs().max() / expected_TV.double().abs().max())
+    if not far <= 1e-3:
+        raise SpecError(f"policy of model type {model.config.get_text_config().model_type!r}: {what}",
+                        found=f"logits off by {far:.2g} of the largest, against the stock model's",
+                        rule="hidden states times the head's weight are the logits, documents in a packed row do not "
+                             "see each other, and norms and rotary embeddings are of a known kind",
+                        fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral without a window")
 
 
 def _cut(model: Any, config: Any, mesh: Mesh) -> dict[str, ParameterShard]:

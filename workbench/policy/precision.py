@@ -26,7 +26,7 @@ def lift_to_float64(model: nn.Module) -> nn.Module:
         if hasattr(module, "variance_epsilon"):
             _lift_rms_norm(module, name, kind)
         elif hasattr(module, "inv_freq"):
-            _lift_rotary(module, name)
+            _lift_rotary(module)
         elif "Norm" in kind and not isinstance(module, nn.LayerNorm):
             raise SpecError(f"float64 run of a model with {kind} at {name}",
                             rule="RMS norms with `variance_epsilon` and `weight`, and torch LayerNorm, are known",
@@ -46,12 +46,7 @@ def _lift_rms_norm(module: Any, name: str, kind: str) -> None:
     module.forward = forward
 
 
-def _lift_rotary(module: Any, name: str) -> None:
-    if getattr(module, "rope_type", "default") in ("dynamic", "longrope"):
-        raise SpecError(f"rotary embedding {module.rope_type!r} at {name}",
-                        rule="frequencies that do not depend on the longest position, which differs by rank",
-                        fix="use a model with another rope_type")
-
+def _lift_rotary(module: Any) -> None:
     def forward(hidden: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         angles = position_ids[..., None].double() * module.inv_freq
         both = torch.cat([angles, angles], dim=-1)

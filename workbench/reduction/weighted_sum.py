@@ -22,7 +22,9 @@ def weighted_sum(values_T: Tensor, weights_T: Tensor, loss_mask_T: Tensor) -> Sc
 
     Shapes:   [t], [t], [t] bool -> scalar.
     Layout:   partial over dp and cp.
-    Backward: weight on tokens that count, exactly 0 elsewhere (whatever the value there, NaN included).
+    Backward: weight on tokens that count, exactly 0 elsewhere, whatever the value there (NaN included). What made
+              that value can still turn the 0 into NaN (0 * inf in the adjoint of exp), so `runs.step` hands losses
+              harmless inputs where nothing counts.
     """
     kept_T = torch.where(loss_mask_T, values_T, 0.0)
     return Scalar((kept_T * weights_T.to(kept_T.dtype)).sum(), PARTIAL)

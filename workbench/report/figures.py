@@ -243,7 +243,7 @@ def _ratio_column(axes: Axes, c: Configuration, parameters: Sequence[Any], place
         if beyond:
             axes.plot([edge] * len(beyond), [place[p.parameter] for p in beyond], color=look.color,
                       marker=arrow, markersize=4, linestyle="none", clip_on=False)
-            ends = sorted({significant(f(p.norm_ratio for p in beyond), 2) for f in (min, max)}, key=len)
+            ends = dict.fromkeys(significant(f(p.norm_ratio for p in beyond), 2) for f in (min, max))
             said.append(f"{arrow} " + " to ".join(ends))
     if lost := sum(math.isnan(p.norm_ratio) for p in parameters):
         said.append(f"{lost} not a number")
@@ -417,7 +417,9 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
         axes.set_xticks(sorted({step["step"] for c in members for step in c.steps}))
         axes.margins(x=0.06, y=0.12)
         if scale == "asinh":
-            axes.set_yscale("asinh", linear_width=max(map(abs, sound)))
+            width = max(map(abs, sound))
+            axes.set_yscale("asinh", linear_width=width)
+            axes.yaxis.set_major_locator(style.DecadesAroundZero(width))
         elif scale == "log":
             axes.set_yscale("log")
         (style.log_ticks if scale == "log" else style.plain_ticks)(axes.yaxis)

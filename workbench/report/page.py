@@ -23,11 +23,13 @@ from workbench.report.summary import (
     answer,
     chip,
     failure_line,
+    shared_note,
     summary_table,
     tiles,
     verdict_style,
     where_it_ran,
 )
+from workbench.runs.store import write_whole
 
 __all__ = ["page", "show", "write_report"]
 
@@ -73,11 +75,7 @@ def write_report(comparison: Comparison, path: Path) -> Path:
     Example:
         >>> write_report(comparison, Path("experiments/layout_parity/report.html"))   # doctest: +SKIP
     """
-    path = Path(path)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(page(comparison), encoding="utf8")
-    temporary.replace(path)
-    return path
+    return write_whole(Path(path), page(comparison).encode())
 
 
 def page(comparison: Comparison) -> str:
@@ -138,7 +136,7 @@ def differences(comparison: Comparison) -> Markup:
 def verdicts(comparison: Comparison) -> Markup:
     """Why each configuration got its verdict, and the whole gradient's distance step by step."""
     rows = [[tag("code", c.name), chip(c.verdict), tag("code", c.against) if c.against else NONE,
-             c.why or NONE, where_it_ran(c)] for c in comparison.configurations]
+             c.why or NONE, where_it_ran(comparison, c)] for c in comparison.configurations]
     steps = [[tag("code", c.name), w.get("step"),
               significant(w.get("distance"), 2), significant(w.get("budget"), 2),
               share(figures.share_of_budget(w.get("distance"), w.get("budget"))),
@@ -190,7 +188,7 @@ def loss(comparison: Comparison) -> Markup:
 
 def time_and_memory(comparison: Comparison) -> Markup:
     """The figure of costs, with a warning where ranks shared a CPU."""
-    notes = sorted({c.device_note for c in comparison.configurations if c.device_note})
+    notes = sorted({c.device_note for c in comparison.configurations if c.device_note} - {shared_note(comparison)})
     on_cpu = any(c.device == "cpu" and c.world_size > 1 for c in comparison.configurations)
     return join([_figure(comparison, figures.time_and_memory),
                  tag("p", CPU_CAPTION, class_="caution") if on_cpu else None,

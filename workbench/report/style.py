@@ -18,7 +18,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, Locator, NullFormatter
 
 from workbench.report.numbers import power_of_ten, significant
 
@@ -103,6 +103,36 @@ def log_ticks(axis: Any) -> None:
 def plain_ticks(axis: Any, digits: int = 3) -> None:
     """Label an axis with plain numbers."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.{digits}g}".replace("-", "−")))
+
+
+class DecadesAroundZero(Locator):
+    """Ticks of an asinh axis: 0 and powers of ten on both sides, none so near to the last that labels touch.
+
+    Args:
+        linear_width: of the axis' scale.
+    """
+
+    def __init__(self, linear_width: float) -> None:
+        self.linear_width = linear_width
+
+    def __call__(self) -> list[float]:
+        """The ticks of the axis as it is."""
+        return self.tick_values(*self.axis.get_view_interval())
+
+    def tick_values(self, vmin: float, vmax: float) -> list[float]:
+        """The ticks between two ends."""
+        def place(value: float) -> float:
+            return math.asinh(value / self.linear_width)
+
+        room = (place(vmax) - place(vmin)) / 14
+        ticks, lowest = [0.0], math.floor(math.log10(self.linear_width))
+        for sign, end in ((1, vmax), (-1, -vmin)):
+            last, highest = 0.0, math.floor(math.log10(end)) if end > 0 else lowest - 1
+            for value in (10.0 ** exponent for exponent in range(lowest, highest + 1)):
+                if place(value) >= last + room:
+                    last = place(value)
+                    ticks.append(sign * value)
+        return sorted(ticks)
 
 
 def note(figure: Figure, text: str) -> None:

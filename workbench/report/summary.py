@@ -82,7 +82,15 @@ def summary_table(comparison: Comparison) -> Markup:
                tag("th", "Gradient norm", scope="col"), tag("th", "First difference", scope="col"))
     notes = list(dict.fromkeys(c.device_note for c in comparison.configurations if c.device_note))
     foot = tag("p", tag("mark"), "ran on CPU with gloo: ", "; ".join(notes), class_="foot")
+    if shared := shared_note(comparison):
+        foot = tag("p", "Every configuration ran on CPU with gloo: ", shared, class_="foot")
     return join([tag("table", tag("thead", head), bodies, class_="summary"), foot if notes else None])
+
+
+def shared_note(comparison: Comparison) -> str:
+    """The note on the device that every run has, which is said once and marks no row; "" if they differ."""
+    notes = {c.device_note for c in comparison.configurations if c.run}
+    return notes.pop() if len(notes) == 1 else ""
 
 
 def faults_of(configuration: Configuration) -> list[str]:
@@ -97,16 +105,16 @@ def failure_line(configuration: Configuration) -> str:
     return f"{rank}{failure.get('exception') or configuration.state}"
 
 
-def where_it_ran(configuration: Configuration, *, brief: bool = False) -> Markup:
-    """Layout, precision, ranks and device; marked, in words unless brief, where another was asked for."""
+def where_it_ran(comparison: Comparison, configuration: Configuration, *, brief: bool = False) -> Markup:
+    """Layout, precision, ranks and device; marked, in words unless brief, where it ran elsewhere than others did."""
     ranks = configuration.world_size
     settings = configuration.settings
     words = [layout_of(settings)] if "layout" in settings else []
     words += [settings["precision"]] if "precision" in settings else []
     text = " · ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''} on {configuration.device}"])
-    if not configuration.device_note:
-        return tag("span", text, class_="where")
     note = configuration.device_note
+    if note in ("", shared_note(comparison)):
+        return tag("span", text, class_="where")
     mark = ["\u00a0", tag("mark", title=note)] if brief else [" ", tag("mark", note)]
     return tag("span", text, mark, class_="where")
 
@@ -129,7 +137,7 @@ def _row(comparison: Comparison, c: Configuration, worst: float | None, scale: _
         distance = tag("div", scale.bar(worst, VERDICT_STYLES[c.verdict].name),
                        tag("span", value, class_="value"), class_="distance")
     return tag("tr",
-               tag("th", tag("span", breakable(c.name), class_="name"), where_it_ran(c, brief=True), faults,
+               tag("th", tag("span", breakable(c.name), class_="name"), where_it_ran(comparison, c, brief=True), faults,
                    scope="row"),
                tag("td", chip(c.verdict)),
                *(tag("td", cell, data_label=label, class_="none" if cell == NONE else None)

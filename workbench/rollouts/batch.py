@@ -10,7 +10,7 @@ Letters: T packed tokens | N documents in the row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +26,8 @@ PADDING = -1
 @dataclass(frozen=True)
 class Extension:
     """A named field that the batch itself does not know, kept and moved with the tokens.
+
+    Its name, the key under which the batch holds it, is none of the batch's own.
 
     Attributes:
         values: [T] for a token field, [N] for a document field.
@@ -55,6 +57,8 @@ def _document(unit: str, dtype: str) -> Any:
 class RolloutBatch:
     """A packed row of documents with everything that an RL loss needs to know about each token.
 
+    Real numbers may be of any floating dtype; a run brings them to its own.
+
     Attributes:
         tokens_T: [T] vocabulary ids.
         positions_T: [T] index of the token in its own document, from 0.
@@ -68,7 +72,7 @@ class RolloutBatch:
         source_T: [T] index of the token in the batch that this row was packed from; `PADDING` on padding.
             Names a token across layouts.
         group_ids_N: [N] which prompt a document answers.
-        rewards_N: [N] reward units.
+        rewards_N: [N] reward units, finite.
         extensions: further named fields, see `Extension`.
         temperature: what logits were divided by when the tokens were sampled.
 
@@ -95,11 +99,12 @@ class RolloutBatch:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        _refuse(_broken_shapes(self))
         if self.source_T is None:
-            source = torch.arange(self.tokens_T.shape[0])
+            source = torch.arange(self.num_tokens)
             source[self.document_ids_T == PADDING] = PADDING
             object.__setattr__(self, "source_T", source)
-        _check(self)
+        _refuse(_broken_rules(self))
 
     # ---- looking -------------------------------------------------------------------------------------
 
@@ -149,62 +154,64 @@ class RolloutBatch:
     def from_documents(cls, documents: Sequence[Mapping[str, Any]], *, temperature: float = 1.0) -> RolloutBatch:
         """Lay documents end to end.
 
+        Values may be tensors, numpy arrays or lists. Real numbers are kept in float64 where they come as float64
+        tensors or arrays, and are float32 otherwise, lists included.
+
         Args:
             documents: mappings with ``tokens``, ``loss_mask``, ``advantages`` (one number or one per token),
                 ``old_logprobs`` and, in all documents or in none, ``sampler_logprobs``, ``ref_logprobs``,
-                ``reward`` and ``group_id``. All lists are as long as ``tokens``.
+                ``reward`` and ``group_id``. All lists are as long as ``tokens``. None counts as absent.
             temperature: of the sampling.
 
         Raises:
-            ShapeError: a list of another length, an unknown key, or a key that only some documents have.
+            ShapeError: a list of another length, an unknown key, a key that only some documents have, tokens or
+                group ids that are not whole numbers, or a mask that is not made of 0 and 1.
         """
-        known = {"tokens", "loss_mask", "advantages", "old_logprobs", "sampler_logprobs", "ref_logprobs",
-                 "reward", "group_id"}
+        where = "RolloutBatch.from_documents"
         if not documents:
-            raise ShapeError("RolloutBatch.from_documents of no documents", rule="at least one document",
+            raise ShapeError(f"{where} of no documents", rule="at least one document",
                              fix="check the file or the filter that made this list")
-        columns: dict[str, list[Any]] = {key: [] for key in known if key in documents[0]}
-        for index, document in enumerate(documents):
-            if set(document) != set(columns):
-                raise ShapeError(f"RolloutBatch.from_documents: document {index} has other keys than document 0",
-                                 found=f"{sorted(document)} against {sorted(columns)}",
-                                 rule=f"every document has the same keys, from {sorted(known)}",
+        given = [{key: value for key, value in document.items() if value is not None} for document in documents]
+        for index, document in enumerate(given):
+            if set(document) != set(given[0]) or not set(document) <= set(_DOCUMENT_KEYS):
+                raise ShapeError(f"{where}: document {index} has other keys",
+                                 found=f"{sorted(document)}, and {sorted(given[0])} in document 0",
+                                 rule=f"every document has the same keys, from {sorted(_DOCUMENT_KEYS)}",
                                  fix="give the missing values, or leave the key out everywhere")
-            length = len(document["tokens"])
-            for key in columns:
-                value = document[key]
-                if key in ("reward", "group_id"):
-                    columns[key].append(value)
-                    continue
-                if key == "advantages" and not hasattr(value, "__len__"):
-                    value = [value] * length
-                if len(value) != length:
-                    raise ShapeError(f"RolloutBatch.from_documents: document {index}, {key}",
-                                     found=f"{len(value)} values for {length} tokens",
-                                     rule="one value per token of the document, prompt included",
+        _refuse_absent(where, given[0], _DOCUMENT_KEYS[:4])
+        columns: dict[str, list[Tensor]] = {key: [] for key in given[0]}
+        for index, document in enumerate(given):
+            what = {key: f"{where}: document {index}, {key}" for key in document}
+            values = {key: as_tensor(what[key], value) for key, value in document.items()}
+            length = values["tokens"].numel()
+            if length == 0:
+                raise ShapeError(what["tokens"], found="no token", rule="a document has a token",
+                                 fix="leave such documents out")
+            if values["advantages"].dim() == 0:
+                values["advantages"] = values["advantages"].expand(length)
+            for key, value in values.items():
+                if value.shape != (() if key in ("reward", "group_id") else (length,)):
+                    raise ShapeError(what[key], found=f"shape {list(value.shape)} for {length} tokens",
+                                     rule="one value per token of the document, prompt included; one reward, one "
+                                          "group_id",
                                      fix="pad the prompt's part with zeros, or use from_padded")
-                columns[key].extend(value.tolist() if isinstance(value, Tensor) else value)
-        lengths = [len(document["tokens"]) for document in documents]
+                columns[key].append(_MEANT_AS.get(key, _as_reals)(what[key], value))
+        lengths = [len(values) for values in columns["tokens"]]
 
-        def column(key: str, dtype: torch.dtype) -> Tensor | None:
-            return torch.tensor(columns[key], dtype=dtype) if key in columns else None
+        def laid(key: str) -> Tensor | None:
+            return torch.cat([values.reshape(-1) for values in columns[key]]) if key in columns else None
 
-        missing = {"tokens", "loss_mask", "advantages", "old_logprobs"} - set(columns)
-        if missing:
-            raise ShapeError("RolloutBatch.from_documents", found=f"no {', '.join(sorted(missing))}",
-                             rule="tokens, loss_mask, advantages and old_logprobs are required",
-                             fix="old_logprobs may be the sampler's if the two are known to be equal")
         return cls(
-            tokens_T=torch.tensor(columns["tokens"], dtype=torch.int64),
+            tokens_T=laid("tokens"),
             positions_T=torch.cat([torch.arange(n) for n in lengths]),
             document_ids_T=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-            loss_mask_T=torch.tensor(columns["loss_mask"]).bool(),
-            advantages_T=torch.tensor(columns["advantages"], dtype=torch.float32),
-            old_logprobs_T=torch.tensor(columns["old_logprobs"], dtype=torch.float32),
-            sampler_logprobs_T=column("sampler_logprobs", torch.float32),
-            ref_logprobs_T=column("ref_logprobs", torch.float32),
-            group_ids_N=column("group_id", torch.int64),
-            rewards_N=column("reward", torch.float32),
+            loss_mask_T=laid("loss_mask"),
+            advantages_T=laid("advantages"),
+            old_logprobs_T=laid("old_logprobs"),
+            sampler_logprobs_T=laid("sampler_logprobs"),
+            ref_logprobs_T=laid("ref_logprobs"),
+            group_ids_N=laid("group_id"),
+            rewards_N=laid("reward"),
             temperature=temperature,
         )
 
@@ -215,8 +222,9 @@ class RolloutBatch:
                     group_ids: Any = None, temperature: float = 1.0) -> RolloutBatch:
         """Unpad a rectangle of prompts and completions, the shape in which most trainers hold rollouts.
 
-        Arrays may be tensors, numpy arrays or lists. Letters here: B documents | P and C, the padded
-        lengths of prompts and completions.
+        Arrays may be tensors, numpy arrays or lists. Real numbers are kept in float64 where they come as float64
+        tensors or arrays, and are float32 otherwise, lists included. Letters here: B documents | P and C, the
+        padded lengths of prompts and completions.
 
         Args:
             prompt_ids: [B, P] padded on the left.
@@ -239,8 +247,9 @@ class RolloutBatch:
             train.
 
         Raises:
-            ShapeError: shapes disagree; a mask is not made of 0 and 1, or has a hole; a token trains that is
-                padding, or that has no token before it; a value is not finite on a token that trains.
+            ShapeError: one of the first six is None; shapes disagree; ids are not whole numbers; a mask is not
+                made of 0 and 1, or has a hole; a token trains that is padding, or that has no token before it;
+                a value is not finite on a token that trains.
 
         Example:
             >>> batch = RolloutBatch.from_padded(
@@ -255,13 +264,14 @@ class RolloutBatch:
                  "completion_mask": completion_mask, "advantages": advantages, "old_logprobs": old_logprobs,
                  "sampler_logprobs": sampler_logprobs, "ref_logprobs": ref_logprobs, "loss_mask": loss_mask,
                  "rewards": rewards, "group_ids": group_ids}
-        arrays = {name: _as_tensor(where, name, value) for name, value in given.items() if value is not None}
+        arrays = {name: as_tensor(f"{where}: {name}", value) for name, value in given.items() if value is not None}
+        _refuse_absent(where, arrays, list(given)[:6])
         shapes = dict.fromkeys(given, "BC") | {"prompt_ids": "BP", "prompt_mask": "BP",
                                                "rewards": "B", "group_ids": "B"}
         if arrays["advantages"].dim() == 1:
             shapes["advantages"] = "B"
         check_shapes(where, **{f"{name}_{shapes[name]}": value for name, value in arrays.items()})
-        masks = {name: _as_mask(where, name, arrays[name])
+        masks = {name: _as_mask(f"{where}: {name}", arrays[name])
                  for name in ("prompt_mask", "completion_mask", "loss_mask") if name in arrays}
         prompt_BP, completion_BC = masks["prompt_mask"], masks["completion_mask"]
         trained_BC = masks.get("loss_mask", completion_BC)
@@ -274,7 +284,7 @@ class RolloutBatch:
         def column(name: str) -> Tensor | None:
             if name not in arrays:
                 return None
-            value = arrays[name].to(torch.float32)
+            value = _as_reals(f"{where}: {name}", arrays[name])
             value = (value if value.dim() == 2 else value[:, None]).expand(trained_BC.shape)
             bad = trained_BC & ~torch.isfinite(value)
             if bad.any():
@@ -284,9 +294,9 @@ class RolloutBatch:
                                  rule="every token that trains has a finite value",
                                  fix="set loss_mask to 0 on such tokens, or find out why they have none")
             value = torch.where(torch.isfinite(value), value, 0.0)
-            return torch.cat([torch.zeros(prompt_BP.shape), value], dim=1)[real]
+            return torch.cat([value.new_zeros(prompt_BP.shape), value], dim=1)[real]
 
-        ids = {name: _as_ids(where, name, arrays[name])
+        ids = {name: _as_ids(f"{where}: {name}", arrays[name])
                for name in ("prompt_ids", "completion_ids", "group_ids") if name in arrays}
         return cls(
             tokens_T=torch.cat([ids["prompt_ids"], ids["completion_ids"]], dim=1)[real],
@@ -298,7 +308,7 @@ class RolloutBatch:
             sampler_logprobs_T=column("sampler_logprobs"),
             ref_logprobs_T=column("ref_logprobs"),
             group_ids_N=ids.get("group_ids"),
-            rewards_N=arrays["rewards"].to(torch.float32) if "rewards" in arrays else None,
+            rewards_N=_as_reals(f"{where}: rewards", arrays["rewards"]) if "rewards" in arrays else None,
             temperature=temperature,
         )
 
@@ -307,7 +317,7 @@ class RolloutBatch:
     def select(self, documents: Sequence[int]) -> RolloutBatch:
         """The row that holds these documents, in this order, and no padding.
 
-        Source indices keep pointing into the batch that this one came from.
+        Source indices keep pointing into the batch that this one came from; see `as_source`.
         """
         chosen = list(documents)
         bad = [d for d in chosen if not 0 <= d < self.num_documents]
@@ -345,33 +355,68 @@ class RolloutBatch:
         changed["positions_T"][self.num_tokens:] = torch.arange(extra)
         return self._with(changed)
 
+    def as_source(self) -> RolloutBatch:
+        """The same row as a batch of its own, its tokens numbered from 0 wherever they came from.
+
+        What is packed from it is named by its place in this row.
+
+        Example:
+            >>> batch.select([3, 1]).as_source().source_T   # doctest: +SKIP
+            tensor([0, 1, 2, 3, 4])
+        """
+        return replace(self, source_T=None)
+
     def _with(self, changed: Mapping[str, Tensor]) -> RolloutBatch:
         own = {name: value for name, value in changed.items() if name not in self.extensions}
         more = {name: replace(e, values=changed.get(name, e.values)) for name, e in self.extensions.items()}
         return replace(self, **own, extensions=more)
 
 
-def _as_tensor(where: str, name: str, value: Any) -> Tensor:
+def as_tensor(what: str, value: Any) -> Tensor:
+    """The numbers of a tensor, a numpy array or nested lists, on the CPU.
+
+    Raises:
+        ShapeError: no rectangle of numbers; the message begins with ``what``.
+    """
     try:
         return torch.as_tensor(value).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ShapeError(f"{where}: {name}", found=str(error), rule="a rectangle of numbers",
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ShapeError(what, found=str(error), rule="a rectangle of numbers",
                          fix="pad the rows to one length; a mask says where the tokens are") from None
 
 
-def _as_ids(where: str, name: str, value: Tensor) -> Tensor:
-    if value.is_floating_point() or value.dtype == torch.bool:
-        raise ShapeError(f"{where}: {name}", found=f"dtype {value.dtype}", rule="whole numbers",
-                         fix="pass the ids as integers")
+def _as_ids(what: str, value: Tensor) -> Tensor:
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise ShapeError(what, found=f"dtype {value.dtype}", rule="whole numbers", fix="pass the ids as integers")
     return value.to(torch.int64)
 
 
-def _as_mask(where: str, name: str, value: Tensor) -> Tensor:
+def _as_mask(what: str, value: Tensor) -> Tensor:
     if not ((value == 0) | (value == 1)).all():
-        raise ShapeError(f"{where}: {name}", found=f"from {float(value.min())} to {float(value.max())}",
+        raise ShapeError(what, found=f"from {float(value.min())} to {float(value.max())}",
                          rule="a mask holds 0 and 1 only",
                          fix="put weights into advantages or an extension")
     return value.bool()
+
+
+def _as_reals(what: str, value: Tensor) -> Tensor:
+    if value.is_complex() or value.dtype == torch.bool:
+        raise ShapeError(what, found=f"dtype {value.dtype}", rule="real numbers", fix="pass floating-point values")
+    return value if value.dtype == torch.float64 else value.to(torch.float32)
+
+
+_MEANT_AS = {"tokens": _as_ids, "group_id": _as_ids, "loss_mask": _as_mask}
+"""How a document's values are read; all others are real numbers."""
+_DOCUMENT_KEYS = ("tokens", "loss_mask", "advantages", "old_logprobs", "sampler_logprobs", "ref_logprobs", "reward",
+                  "group_id")
+"""What a document may hold; the first four are required."""
+
+
+def _refuse_absent(where: str, given: Mapping[str, Any], required: Sequence[str]) -> None:
+    missing = [name for name in required if name not in given]
+    if missing:
+        raise ShapeError(where, found=f"no {', '.join(missing)}", rule=f"{', '.join(required)} are required",
+                         fix="old_logprobs may be the sampler's if the two are known to be equal")
 
 
 def _refuse_padded(where: str, prompt_BP: Tensor, completion_BC: Tensor, trained_BC: Tensor) -> None:
@@ -402,30 +447,35 @@ def _refuse_padded(where: str, prompt_BP: Tensor, completion_BC: Tensor, trained
                              found=found, rule=rule, fix=fix)
 
 
-def _check(batch: RolloutBatch) -> None:
-    """Refuse a row that breaks one of the rules on the class; name every broken rule at once."""
-    broken: list[str] = []
-    length = batch.tokens_T.shape[0] if batch.tokens_T.dim() == 1 else -1
-    for f in fields(batch):
-        value, level = getattr(batch, f.name), f.metadata.get("level")
-        if level is None or value is None:
-            continue
-        wanted = length if level == "token" else batch.num_documents
-        if value.dim() != 1 or value.shape[0] != wanted:
-            broken.append(f"{f.name} has shape {tuple(value.shape)}, not [{wanted}]")
-        kind = f.metadata["dtype"]
-        ok = value.is_floating_point() if kind == "float" else value.dtype == getattr(torch, kind)
-        if not ok:
-            broken.append(f"{f.name} has dtype {value.dtype}, not {kind}")
-    for name, e in batch.extensions.items():
-        wanted = length if e.level == "token" else batch.num_documents
-        if e.values.shape != (wanted,):
-            broken.append(f"extension {name} has shape {tuple(e.values.shape)}, not [{wanted}]")
-    if not broken:
-        broken = list(_broken_rules(batch))
+def _refuse(broken: Sequence[str]) -> None:
     if broken:
         raise ShapeError("RolloutBatch", found="; ".join(broken),
                          rule="see the attributes of RolloutBatch", fix="build rows with from_documents or from_padded")
+
+
+def _broken_shapes(batch: RolloutBatch) -> list[str]:
+    """What keeps the rules on values from being looked at: a tensor that is missing, or of another shape or dtype."""
+    known = {f.name: f for f in fields(batch)}
+    own = {name: (f.metadata["level"], getattr(batch, name)) for name, f in known.items() if "level" in f.metadata}
+    own = {name: entry for name, entry in own.items() if entry[1] is not None or known[name].default is MISSING}
+    more = {f"extension {name}": (e.level, e.values) for name, e in batch.extensions.items()}
+    broken = [f"extension {name} has the name of a field" for name in batch.extensions if name in known]
+    broken += [f"{name} has level {level!r}, not token or document" for name, (level, _) in more.items()
+               if level not in ("token", "document")]
+    broken += [f"{name} is {'None' if value is None else f'a {type(value).__name__}'}, not a tensor"
+               for name, (_, value) in (own | more).items() if not isinstance(value, Tensor)]
+    if broken:
+        return broken
+    for name, (_, value) in own.items():
+        kind = known[name].metadata["dtype"]
+        if not (value.is_floating_point() if kind == "float" else value.dtype == getattr(torch, kind)):
+            broken.append(f"{name} has dtype {value.dtype}, not {kind}")
+    for level in ("token", "document"):
+        if not broken:  # documents can be counted only in token fields that fit
+            wanted = batch.tokens_T.numel() if level == "token" else batch.num_documents
+            broken += [f"{name} has shape {tuple(value.shape)}, not [{wanted}]"
+                       for name, (at, value) in (own | more).items() if at == level and value.shape != (wanted,)]
+    return broken
 
 
 def _broken_rules(batch: RolloutBatch) -> list[str]:
@@ -458,6 +508,8 @@ def _broken_rules(batch: RolloutBatch) -> list[str]:
             broken.append(f"{name} is not finite on a token that counts")
         if value is not None and "logprobs" in name and (value[batch.loss_mask_T] > 1e-4).any():
             broken.append(f"{name} is positive on a token that counts: these are not log-probabilities")
-    if batch.temperature <= 0:
+    if batch.rewards_N is not None and not (finite := batch.rewards_N.isfinite()).all():
+        broken.append(f"rewards_N is not finite for documents {torch.nonzero(~finite)[:, 0].tolist()}")
+    if not 0 < batch.temperature < float("inf"):
         broken.append(f"temperature is {batch.temperature}")
     return broken

@@ -95,15 +95,17 @@ def save(batch: RolloutBatch, folder: Path, *, provenance: Mapping[str, Any] | N
          overwrite: bool = False) -> Manifest:
     """Write a batch to ``folder``, whole or not at all.
 
+    A recording is its own source: its tokens are numbered from 0, also where ``batch`` was cut from another.
+
     Args:
-        batch: what to write; every value comes back bit for bit.
+        batch: what to write; every other value comes back bit for bit, in its dtype.
         folder: made if it is missing.
         provenance: anything JSON can hold, kept in the manifest.
         overwrite: replace the recording that is there.
 
     Raises:
         RecordError: there is a recording in the folder and ``overwrite`` is False.
-        ShapeError: an extension has the name of a field, or the provenance does not fit in JSON.
+        ShapeError: the provenance does not fit in JSON.
     """
     if not overwrite:
         refuse_existing(folder)
@@ -114,7 +116,7 @@ def save(batch: RolloutBatch, folder: Path, *, provenance: Mapping[str, Any] | N
         raise ShapeError(f"save rollouts to {folder}", found=f"provenance: {error}",
                          rule="the manifest is JSON",
                          fix="leave out values that JSON has no word for") from None
-    entries, tensors = _describe(batch)
+    entries, tensors = _describe(batch.as_source())
     content = safetensors_torch.save(tensors)
     manifest = Manifest(
         format="workbench rollouts", version=1,
@@ -192,10 +194,6 @@ def refuse_existing(folder: Path) -> None:
 
 def _describe(batch: RolloutBatch) -> tuple[dict[str, FieldEntry], dict[str, Tensor]]:
     known = {f.name: f.metadata for f in fields(batch) if "level" in f.metadata}
-    clash = sorted(set(batch.extensions) & {f.name for f in fields(batch)})
-    if clash:
-        raise ShapeError("save rollouts", found=f"extensions {', '.join(clash)}",
-                         rule="an extension has a name of its own", fix="rename the extension")
     entries: dict[str, FieldEntry] = {}
     # A copy of its own for each: safetensors refuses tensors that share memory.
     tensors = {name: value.detach().cpu().contiguous().clone()

@@ -15,23 +15,24 @@ A record of a table (JSON lines or parquet) has the keys
     reward                  optional: one number
     group_id                optional: a whole number, or a word (words are numbered in order of appearance)
 
-and every record has the same ones; null counts as absent.
+and every record has the same ones; null counts as absent. Real numbers of a table become float32; an array
+keeps float64.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from workbench.errors import RecordError, ShapeError
-from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.batch import RolloutBatch, as_tensor
 
 _TRL_KEYS = {
     "prompt_ids": "prompt_ids",
@@ -47,6 +48,8 @@ _TRL_KEYS = {
     "group_ids": "group_ids",
 }
 _TRL_UNUSED = ("num_items_in_batch",)
+_TRL_WORDS = {ours: trl for trl, ours in _TRL_KEYS.items()}
+_OUR_WORDS = re.compile(rf"\b({'|'.join(_TRL_WORDS)})(?:_[TN]\b)?(?![a-z])")
 
 _PER_TOKEN = ("old_logprobs", "sampler_logprobs", "ref_logprobs")
 _KEYS = {"prompt_tokens", "completion_tokens", "completion_loss_mask", "advantage", "advantages", *_PER_TOKEN,
@@ -70,29 +73,35 @@ def read_trl(arrays: Mapping[str, Any], *, temperature: float = 1.0,
 
     Source: the output of ``GRPOTrainer._generate_and_score_completions`` in huggingface/trl.
     """
+    return _from_trl("read_trl", arrays, temperature, ignore)
+
+
+def _from_trl(where: str, arrays: Mapping[str, Any], temperature: float, ignore: Sequence[str]) -> RolloutBatch:
+    """`read_trl`, for messages that begin with ``where`` and use TRL's names."""
     given = {key: value for key, value in arrays.items()
              if value is not None and key not in ignore and key not in _TRL_UNUSED}
     unknown = sorted(set(given) - set(_TRL_KEYS))
     if unknown:
-        raise ShapeError("read_trl", found=f"unknown keys {', '.join(unknown)}",
+        raise ShapeError(where, found=f"unknown keys {', '.join(unknown)}",
                          rule=f"keys are {', '.join([*_TRL_KEYS, *_TRL_UNUSED])}",
                          fix=f"leave them out, or say ignore={unknown} if the loss does not need them")
     required = [key for key in list(_TRL_KEYS)[:6] if key not in given]
     if required:
-        raise ShapeError("read_trl", found=f"no {', '.join(required)}",
+        raise ShapeError(where, found=f"no {', '.join(required)}",
                          rule=f"{', '.join(list(_TRL_KEYS)[:6])} are required",
                          fix="TRL leaves old_per_token_logps out when the policy is the one that sampled: "
                              "pass that policy's own log-probabilities under this name")
-    if "tool_mask" in given:
+    given = {key: as_tensor(f"{where}: {key}", value) for key, value in given.items()}
+    if "tool_mask" in given and given["tool_mask"].shape == given["completion_mask"].shape:
         # TRL pads tool_mask with ones.
-        given["tool_mask"] = _product(given["tool_mask"], given["completion_mask"])
-    return RolloutBatch.from_padded(**{_TRL_KEYS[key]: value for key, value in given.items()},
-                                    temperature=temperature)
-
-
-def _product(tool_mask: Any, completion_mask: Any) -> Any:
-    tool, completion = torch.as_tensor(tool_mask), torch.as_tensor(completion_mask)
-    return tool.long() * completion.long() if tool.shape == completion.shape else tool
+        given["tool_mask"] = given["tool_mask"] * given["completion_mask"]
+    try:
+        return RolloutBatch.from_padded(**{_TRL_KEYS[key]: value for key, value in given.items()},
+                                        temperature=temperature)
+    except ShapeError as error:
+        said = {part: _OUR_WORDS.sub(lambda word: _TRL_WORDS[word[1]], text) for part, text in error.parts.items()}
+        asked = re.sub(r"^RolloutBatch(\.from_padded)?", lambda _: where, said.pop("asked"))
+        raise ShapeError(asked, **said) from None
 
 
 def read_npz(path: Path, *, temperature: float = 1.0, ignore: Sequence[str] = ()) -> RolloutBatch:
@@ -100,7 +109,7 @@ def read_npz(path: Path, *, temperature: float = 1.0, ignore: Sequence[str] = ()
 
     Raises:
         RecordError: the file is missing, damaged, or holds pickled objects, which are never loaded.
-        ShapeError: what `read_trl` refuses.
+        ShapeError: what `read_trl` refuses; the message names file and key.
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -108,7 +117,7 @@ def read_npz(path: Path, *, temperature: float = 1.0, ignore: Sequence[str] = ()
     except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise _unreadable(path, f"{type(error).__name__}: {error}",
                           "a .npz file of plain numeric arrays") from None
-    return read_trl(arrays, temperature=temperature, ignore=ignore)
+    return _from_trl(str(path), arrays, temperature, ignore)
 
 
 def read_jsonl(path: Path, *, temperature: float = 1.0) -> RolloutBatch:

@@ -124,6 +124,8 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
         row = local.row
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
         logprobs_T, entropy_T = policy.token_logprobs(hidden_TD, row.targets_T)
+        # Where nothing counts the ratio is 1, whatever the policy says there: no exp can overflow into a gradient.
+        logprobs_T = torch.where(row.loss_mask_T, logprobs_T, row.old_logprobs_T)
         inputs = LossInputs(logprobs_T, row.old_logprobs_T, row.advantages_T, row.sampler_logprobs_T,
                             row.ref_logprobs_T, entropy_T, _at_targets(frozen_clip_S, row))
         terms = loss(inputs)

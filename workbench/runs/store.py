@@ -2,14 +2,13 @@
 
 It is the source of truth. Whoever watches a run (a notebook, the command line, a comparison) only reads it,
 so a killed kernel loses nothing. A file is written under a temporary name, flushed and renamed; appended
-lines carry their own checksum; nothing is ever unpickled.
+lines carry their own checksum; JSON is standard JSON (NaN too); nothing is ever unpickled.
 
     <experiment>/runs/<name>-<hash8>[-k]/
       config.json                  the canonical spec; hash8 is its content hash
       state.json                   pending | running | succeeded | failed | cancelled | lost; when, where, who
       metrics.jsonl                one reduced record per optimizer step, written by rank 0
       provenance.json              versions, git state, command, machine
-      summary.json                 whatever the worker sums up at the end
       ranks/rank00000.log          standard output and error of a rank
       ranks/rank00000.exit.json    how a rank ended: exception, traceback, when
       tensors/<name>.safetensors   gradients and per-token values
@@ -21,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -52,6 +52,7 @@ ENDED = ("succeeded", "failed", "cancelled", "lost")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a run may be called: a folder name everywhere, and no option of a command."""
 
+_NOT_FINITE = [{"float": name} for name in ("nan", "inf", "-inf")]
 _CHECK = re.compile(r'\{"crc32": "([0-9a-f]{8})", ')
 _ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:[\w.@+-]+/)+[\w.@+-]+")
 _LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
@@ -108,9 +109,9 @@ class RunDirectory:
                 path = root / f"{stem}-{attempt}"
         run = cls(path, spec)
         (path / "ranks").mkdir()
-        _write_whole(path / "config.json", (spec.canonical() + "\n").encode())
+        write_whole(path / "config.json", (spec.canonical() + "\n").encode())
         state = {"state": "pending", "name": name, "created_ns": time.time_ns()}
-        _write_whole(path / "state.json", _as_json(state))
+        write_whole(path / "state.json", to_json(state))
         return run
 
     @classmethod
@@ -181,7 +182,7 @@ class RunDirectory:
                      "started_ns": time.time_ns()}
         elif state in ENDED:
             noted = {"ended_ns": time.time_ns()}
-        _write_whole(self.path / "state.json", _as_json(self.state | noted | fields | {"state": state}))
+        write_whole(self.path / "state.json", to_json(self.state | noted | fields | {"state": state}))
 
     # ---- step records --------------------------------------------------------------------------------
 
@@ -201,7 +202,7 @@ class RunDirectory:
         if not self._tail_checked:
             _drop_torn_tail(path)
             self._tail_checked = True
-        body = _as_json(dict(record), indent=None).rstrip(b"\n")
+        body = to_json(dict(record), indent=None).rstrip(b"\n")
         line = b'{"crc32": "%08x", ' % zlib.crc32(body) + body[1:] + b"\n"
         with path.open("ab") as file:
             file.write(line)
@@ -278,16 +279,8 @@ class RunDirectory:
         return self.path / "tensors" / f"{name}.safetensors"
 
     def write_json(self, name: str, value: Any) -> Path:
-        """Write a JSON file (such as summary.json), whole or not at all."""
-        return _write_whole(self.path / name, _as_json(value))
-
-    def read_json(self, name: str) -> Any:
-        """Read a JSON file of this run.
-
-        Raises:
-            RecordError: missing or damaged.
-        """
-        return _read_json(self.path / name, what="a file of this run")
+        """Write a JSON file (such as provenance.json), whole or not at all."""
+        return write_whole(self.path / name, to_json(value))
 
     # ---- how ranks ended -----------------------------------------------------------------------------
 
@@ -341,6 +334,19 @@ class RunDirectory:
         return f"RunDirectory({self.path.name}: {self.status}, {len(self.steps())}/{self.spec.steps} steps)"
 
 
+def failure_in_short(failure: Mapping[str, Any]) -> str:
+    r"""A failure in a line: rank, exception, and of the message what was asked and what was found.
+
+    Example:
+        >>> failure_in_short({"rank": 1, "exception": "ShapeError", "message": "split 7 tokens\n  found: an odd row"})
+        'rank 1 ShapeError: split 7 tokens; found: an odd row'
+    """
+    lines = str(failure.get("message", "")).splitlines()
+    said = [*lines[:1], *(line.strip() for line in lines[1:] if line.startswith("  found: "))][:2]
+    rank = "" if failure.get("rank") is None else f"rank {failure['rank']} "
+    return f"{rank}{failure.get('exception', 'failed')}" + (f": {'; '.join(said)}" if said else "")
+
+
 def is_connection_error(error: BaseException) -> bool:
     """Say whether this is the echo of a peer's death rather than a failure of its own.
 
@@ -385,6 +391,12 @@ def _shortened(path: re.Match[str]) -> str:
     return f".../{Path(path[0]).name if inside_library == path[0] else inside_library}"
 
 
+def versions() -> dict[str, str]:
+    """What is installed, of the packages that numbers or records depend on."""
+    return {"workbench": workbench.__version__, "python": platform.python_version()} | {
+        name: _version(name) for name in ("torch", "transformers", "triton", "torchx", "safetensors")}
+
+
 def provenance(project: Path, *, seed: int | None = None) -> dict[str, Any]:
     """What made these numbers: versions, git state, command, machine.
 
@@ -397,8 +409,7 @@ def provenance(project: Path, *, seed: int | None = None) -> dict[str, Any]:
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "git": _git_state(project),
-        "versions": {"workbench": workbench.__version__, "python": platform.python_version()}
-        | {name: _version(name) for name in ("torch", "transformers", "triton", "torchx", "safetensors")},
+        "versions": versions(),
         "argv": [without_machine_paths(argument, project) for argument in sys.argv],
         "seed": seed,
         "cpu": _cpu_name(),
@@ -440,19 +451,46 @@ def _cpu_name() -> str:
 # ---- files, whole or absent ----------------------------------------------------------------------------
 
 
-def _as_json(value: Any, indent: int | None = 1) -> bytes:
-    """JSON with a last newline. NaN and infinities are written as Python's json writes and reads them."""
+def to_json(value: Any, *, indent: int | None = 1, sort_keys: bool = False) -> bytes:
+    """Standard JSON with a last newline, which `from_json` gives back.
+
+    JSON has no word for NaN and the infinities: they are written as ``{"float": "nan"}``, "inf" and "-inf".
+
+    Raises:
+        RecordError: something that is no JSON data.
+    """
     try:
-        return (json.dumps(value, indent=indent) + "\n").encode()
-    except TypeError as error:
+        return (json.dumps(_finite(value), indent=indent, sort_keys=sort_keys, allow_nan=False) + "\n").encode()
+    except (TypeError, ValueError) as error:
         raise RecordError("write a record as JSON", found=str(error),
                           rule="text, numbers, booleans, None, lists and mappings of them",
                           fix="turn tensors into numbers with .item() or float()") from None
 
 
+def from_json(content: bytes | str) -> Any:
+    """What `to_json` wrote.
+
+    Raises:
+        ValueError: not JSON.
+    """
+    return json.loads(content, object_hook=_with_floats)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(float(value))}
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _with_floats(read: dict[str, Any]) -> Any:
+    return float(read["float"]) if read in _NOT_FINITE else read
+
+
 def _read_json(path: Path, *, what: str) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return from_json(path.read_bytes())
     except FileNotFoundError:
         raise RecordError(f"read {path}", found="no such file", rule=f"{what} holds {path.name}",
                           fix="check the path, or run the configuration again") from None
@@ -461,7 +499,8 @@ def _read_json(path: Path, *, what: str) -> Any:
                           fix="it was damaged after it was written; run the configuration again") from None
 
 
-def _write_whole(path: Path, content: bytes) -> Path:
+def write_whole(path: Path, content: bytes) -> Path:
+    """Write a file, whole or not at all, and on disk before this returns; what was there stays until then."""
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_bytes(content)
@@ -482,7 +521,7 @@ def _checked_line(line: bytes) -> dict[str, Any] | None:
     if found is None:
         return None
     body = "{" + text[found.end():]
-    return json.loads(body) if f"{zlib.crc32(body.encode()):08x}" == found[1] else None
+    return from_json(body) if f"{zlib.crc32(body.encode()):08x}" == found[1] else None
 
 
 def _drop_torn_tail(path: Path) -> None:

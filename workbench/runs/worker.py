@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.errors import RecordError, WorkbenchError
+from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
 from workbench.rollouts.batch import RolloutBatch
@@ -29,24 +29,23 @@ from workbench.sharding.mesh import Mesh, join, leave, make_mesh
 
 
 def run_here(run: RunDirectory, project: Path) -> None:
-    """Do a run of one rank in this process.
+    """Do a run of one rank in this process, whatever job this process itself may be part of.
 
     Raises:
         WorkbenchError: whatever went wrong; the run directory says so too.
     """
-    _rank(run, project)
+    _rank(run, project, rank=0, join_job=False)
 
 
-def _rank(run: RunDirectory, project: Path) -> None:
-    """Do this rank's part of a run and note how it ended."""
-    rank, coordinates = int(os.environ.get("RANK", "0")), {}
+def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool) -> None:
+    """Do a rank's part of a run and note how it ended."""
+    coordinates: dict[str, int] = {}
     try:
         if rank == 0:
             run.set_state("running")
-        spec = run.spec
+        spec, layout = run.spec, run.spec.layout
         device_type = os.environ.get("WORKBENCH_DEVICE", "cpu" if spec.device == "auto" else spec.device)
-        device = join(device_type, timeout_s=spec.timeout_s)
-        layout = spec.layout
+        device = join(device_type, timeout_s=spec.timeout_s) if join_job else torch.device(device_type)
         mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, device=device)
         coordinates = mesh.coordinates
         with planted(spec.faults):
@@ -71,6 +70,7 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
                          temperature=spec.policy.temperature or batch.temperature,
                          implementation=spec.policy.logprobs, project=project, tied=spec.model.tied,
                          seed=spec.model.seed)
+    _check_batch(batch, spec, policy.vocabulary_size)
     loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
     if mesh.is_first:
         run.write_json("provenance.json", provenance(project, seed=spec.seed))
@@ -95,6 +95,20 @@ def make_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer
     return torch.optim.AdamW(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
 
 
+def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:
+    """Refuse rollouts that this policy cannot have sampled, and a step of more documents than there are."""
+    if int(batch.tokens_T.max()) >= vocabulary:
+        raise SpecError(f"train {spec.model.source} on {spec.data.path}",
+                        found=f"token id {int(batch.tokens_T.max())}, and a vocabulary of {vocabulary}",
+                        rule="every token id is below the size of the vocabulary",
+                        fix="use the model that these rollouts were sampled from")
+    wanted = spec.data.documents_per_step
+    if wanted is not None and wanted > batch.num_documents:
+        raise SpecError(f"data.documents_per_step = {wanted}",
+                        found=f"{batch.num_documents} documents in {spec.data.path}",
+                        rule="a step takes each document at most once", fix="leave it out to take all of them")
+
+
 def _step_batches(batch: RolloutBatch, documents_per_step: int | None) -> Iterator[RolloutBatch]:
     """The documents of each optimizer step: in order, around and around."""
     taken = 0
@@ -108,16 +122,21 @@ def _step_batches(batch: RolloutBatch, documents_per_step: int | None) -> Iterat
 
 
 def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
-    """Clip decisions of another configuration of the same experiment, at this step."""
-    if run.spec.frozen_clip is None:
+    """Clip decisions of another configuration of the same experiment, at this step.
+
+    The launcher says which run of that configuration is meant; without it there must be only one.
+    """
+    name = run.spec.frozen_clip
+    if name is None:
         return None
-    runs = RunDirectory.find(run.path.parent, run.spec.frozen_clip)
-    if not runs or runs[-1].status != "succeeded":
-        raise RecordError(f"frozen_clip = {run.spec.frozen_clip!r}",
-                          found=f"its newest run {runs[-1].status}" if runs else "no run of that configuration",
-                          rule="the configuration whose clip decisions are taken finishes first, with record.tokens",
+    chosen = run.state.get("frozen_clip_run")
+    runs = [other for other in RunDirectory.find(run.path.parent, name) if chosen in (None, other.path.name)]
+    if len(runs) != 1 or runs[0].status != "succeeded":
+        raise RecordError(f"frozen_clip = {name!r}",
+                          found=", ".join(f"{other.path.name} ({other.status})" for other in runs) or "no such run",
+                          rule="one finished run of that configuration, with record.tokens, in the same experiment",
                           fix="run the whole ablation, or leave frozen_clip out")
-    return runs[-1].read_tensors(_name(number, "tokens"))["clipped"]
+    return runs[0].read_tensors(_name(number, "tokens"))["clipped"]
 
 
 def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float, step_ms: float, mesh: Mesh) -> None:
@@ -152,7 +171,7 @@ def main() -> None:
     os.dup2(log, 2)
     code = 0
     try:
-        _rank(run, arguments.project)
+        _rank(run, arguments.project, rank=int(os.environ.get("RANK", "0")), join_job=True)
     except BaseException:
         import traceback
 

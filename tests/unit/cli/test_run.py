@@ -16,6 +16,7 @@ question: Same?
 base: {steps: 4, loss: {clip_high: 0.28}}
 axes: {precision: [float64, float32]}
 reference: a
+truth: a-float64
 configurations: {a: {}, b: {loss: {clip_low: 0.1}}}
 """
 
@@ -59,9 +60,14 @@ class TestArguments:
         assert called["changes"] == {}
         assert called["only"] == ("b", "a-float32")
 
-    def test_a_flag_that_says_what_the_file_says_changes_nothing(self, file, called):
-        verb.main([str(file), "--steps", "4", "--loss.clip-high", "0.28"])
-        assert called["changes"] == {}
+    def test_a_flag_that_says_what_the_file_says_is_a_change_too(self, file, called):
+        """Else a flag that an axis overrules would be dropped without a word where it names the default."""
+        verb.main([str(file), "--steps", "4", "--loss.clip_high=0.28", "--precision", "float32"])
+        assert called["changes"] == {"steps": 4, "loss": {"clip_high": 0.28}, "precision": "float32"}
+
+    def test_a_switch_is_a_change(self, file, called):
+        verb.main([str(file), "--record.no-tokens"])
+        assert called["changes"] == {"record": {"tokens": False}}
 
     def test_a_flag_may_give_back_a_default(self, file, called):
         verb.main([str(file), "--steps", "1"])
@@ -83,6 +89,13 @@ class TestArguments:
         comparison.configurations.append(Configuration("c", comparison["a"].settings, verdict="failed"))
         assert verb.main([str(file)]) == 1
 
+    def test_a_failed_run_is_printed_with_what_was_found(self, file, called, comparison, capsys):
+        failure = {"rank": 1, "exception": "ShapeError", "message": "split 7 tokens\n  found: an odd row\n  do: pad"}
+        comparison.configurations.append(Configuration("c", comparison["a"].settings, verdict="failed", why="short",
+                                                       failure=failure))
+        verb.main([str(file)])
+        assert "c  failed         rank 1 ShapeError: split 7 tokens; found: an odd row\n" in capsys.readouterr().out
+
     def test_the_verdicts_and_the_path_are_printed(self, file, called, capsys):
         verb.main([str(file)])
         out = capsys.readouterr().out
@@ -100,7 +113,7 @@ class TestChanges:
 
     def test_an_axis_cannot_be_set(self, file):
         with pytest.raises(SpecError, match="precision is an axis"):
-            verb._changed(load_ablation(file), {"precision": "float64"}, where="x")
+            verb.main([str(file), "--precision", "float32"])
 
 
 class TestRunAblation:
@@ -138,6 +151,15 @@ class TestRunAblation:
         assert page == file.parent / "runs" / "report.html"
         assert not (file.parent / "comparison.json").exists()
         assert saved["subjects"] == [("a-float64", ""), ("b-float64", "a-float64")]
+
+    def test_a_variation_never_replaces_the_whole(self, file, saved):
+        _, page = verb.run_ablation(file, changes={"steps": 2})
+        assert page == file.parent / "runs" / "report.html"
+        assert not (file.parent / "comparison.json").exists()
+
+    def test_what_the_file_says_anyway_is_no_variation(self, file, saved):
+        _, page = verb.run_ablation(file, changes={"steps": 4}, only=["a", "b"])
+        assert page == file.parent / "report.html"
 
     def test_a_spec_of_one_run_gets_a_folder_of_its_name(self, tmp_path, saved):
         path = tmp_path / "mine.yaml"

@@ -17,7 +17,7 @@ def gradient(scale=1.0, noise=0.0, small=1e-9):
             for name, value in base.items()}
 
 
-def run(root, name, gradients, *, precision="float64", state="succeeded", flips=False, **settings):
+def run(root, name, gradients, *, precision="float64", state="succeeded", flips=False, norm=1.0, **settings):
     directory = RunDirectory.create(root, name, RunSpec(precision=precision, steps=len(gradients), **settings))
     directory.set_state("running")
     for step, values in enumerate(gradients):
@@ -26,7 +26,7 @@ def run(root, name, gradients, *, precision="float64", state="succeeded", flips=
             "clipped": torch.tensor([step == 1, False]), "would_clip": torch.tensor([step == 1, flips]),
             "trained": torch.tensor([True, True]),
             "policy_logprobs": torch.tensor([-1.0, -2.0]), "old_logprobs": torch.tensor([-1.5, -2.0])})
-        directory.append_step({"step": step, "loss/total/sum": 0.5, "gradient/norm/global": 1.0})
+        directory.append_step({"step": step, "loss/total/sum": 0.5, "gradient/norm/global": norm})
     directory.set_state(state)
     return directory
 
@@ -130,3 +130,47 @@ def test_ratios_are_counted_from_trained_tokens(tmp_path):
     assert sum(histogram["counts"]) == 2
     assert histogram["edges"][0] < 1 < histogram["edges"][-1]
     assert histogram["edges"][-1] == pytest.approx(torch.tensor(0.5).exp().item(), rel=1e-6)
+
+
+def pair(tmp_path, mine, reference, *, truth="", **settings):
+    subjects = [Subject("ref", run(tmp_path, "ref", reference[0], **reference[1])),
+                Subject("mine", run(tmp_path, "mine", mine, **settings), "ref", truth)]
+    return compare_runs(subjects, experiment="demo", question="?")["mine"]
+
+
+def test_below_float64_nothing_is_judged_without_a_truth(tmp_path):
+    found = pair(tmp_path, [gradient()], ([gradient()], {"precision": "float32"}), precision="float32")
+    assert found.verdict == "failed"
+    assert "mine has none" in found.why
+
+
+def test_a_truth_that_is_not_float64_is_refused(tmp_path):
+    found = pair(tmp_path, [gradient()], ([gradient()], {"precision": "float32"}), precision="float32", truth="ref")
+    assert (found.verdict, found.why) == ("failed", "ref is the truth of mine: precision float32")
+    found = pair(tmp_path / "b", [gradient()], ([gradient()], {"precision": "float32"}))
+    assert found.why == "ref is the reference of mine: precision float32"
+
+
+def test_runs_of_other_lengths_are_not_compared(tmp_path):
+    found = pair(tmp_path, [gradient()], ([gradient()] * 2, {}))
+    assert (found.verdict, found.why) == ("failed", "compare mine with ref: 1 steps against 2")
+
+
+def test_a_parameter_that_only_one_has_is_a_difference(tmp_path):
+    more = gradient() | {"head": torch.ones(2)}
+    found = pair(tmp_path, [more], ([gradient()], {}))
+    assert (found.verdict, found.first_parameter) == ("different", "head")
+    assert found.why == "another model than the reference's: head is only in this one"
+    found = pair(tmp_path / "b", [gradient() | {"big": torch.ones(3)}], ([gradient()], {}))
+    assert "big is (3,), not (50,)" in found.why
+
+
+def test_norms_alone_are_not_judged(tmp_path):
+    found = pair(tmp_path, [gradient()], ([gradient()], {}), record={"gradients": "norms"})
+    assert (found.verdict, found.why) == ("failed", "compare mine: record.gradients = norms")
+
+
+def test_numbers_that_stopped_being_numbers_are_named(tmp_path):
+    subjects = [Subject("ref", run(tmp_path, "ref", [gradient()], norm=float("inf")))]
+    found = compare_runs(subjects, experiment="demo", question="?")["ref"]
+    assert found.why == "what the others are held against; from step 0 on its loss or gradient is not finite"

@@ -52,17 +52,29 @@ class TestExpansion:
 
     def test_a_configuration_has_the_last_word_over_the_base(self):
         ablation = AblationSpec(reference="a", base={"steps": 4, "loss": {"clip_low": 0.1}}, configurations={
-            "a": {}, "b": {"steps": 2, "loss": {"clip_low": 0.3}}})
-        a, b = (run.spec for run in ablation.expand())
-        assert (a.steps, a.loss.clip_low, b.steps, b.loss.clip_low) == (4, 0.1, 2, 0.3)
+            "a": {}, "b": {"seed": 2, "loss": {"clip_low": 0.3}}}, truth="t", extra={"t": {"precision": "float64"}})
+        runs = {run.name: run.spec for run in ablation.expand()}
+        assert [(runs[name].seed, runs[name].loss.clip_low) for name in "ab"] == [(0, 0.1), (2, 0.3)]
 
     def test_references_and_truth_come_first_wherever_they_stand(self):
-        ablation = AblationSpec(reference="z", truth="exact", configurations={"a": {}, "z": {}},
-                                extra={"exact": {"precision": "float64"}})
+        ablation = AblationSpec(reference="z", truth="exact", base={"precision": "float64"},
+                                configurations={"a": {}, "z": {}}, extra={"exact": {}})
         assert [run.name for run in ablation.expand()] == ["z", "exact", "a"]
 
+    @pytest.mark.parametrize("axes", [{}, {"precision": ["float32", "bfloat16"]}])
+    def test_a_truth_without_a_reference_of_its_precision_has_none(self, axes):
+        ablation = AblationSpec(reference="a", truth="exact", configurations={"a": {}, "b": {"seed": 1}}, axes=axes,
+                                extra={"exact": {"precision": "float64"}})
+        runs = {run.name: run for run in ablation.expand()}
+        assert (runs["exact"].reference, runs["exact"].truth) == ("", "")
+        assert {run.truth for run in runs.values()} == {"", "exact"}
+
+    def test_without_a_run_below_float64_no_truth_is_needed(self):
+        ablation = AblationSpec(reference="a", base={"precision": "float64"}, configurations={"a": {}, "b": {"seed": 1}})
+        assert [(run.reference, run.truth) for run in ablation.expand()] == [("", ""), ("a", "")]
+
     def test_two_axes_one_of_them_nested(self):
-        ablation = AblationSpec(reference="a", configurations={"a": {}, "b": {"steps": 2}},
+        ablation = AblationSpec(reference="a", configurations={"a": {}, "b": {"seed": 2}}, truth="a-float64-0.001",
                                 axes={"precision": ["float64", "float32"],
                                       "optimizer.learning_rate": [0.001, 0.01]},
                                 extra={"c": {"optimizer": {"learning_rate": 0.01}}})
@@ -139,6 +151,58 @@ class TestRefusals:
     def test_a_file_that_is_not_there(self, tmp_path):
         assert "no such file" in self.refused(tmp_path / "none.yaml")
 
+    BELOW = "base: {precision: bfloat16}\nreference: a\nconfigurations: {a: {seed: 7}, b: {layout: {cp: 2}}}\n"
+
+    def test_below_float64_a_truth_is_asked_for_with_an_example_that_works(self, write):
+        message = self.refused(write(self.BELOW))
+        assert "truth is missing\n  found: below float64 and held against a reference: b\n" in message
+        truth, extra = message.rpartition("write ")[2].split(" and ")
+        assert extra == """`extra: {exact: {"seed": 7, "precision": "float64"}}`"""
+        planned = load_ablation(write("\n".join([self.BELOW, truth.strip("`"), extra.strip("`")]))).expand()
+        assert [run.name for run in planned if run.truth == "exact"] == ["a", "b"]
+
+    def test_a_float64_reference_that_is_there_is_offered_as_truth(self, write):
+        message = self.refused(write(TEXT.replace("truth: one_rank-float64\n", "")))
+        assert "write `truth: one_rank-float64`" in message
+
+    def test_a_truth_that_is_not_exact_is_refused(self, write):
+        message = self.refused(write(TEXT.replace("truth: one_rank-float64", "truth: one_rank-float32")))
+        assert "truth 'one_rank-float32'\n  found: one_rank-float32 is not a float64 run" in message
+
+    @pytest.mark.parametrize(("changes", "found"), [
+        ("precision: float64", "precision float64 against float32"),
+        ("precision: bfloat16", "precision bfloat16 against float32"),
+        ("steps: 2", "steps 2 against 1"),
+        ("record: {gradients: norms}", "record.gradients norms against full")])
+    def test_what_cannot_be_laid_beside_its_reference(self, write, changes, found):
+        message = self.refused(write("reference: a\ntruth: t\nextra: {t: {precision: float64}}\n"
+                                     f"configurations: {{a: {{}}, b: {{{changes}}}}}\n"))
+        assert f"hold 'b' against its reference 'a'\n  found: {found}\n" in message
+
+    @pytest.mark.parametrize(("changes", "found"), [
+        ("steps: 2", "steps 1 against 2"), ("record: {gradients: none}", "record.gradients full against none")])
+    def test_what_cannot_be_laid_beside_the_truth(self, write, changes, found):
+        message = self.refused(write(f"reference: a\ntruth: t\nextra: {{t: {{precision: float64, {changes}}}}}\n"
+                                     "configurations: {a: {}, b: {seed: 1}}\n"))
+        assert f"hold 'b' against its truth 't'\n  found: {found}\n" in message
+
+    def test_gradients_that_neither_keeps(self, write):
+        message = self.refused(write("base: {precision: float64, record: {gradients: norms}}\nreference: a\n"
+                                     "configurations: {a: {}, b: {seed: 1}}\n"))
+        assert "record.gradients norms against norms" in message
+
+    def test_one_spec_alone_may_record_what_it_likes(self, write):
+        [run] = load_ablation(write("record: {gradients: none}", "mine.yaml")).expand()
+        assert run.spec.record.gradients == "none"
+
+    def test_an_unknown_fault_names_the_known_ones(self, write):
+        message = self.refused(write(TEXT.replace("[missing_cp_factor]", "[missing_cp_fcator]")))
+        assert "1 of 5 runs cannot be used" in message
+        assert "fault: unknown fault missing_cp_fcator (known: local_denominator, missing_cp_factor" in message
+
+    def test_clip_decisions_of_one_spec_itself(self, write):
+        assert "mine -> mine" in self.refused(write("frozen_clip: mine", "mine.yaml"))
+
     def test_clip_decisions_of_a_run_that_is_not_there(self, write):
         message = self.refused(write(TEXT.replace("base: {", "base: {frozen_clip: one_rank-floaty, ")))
         assert "frozen_clip 'one_rank-floaty' does not exist" in message
@@ -167,6 +231,12 @@ class TestSelection:
             select(load_ablation(write(TEXT)).expand(), ["fualt"])
 
     def test_takes_the_run_whose_clip_decisions_are_needed(self):
-        planned = AblationSpec(reference="a", configurations={"a": {}, "b": {"steps": 2}, "other": {}, "c": {
-            "frozen_clip": "b"}}).expand()
+        planned = AblationSpec(reference="a", base={"precision": "float64"}, configurations={
+            "a": {}, "b": {"seed": 2}, "other": {}, "c": {"frozen_clip": "b"}}).expand()
         assert self.names(select(planned, ["c"])) == ["a", "b", "c"]
+
+    def test_takes_what_the_needed_need(self):
+        """The chosen run has a reference, which takes the clip decisions of a third, which takes those of a fourth."""
+        planned = AblationSpec(reference="a", base={"precision": "float64"}, configurations={
+            "a": {"frozen_clip": "b"}, "b": {"frozen_clip": "c"}, "c": {}, "d": {}, "other": {}}).expand()
+        assert self.names(select(planned, ["d"])) == ["a", "b", "c", "d"]

@@ -10,7 +10,8 @@ import re
 import pytest
 
 from tests.helpers import fake_worker
-from workbench.errors import LaunchError
+from workbench.errors import LaunchError, ShapeError, SpecError
+from workbench.launch import ablation as planning
 from workbench.launch import run as launching
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.devices import Placement
@@ -21,10 +22,27 @@ from workbench.runs.store import RunDirectory
 FAKE = fake_worker.__name__
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _faults_of_the_fake_worker():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "fault_names", lambda: ["raise_on_1", "kill_1", "raise_here"])
+        yield
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder that holds a recording, as far as launching looks."""
+    recording = tmp_path / "data/own"
+    recording.mkdir(parents=True)
+    (recording / "manifest.json").write_text("{}")
+    return tmp_path
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """An ablation of three jobs of two ranks each: (runs by name, events)."""
-    ablation = AblationSpec(reference="good", base={"steps": 2, "layout": {"cp": 2}}, configurations={
+    base = {"steps": 2, "precision": "float64", "layout": {"cp": 2}}
+    ablation = AblationSpec(reference="good", base=base, configurations={
         "raises": {"faults": ["raise_on_1"]}, "killed": {"faults": ["kill_1"]}, "good": {}})
     events = []
     runs = launch(ablation, tmp_path_factory.mktemp("experiment"), on_event=events.append, worker=FAKE)
@@ -66,14 +84,39 @@ class TestJobs:
         assert re.search(r"^\[1/3\] good +2 ranks cpu  2/2 steps  succeeded \d+\.\d s", line)
 
 
+    def test_interrupting_stops_jobs_and_leaves_no_folder_of_what_never_started(self, tmp_path, project, monkeypatch):
+        stopped = []
+
+        class Endless:
+            def poll(self):
+                return "running"
+
+            def cancel(self):
+                stopped.append(self)
+
+        def interrupt(event):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(launching, "submit", lambda *_: Endless())
+        monkeypatch.setattr(launching, "_cores", lambda: 1)
+        with pytest.raises(KeyboardInterrupt):
+            launch(TestHere.ABLATION, tmp_path, project=project, on_event=interrupt)
+        runs = [RunDirectory.open(path) for path in (tmp_path / "runs").iterdir()]
+        assert {run.name: run.status for run in runs} == {"a": "cancelled"}
+        assert len(stopped) == 1
+
+
+BASE = {"steps": 2, "device": "cpu", "precision": "float64", "model": {"source": "tiny-qwen3"},
+        "data": {"path": "data/own"}}
+
+
 class TestHere:
-    ABLATION = AblationSpec(reference="a", base={"steps": 2, "device": "cpu"}, configurations={
+    ABLATION = AblationSpec(reference="a", base=BASE, configurations={
         "a": {}, "bad": {"faults": ["raise_here"]}, "c": {}})
 
-    def test_one_failure_does_not_stop_the_rest(self, tmp_path):
+    def test_one_failure_does_not_stop_the_rest(self, tmp_path, project):
         events = []
-        runs = launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=tmp_path,
-                      on_event=events.append)
+        runs = launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=project, on_event=events.append)
         assert [run.status for run in runs] == ["succeeded", "failed", "succeeded"]
         assert [run.path.parent for run in runs] == [tmp_path / "runs"] * 3
         failure = runs[1].failure()
@@ -81,8 +124,18 @@ class TestHere:
         assert runs[2].steps()[1]["device"] == "cpu"
         assert [event.state for event in events if event.number] == ["succeeded", "failed", "succeeded"]
 
+    def test_a_failure_is_told_with_what_was_found(self, tmp_path, project, monkeypatch):
+        def fail(run, project):
+            raise ShapeError("split 7 tokens", found="an odd row", rule="even", fix="pad")
+
+        monkeypatch.setattr(fake_worker, "run_here", fail)
+        events = []
+        launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=project, on_event=events.append)
+        assert events[-1].why == "rank 0 ShapeError: split 7 tokens; found: an odd row"
+
     def test_several_ranks_are_refused_and_nothing_is_made(self, tmp_path):
-        ablation = AblationSpec(reference="a", configurations={"a": {}, "cp2": {"layout": {"cp": 2}}})
+        ablation = AblationSpec(reference="a", base={"precision": "float64"},
+                                configurations={"a": {}, "cp2": {"layout": {"cp": 2}}})
         with pytest.raises(LaunchError, match=r"cp2 \(2 ranks\)"):
             launch(ablation, tmp_path, where="here", worker=FAKE)
         assert list(tmp_path.iterdir()) == []
@@ -100,24 +153,71 @@ class TestHere:
         [run] = launch(ablation, tmp_path, where="here", worker=FAKE)
         assert (run.state["device"], run.state["device_note"]) == ("cpu", "no GPU here")
 
-    def test_interrupting_cancels_what_waits(self, tmp_path):
+    def test_a_recording_that_is_not_there_is_refused_and_nothing_is_made(self, tmp_path):
+        with pytest.raises(SpecError, match=r"data\.path = 'data/own'"):
+            launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(("name", "number", "left"), [
+        ("a", 0, {"a": "cancelled"}), ("a", 1, {"a": "succeeded"}), ("bad", 0, {"a": "succeeded", "bad": "cancelled"})])
+    def test_interrupting_leaves_no_folder_of_what_never_started(self, tmp_path, project, name, number, left):
         def interrupt(event):
-            if event.number == 1:
+            if (event.name, event.number) == (name, number):
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            launch(self.ABLATION, tmp_path, where="here", worker=FAKE, on_event=interrupt)
+            launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=project, on_event=interrupt)
         runs = [RunDirectory.open(path) for path in (tmp_path / "runs").iterdir()]
-        assert {run.name: run.status for run in runs} == {
-            "a": "succeeded", "bad": "cancelled", "c": "cancelled"}
+        assert {run.name: run.status for run in runs} == left
 
-    def test_reuse_takes_what_succeeded_with_the_same_settings(self, tmp_path):
-        first = launch(self.ABLATION, tmp_path, where="here", worker=FAKE)
-        again = launch(self.ABLATION, tmp_path, where="here", worker=FAKE, reuse=True)
+    def test_a_run_that_is_interrupted_is_cancelled_whatever_its_worker_says(self, tmp_path, project, monkeypatch):
+        def interrupted(run, project):
+            run.set_state("failed")
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(fake_worker, "run_here", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=project)
+        assert [RunDirectory.open(path).status for path in (tmp_path / "runs").iterdir()] == ["cancelled"]
+
+    def test_reuse_takes_what_succeeded_with_the_same_settings(self, tmp_path, project):
+        options = {"where": "here", "worker": FAKE, "project": project}
+        first = launch(self.ABLATION, tmp_path, **options)
+        again = launch(self.ABLATION, tmp_path, reuse=True, **options)
         assert [new.path == old.path for new, old in zip(again, first, strict=True)] == [True, False, True]
-        changed = self.ABLATION.model_copy(update={"base": {"steps": 3, "device": "cpu"}})
-        other = launch(changed, tmp_path, where="here", worker=FAKE, reuse=True)
+        changed = self.ABLATION.model_copy(update={"base": BASE | {"steps": 3}})
+        other = launch(changed, tmp_path, reuse=True, **options)
         assert {run.path for run in other}.isdisjoint({run.path for run in [*first, *again]})
+
+    def test_reuse_takes_nothing_that_read_something_else(self, tmp_path, project):
+        options = {"where": "here", "worker": FAKE, "project": project, "reuse": True}
+        first = launch(self.ABLATION, tmp_path, **options)
+        (project / "data/own/manifest.json").write_text('{"another": "recording"}')
+        second = launch(self.ABLATION, tmp_path, **options)
+        third = launch(self.ABLATION, tmp_path, **options)
+        assert (first[0].path == second[0].path, second[0].path == third[0].path) == (False, True)
+
+    FROZEN = AblationSpec(reference="a", base=BASE, configurations={
+        "a": {"frozen_clip": "b"}, "b": {"frozen_clip": "c"}, "c": {}})
+
+    def test_a_run_knows_the_very_run_whose_clip_decisions_it_takes(self, tmp_path, project):
+        """Also here they run in that order, whatever the order of the ablation, and older runs do not count."""
+        events = []
+        for seed in (0, 1, 0):
+            again = self.FROZEN.model_copy(update={"base": BASE | {"seed": seed}})
+            a, b, c = launch(again, tmp_path, where="here", worker=FAKE,
+                             project=project, on_event=events.append)
+            assert (a.state["frozen_clip_run"], b.state["frozen_clip_run"]) == (b.path.name, c.path.name)
+            assert "frozen_clip_run" not in c.state
+        assert [event.name for event in events if event.number] == ["c", "b", "a"] * 3
+
+    def test_reuse_takes_nothing_that_took_the_clip_decisions_of_another_run(self, tmp_path, project):
+        options = {"where": "here", "worker": FAKE, "project": project, "reuse": True}
+        first = launch(self.FROZEN, tmp_path, **options)
+        assert [run.path for run in launch(self.FROZEN, tmp_path, **options)] == [run.path for run in first]
+        first[2].set_state("failed")
+        second = launch(self.FROZEN, tmp_path, **options)
+        assert {run.path for run in first}.isdisjoint({run.path for run in second})
 
 
 class TestOrder:

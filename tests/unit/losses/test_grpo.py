@@ -62,3 +62,14 @@ def test_kl_without_a_reference_is_refused():
     _, given = inputs(1.0, 2.0)
     with pytest.raises(SpecError, match="no ref_logprobs"):
         grpo(given, kl_coefficient=0.1)
+
+
+@pytest.mark.parametrize(("policy", "old", "advantage"), [(0.0, -200.0, 2.0), (0.0, -200.0, 0.0)])
+def test_a_token_without_gradient_has_none_even_where_exp_overflows(policy, old, advantage):
+    leaf = torch.tensor([policy], requires_grad=True)  # float32: exp(200) is infinite
+    term = clipped_surrogate(LossInputs(leaf, torch.tensor([old]), torch.tensor([advantage])), clip_low=0.2,
+                             clip_high=0.28)
+    term.values_T.sum().backward()
+    assert leaf.grad.item() == 0.0
+    assert term.values_T.item() == pytest.approx(-1.28 * advantage)
+    assert bool(term.clipped_T) == (advantage > 0)

@@ -25,11 +25,3 @@ class OddNorm(nn.Module):
 def test_a_norm_it_does_not_know_is_refused_by_name():
     with pytest.raises(SpecError, match="OddNorm at 0"):
         lift_to_float64(nn.Sequential(OddNorm()))
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotary_that_depends_on_the_longest_position_is_refused(kind):
-    rotary = nn.Module()
-    rotary.inv_freq, rotary.rope_type = torch.ones(2), kind
-    with pytest.raises(SpecError, match=kind):
-        lift_to_float64(nn.Sequential(rotary))

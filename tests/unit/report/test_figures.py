@@ -1,5 +1,6 @@
 """Figures: what is drawn is what the comparison holds, nothing is left out in silence, nothing is shown."""
 
+import itertools
 import math
 import sys
 from dataclasses import replace
@@ -125,6 +126,17 @@ def test_norm_ratios_beyond_the_axis_are_arrows_at_its_edge(ratio, arrow, said, 
     assert said in texts(figure)
 
 
+def test_norm_ratios_beyond_the_axis_are_told_from_the_least_to_the_greatest(comparison):
+    c, many = comparison["tp2-float64"], [comparison["one_rank-float64"]]
+    first, second, *others = c.parameters
+    for i in range(1, 8):  # the order of a set would turn some of these round
+        ratios = (900 + 10 * i, 100 * i)
+        parameters = [replace(p, norm_ratio=ratio) for p, ratio in zip((first, second), ratios, strict=True)]
+        many.append(replace(c, name=f"tp2-{i}", parameters=[*parameters, *others]))
+    said = [text for text in texts(figures.norm_ratios(Comparison("x", "?", many))) if text.startswith("> ")]
+    assert said == [f"> {100 * i} to {900 + 10 * i}" for i in range(1, 8)]
+
+
 def test_norm_ratios_count_what_is_not_a_number(comparison):
     c = comparison["tp2-float64"]
     changed = replace(c, parameters=[replace(c.parameters[0], norm_ratio=math.nan), *c.parameters[1:]])
@@ -177,6 +189,23 @@ def test_a_fault_far_away_does_not_flatten_what_agrees(far, low, scale, comparis
     axes = figures.loss_by_step(Comparison("x", "?", [sound, wrong])).axes[0]
     assert axes.get_yscale() == scale
     assert any("logarithmic" in text.get_text() for text in axes.texts) == (scale != "linear")
+
+
+@pytest.mark.parametrize("low", [-0.0112, -0.0474, -3.0, -80.0])
+@pytest.mark.parametrize("high", [5.4, 90.0, 1e6, 1e12])
+def test_ticks_around_zero_do_not_collide(low, high, comparison):
+    reference, fault = comparison["one_rank-float64"], comparison["fault_missing_cp_factor"]
+    sound = replace(reference, steps=[{"step": 0, figures.LOSS: -0.0112}, {"step": 1, figures.LOSS: -0.0245}])
+    wrong = replace(fault, steps=[{"step": 0, figures.LOSS: high}, {"step": 1, figures.LOSS: low}])
+    figure = figures.loss_by_step(Comparison("x", "?", [sound, wrong]))
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    assert axes.get_yscale() == "asinh"
+    bottom, top = axes.get_ylim()
+    boxes = sorted((label.get_window_extent() for label in axes.get_yticklabels()
+                    if bottom <= label.get_position()[1] <= top), key=lambda box: box.y0)
+    assert len(boxes) >= 3
+    assert all(below.y1 < above.y0 for below, above in itertools.pairwise(boxes))
 
 
 def test_importance_ratios_take_the_steps_asked_for(comparison):

@@ -1,6 +1,7 @@
 """The report page: whole, safe against the names in it, free of addresses, and the same bytes every time."""
 
 import html.parser
+import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -167,6 +168,19 @@ def test_hostile_names_stay_text():
     assert not [a for _, a in read.tags if any(key.startswith("on") for key in a)]
     assert (read.crossed, read.open) == ([], [])
     assert HOSTILE in read.text
+
+
+def test_the_page_that_was_there_stays_until_the_new_one_is_on_disk(comparison, tmp_path, monkeypatch):
+    path, small = tmp_path / "report.html", replace(comparison, configurations=comparison.configurations[:1])
+    path.write_text("before")
+
+    def crash(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(OSError, match="disk full"):
+        write_report(small, path)
+    assert path.read_text() == "before"
 
 
 def test_write_report_writes_the_page_and_nothing_else(comparison, tmp_path):

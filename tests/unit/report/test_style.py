@@ -3,6 +3,7 @@
 import re
 
 import matplotlib
+import pytest
 
 from workbench.report import style
 
@@ -60,3 +61,9 @@ def test_every_verdict_has_a_sign_and_hue_of_its_own():
     styles = list(style.VERDICT_STYLES.values())
     for attribute in ("name", "sign", "color"):
         assert len({getattr(s, attribute) for s in styles}) == len(styles)
+
+
+@pytest.mark.parametrize(("low", "high", "ticks"), [
+    (-0.09, 8.0, [0, 0.1, 1]), (-8.0, 0.09, [-1, -0.1, 0]), (-0.01, 0.5, [-0.01, 0, 0.01, 0.1]), (0.01, 1e-3, [0])])
+def test_decades_around_zero_leave_out_what_is_too_near(low, high, ticks):
+    assert style.DecadesAroundZero(0.02).tick_values(low, high) == ticks

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from tests.helpers.comparisons import FAILED
 from workbench.compare.comparison import Comparison
-from workbench.report.summary import _Scale, answer, summary_table, tiles, where_it_ran
+from workbench.report.page import page
+from workbench.report.summary import _Scale, answer, shared_note, summary_table, tiles, where_it_ran
 
 
 def only(comparison, *names):
@@ -56,11 +57,24 @@ def test_a_failed_row_names_rank_and_exception(comparison):
 
 def test_a_device_that_was_not_asked_for_is_marked(comparison):
     note = "asked for 4 GPUs, 0 here"
-    assert f">{note}</mark>" in where_it_ran(comparison["dp2_cp2-float64"])
-    assert "<mark" not in where_it_ran(comparison["tp2-float64"])
+    assert f">{note}</mark>" in where_it_ran(comparison, comparison["dp2_cp2-float64"])
+    assert "<mark" not in where_it_ran(comparison, comparison["tp2-float64"])
     made = summary_table(only(comparison, "one_rank-float64", "dp2_cp2-float64"))
     assert made.count(f'<mark title="{note}">') == 1
     assert f"ran on CPU with gloo: {note}" in made
+
+
+def test_a_machine_without_gpus_is_said_once_and_marks_no_row(comparison):
+    everywhere = [replace(c, device_note="no GPU here") for c in comparison.configurations]
+    bare = replace(comparison, configurations=everywhere)
+    assert shared_note(bare) == "no GPU here"
+    assert shared_note(comparison) == ""
+    whole = page(bare)
+    assert whole.count("no GPU here") == 1
+    assert "Every configuration ran on CPU with gloo: no GPU here" in whole
+    assert "<mark" not in whole
+    not_started = replace(comparison[FAILED], run="", device_note="")
+    assert shared_note(replace(bare, configurations=[*everywhere, not_started])) == "no GPU here"
 
 
 def test_bit_for_bit_is_said(comparison):

@@ -59,7 +59,23 @@ def test_arrays_of_any_kind_give_the_same_row(convert):
     expected = RolloutBatch.from_padded(**make_arrays())
     actual = RolloutBatch.from_padded(**{name: convert(value) for name, value in make_arrays().items()})
     for name, value in expected.token_fields().items():
-        assert torch.equal(actual.token_fields()[name], value), name
+        assert torch.equal(actual.token_fields()[name].to(value.dtype), value), name
+
+
+def test_float64_arrays_stay_in_float64():
+    exact = [[-1.0 / 3.0, NAN, -3.0], [-0.123456789012345, -5.0, NAN], [NAN, NAN, NAN]]
+    batch = RolloutBatch.from_padded(**make_arrays(old_logprobs=np.asarray(exact), rewards=np.asarray([0.1, 0.2, 0.3])))
+    assert batch.old_logprobs_T.dtype == batch.rewards_N.dtype == torch.float64
+    assert batch.old_logprobs_T[batch.loss_mask_T].tolist() == [-1.0 / 3.0, -3.0, -0.123456789012345, -5.0]
+    assert batch.rewards_N.tolist() == [0.1, 0.2, 0.3]
+    assert batch.advantages_T.dtype == batch.ref_logprobs_T.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages",
+                                  "old_logprobs"])
+def test_what_is_required_is_refused_by_name_where_it_is_none(name):
+    with pytest.raises(ShapeError, match=f"found: no {name}\n"):
+        RolloutBatch.from_padded(**make_arrays() | {name: None})
 
 
 def test_what_is_not_given_stays_absent():
@@ -104,6 +120,9 @@ def test_a_hole_in_the_completion_mask_is_refused_in_words():
     ({"completion_ids": [[-10, 11, 12], [13, 14, 0], [0, 0, 0]]}, "tokens_T holds -10"),
     ({"group_ids": [0.5, 1, 2]}, "group_ids\n  found: dtype torch.float32"),
     ({"temperature": 0.0}, "temperature is 0.0"),
+    ({"temperature": NAN}, "temperature is nan"),
+    ({"rewards": [1.0, NAN, 0.0]}, r"rewards_N is not finite for documents \[1\]"),
+    ({"advantages": [1j, 0, 0]}, "advantages\n  found: dtype torch.complex64"),
 ])
 def test_arrays_that_do_not_fit_are_refused_by_name(changes, words):
     with pytest.raises(ShapeError, match=words):

@@ -8,7 +8,7 @@ import torch
 
 from workbench.errors import RecordError, ShapeError
 from workbench.rollouts import files
-from workbench.rollouts.batch import Extension, RolloutBatch
+from workbench.rollouts.batch import PADDING, Extension, RolloutBatch
 
 
 def make_batch() -> RolloutBatch:
@@ -128,6 +128,7 @@ def change_manifest(folder, change):
     (lambda m: m["fields"]["tokens_T"].update(shape=[3]), r"tokens_T is int64\[8\].* says int64\[3\]"),
     (lambda m: m["fields"]["turns"].update(extension=False), "fields .'turns'., which no batch has"),
     (lambda m: m.update(temperature=-1.0), "temperature is -1.0"),
+    (lambda m: m.update(temperature=float("nan")), "temperature is nan"),
 ])
 def test_manifest_that_does_not_fit_is_refused(folder, change, words):
     change_manifest(folder, change)
@@ -183,12 +184,24 @@ def test_no_temporary_file_stays(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "rollouts.safetensors"]
 
 
-def test_extension_named_like_a_field_is_refused(tmp_path):
-    batch = make_batch()
-    clash = Extension(torch.zeros(8), "token", "nats", "Hides a field.")
-    batch = replace(batch, rewards_N=None, extensions={"rewards_N": clash})
-    with pytest.raises(ShapeError, match="rewards_N"):
-        files.save(batch, tmp_path)
+def test_a_saved_subset_is_its_own_source(tmp_path):
+    subset = make_batch().select([1]).pad_to(4)
+    assert subset.source_T.tolist() == [3, 4, PADDING, PADDING]
+    files.save(subset, tmp_path)
+    batch = files.load(tmp_path)
+    assert batch.source_T.tolist() == [0, 1, PADDING, PADDING]
+    assert batch.tokens_T.tolist() == [5, 9, 0, 0]
+    assert batch.extensions["turns"].values.tolist() == [0, 0, -1, -1]
+
+
+def test_float64_values_come_back_in_float64(tmp_path):
+    old = torch.tensor([0.0, -0.123456789012345], dtype=torch.float64)
+    files.save(RolloutBatch.from_documents([{"tokens": [1, 2], "loss_mask": [0, 1], "advantages": 1.0,
+                                             "old_logprobs": old}]), tmp_path)
+    batch = files.load(tmp_path)
+    assert batch.old_logprobs_T.dtype == torch.float64
+    assert batch.old_logprobs_T.tolist() == [0.0, -0.123456789012345]
+    assert batch.advantages_T.dtype == torch.float32
 
 
 def test_provenance_that_json_cannot_hold_is_refused(tmp_path):

@@ -44,7 +44,8 @@ def write_parquet(path, records):
 
 
 def write_npz(path, arrays):
-    np.savez(path, **{name: np.asarray(value) for name, value in arrays.items()})
+    np.savez(path, **{name: array.astype("f4") if (array := np.asarray(value)).dtype == "f8" else array
+                      for name, value in arrays.items()})
     return path
 
 
@@ -190,6 +191,41 @@ def test_unknown_trl_key_is_refused_unless_it_is_named():
     with pytest.raises(ShapeError, match=r"unknown keys importance_sampling_ratio.*(?s:.)*ignore="):
         read_trl(arrays)
     assert_same(read_trl(arrays, ignore=["importance_sampling_ratio"], temperature=0.9), expected_batch())
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"old_per_token_logps": [[-1.0, 0.0, -3.0], [-4.0, float("nan"), 0.0]]},
+     ": old_per_token_logps, row 1, completion token 1\n  found: nan"),
+    ({"old_per_token_logps": [[-1.0, 0.0, -3.0], [4.0, -5.0, 0.0]]}, "found: old_per_token_logps is positive"),
+    ({"old_per_token_logps": [[-1.0], [-2.0]]}, "disagree\n  found: old_per_token_logps_BC has C=1"),
+    ({"sampling_per_token_logps": [[1j, 0, 0], [0, 0, 0]]}, ": sampling_per_token_logps\n  found: dtype"),
+    ({"ref_per_token_logps": ["a"]}, ": ref_per_token_logps\n"),
+    ({"tool_mask": [[0.5, 0, 1], [1, 1, 1]]}, ": tool_mask\n  found: from 0.0 to 1.0"),
+    ({"tool_mask": [[7, 0, 1], [1, 1, 1]]}, ": tool_mask\n  found: from 0.0 to 7.0"),
+    ({"completion_ids": [[10.5, 11, 12], [13, 14, 0]]}, ": completion_ids\n  found: dtype torch.float"),
+    ({"completion_mask": [[1, 0, 1], [1, 1, 0]], "tool_mask": None},
+     "row 0\n  found: completion_mask is 1 after a 0(?s:.)*pass the holes as tool_mask"),
+    ({"rewards": [1.0, float("nan")]}, r"found: rewards is not finite for documents \[1\]"),
+    ({"old_per_token_logps": None}, "found: no old_per_token_logps"),
+])
+def test_refused_arrays_are_named_as_trl_names_them_and_with_their_file(tmp_path, changes, words):
+    arrays = {name: value for name, value in (TRL | changes).items() if value is not None}
+    with pytest.raises(ShapeError, match=words) as caught:
+        read_trl(arrays)
+    assert str(caught.value).startswith("read_trl")
+    assert "old_logprobs" not in str(caught.value)
+    if changes.get("ref_per_token_logps"):
+        return  # numpy would save words
+    path = tmp_path / "a.npz"
+    np.savez(path, **{name: np.asarray(value) for name, value in arrays.items()})
+    with pytest.raises(ShapeError, match=words) as caught:
+        read_npz(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_float64_arrays_of_a_file_stay_in_float64(tmp_path):
+    np.savez(tmp_path / "a.npz", **{name: np.asarray(value) for name, value in TRL.items()})
+    assert read_npz(tmp_path / "a.npz").old_logprobs_T.dtype == torch.float64
 
 
 def test_missing_old_logprobs_are_explained():

@@ -62,6 +62,15 @@ def test_rows_that_a_layout_cannot_split_are_refused():
         flow.prepare_rows(batch, spec, single_process_mesh())
 
 
+def test_what_the_policy_says_where_nothing_counts_reaches_no_gradient():
+    spec = RunSpec(loss={"kl_coefficient": 0.1})
+    policy = load_policy("tiny-qwen3", temperature=0.001)  # log-probabilities of -1000s: exp overflows float32
+    nothing = RolloutBatch.from_documents([d | {"loss_mask": [0] * len(d["tokens"])} for d in nasty_documents(4)])
+    rows, totals = flow.prepare_rows(nothing, spec, policy.mesh)
+    flow.run_step(policy, flow.make_loss(spec.loss), rows, totals)
+    assert all(not p.grad.any() and torch.isfinite(p.grad).all() for p in policy.model.parameters())
+
+
 def test_clipping_scales_every_gradient_by_the_whole_norm():
     spec, batch, policy = fixture()
     rows, totals = flow.prepare_rows(batch, spec, policy.mesh)

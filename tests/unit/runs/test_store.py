@@ -107,8 +107,15 @@ class TestSteps:
         record = {"step": 0, "loss/total/sum": 0.1 + 0.2, "worst": float("inf"), "text": 'a "word" é \n line'}
         run.append_step(record)
         assert run.steps() == [record]
-        run.append_step({"step": 1, "nan": float("nan")})
-        assert run.steps()[1]["nan"] != run.steps()[1]["nan"]
+
+    @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+    def test_numbers_that_json_has_no_word_for_come_back_too(self, run, value):
+        run.append_step({"step": 0, "value": float(value), "text": value, "nested": [{"deep": float(value)}]})
+        line = (run.path / "metrics.jsonl").read_text()
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not standard JSON"))
+        [record] = run.steps()
+        assert (repr(record["value"]), record["text"], repr(record["nested"])) == (
+            value, value, f"[{{'deep': {value}}}]")
 
     def test_no_file_is_no_steps(self, run):
         assert run.steps() == []
@@ -183,8 +190,8 @@ class TestTensors:
 
     def test_no_temporary_file_is_left(self, run):
         run.write_tensors("a", {"x": torch.ones(1)})
-        run.write_json("summary.json", {"x": 1})
-        assert run.read_json("summary.json") == {"x": 1}
+        run.write_json("provenance.json", {"x": 1})
+        assert json.loads((run.path / "provenance.json").read_text()) == {"x": 1}
         assert [path for path in run.path.rglob("*") if ".tmp" in path.name] == []
 
 
@@ -223,6 +230,17 @@ class TestFailure:
     def test_the_agent_may_fail_before_any_rank(self, run):
         run.write_exit(None, {}, RuntimeError("no port"))
         assert run.failure()["rank"] is None
+
+
+class TestFailureInShort:
+    def test_says_what_was_asked_and_what_was_found(self, run):
+        run.write_exit(1, {}, ShapeError("split 7 tokens", found="an odd\nrow", rule="even", fix="pad"))
+        assert store.failure_in_short(run.failure()) == "rank 1 ShapeError: split 7 tokens; found: an odd"
+
+    def test_of_any_other_error_the_first_line(self, run):
+        run.write_exit(None, {}, ValueError("no\nmore"))
+        assert store.failure_in_short(run.failure()) == "ValueError: no"
+        assert store.failure_in_short({"exception": "cancelled"}) == "cancelled"
 
 
 class TestConnectionErrors:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from workbench.errors import RecordError, SpecError
+from workbench.policy.tiny import tiny_qwen3
 from workbench.runs.spec import RunSpec
 from workbench.runs.store import RunDirectory
 from workbench.runs.worker import run_here
@@ -90,7 +91,7 @@ def test_clip_decisions_of_another_configuration_are_taken_over(tmp_path, finish
 
 def test_clip_decisions_that_are_not_there_are_refused(tmp_path):
     run = small(tmp_path, frozen_clip="nobody")
-    with pytest.raises(RecordError, match="no run of that configuration"):
+    with pytest.raises(RecordError, match="no such run"):
         run_here(run, PROJECT)
 
 
@@ -110,3 +111,37 @@ def test_a_mesh_larger_than_the_world_is_refused_in_words(tmp_path):
     with pytest.raises(ValueError, match=r"mesh dp=1 x cp=2 x tp=1 = 2 ranks\n  found: a job of 1 rank"):
         run_here(run, PROJECT)
     assert run.status == "failed"
+
+
+def test_which_run_gives_the_clip_decisions_is_never_guessed(tmp_path):
+    for seed in (0, 1):
+        run_here(small(tmp_path, seed=seed), PROJECT)
+    run = RunDirectory.create(tmp_path, "after", RunSpec(model={"source": "tiny-qwen3"}, frozen_clip="small"))
+    with pytest.raises(RecordError, match="one finished run of that configuration"):
+        run_here(run, PROJECT)
+    chosen = RunDirectory.find(tmp_path, "small")[0].path.name
+    run.set_state("pending", frozen_clip_run=chosen)
+    run_here(run, PROJECT)
+    assert run.status == "succeeded"
+
+
+def test_a_job_around_this_process_does_not_matter_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    run = small(tmp_path)
+    run_here(run, PROJECT)
+    assert run.status == "succeeded"
+    assert list(run.exits()) == [0]
+
+
+def test_rollouts_of_another_vocabulary_are_refused(tmp_path):
+    tiny_qwen3(11).save_pretrained(tmp_path / "small_vocabulary")
+    run = small(tmp_path / "runs", model={"source": str(tmp_path / "small_vocabulary")})
+    with pytest.raises(SpecError, match="a vocabulary of 11"):
+        run_here(run, PROJECT)
+
+
+def test_a_step_takes_no_document_twice(tmp_path):
+    run = small(tmp_path, data={"documents_per_step": 73})
+    with pytest.raises(SpecError, match="found: 72 documents"):
+        run_here(run, PROJECT)
