@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
-from tests.parity.cases import many_steps
+from tests.parity.cases import many_steps, one_step
 from tests.parity.test_oracle import LOSS, documents_near, oracle
 
 LAYOUTS = {
@@ -76,3 +76,13 @@ def test_trained_tokens_are_the_same_set_in_every_layout(truth, tmp_path):
     kept = answers[0][0]["tokens"]
     assert torch.equal(kept["trained"], whole)
     assert torch.equal(kept["targets"][whole], tokens[whole])
+
+
+def test_metrics_are_those_of_one_rank(truth, tmp_path):
+    documents, _, _ = truth["token"]
+    expected = one_step(settings({}), documents)["metrics"]
+    answers = run_ranks(many_steps, 4, tmp_path,
+                        [(settings(LAYOUTS["dp2_cp2"], data={"micro_batches": 2}), documents)])
+    assert expected["tokens/trained/sum"] == sum(sum(d["loss_mask"]) for d in documents)
+    for rank, answer in enumerate(answers):
+        assert answer[0]["metrics"] == pytest.approx(expected, rel=1e-10), f"rank {rank}"

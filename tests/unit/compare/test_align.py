@@ -64,7 +64,8 @@ def test_a_half_gradient_is_named_after_cp(tmp_path):
     assert (found.verdict, found.factor, found.factor_meaning) == ("different", pytest.approx(0.5), "1 / cp")
 
 
-@pytest.mark.parametrize(("noise", "verdict"), [(1e-6, "within budget"), (5e-6, "different")])
+@pytest.mark.parametrize(("noise", "verdict"), [
+    (1e-6, "within budget"), (2.9e-6, "within budget"), (3.2e-6, "different"), (5e-6, "different")])
 def test_float32_is_held_to_the_references_own_error(tmp_path, noise, verdict):
     truth = [gradient(small=1.0)]
     # The float32 reference is 2e-6 from the truth; what is compared may be 1.5 times that (2 for one parameter).
@@ -75,6 +76,29 @@ def test_float32_is_held_to_the_references_own_error(tmp_path, noise, verdict):
                         "ref", "truth")]
     found = compare_runs(subjects, experiment="demo", question="?")["mine"]
     assert found.verdict == verdict
+
+
+def test_below_float64_the_distance_is_to_the_truth_and_not_to_the_reference(tmp_path):
+    # On the other side of the truth: 1.25 times as far from it as the reference, 2.25 times from the reference.
+    subjects = [Subject("truth", run(tmp_path, "truth", [gradient(small=1.0)])),
+                Subject("ref", run(tmp_path, "ref", [gradient(noise=2e-6, small=1.0)], precision="float32"), "",
+                        "truth"),
+                Subject("mine", run(tmp_path, "mine", [gradient(noise=-2.5e-6, small=1.0)], precision="float32"),
+                        "ref", "truth")]
+    found = compare_runs(subjects, experiment="demo", question="?")["mine"]
+    assert found.verdict == "within budget"
+
+
+def test_one_parameter_may_be_twice_as_far_from_the_truth_and_no_further(tmp_path):
+    truth, reference = gradient(small=0.01), gradient(noise=2e-6, small=0.01)
+    for factor, verdict in ((1.9, "within budget"), (2.1, "different")):
+        mine = {"big": truth["big"], "small": truth["small"] + factor * (reference["small"] - truth["small"])}
+        subjects = [Subject("truth", run(tmp_path / verdict, "truth", [truth])),
+                    Subject("ref", run(tmp_path / verdict, "ref", [reference], precision="float32"), "", "truth"),
+                    Subject("mine", run(tmp_path / verdict, "mine", [mine], precision="float32"), "ref", "truth")]
+        found = compare_runs(subjects, experiment="demo", question="?")["mine"]
+        assert [w["distance"] <= w["budget"] for w in found.whole_gradient] == [True], "the whole is not what decides"
+        assert found.verdict == verdict
 
 
 def test_a_lucky_reference_does_not_set_the_bar(tmp_path):
@@ -89,6 +113,21 @@ def test_a_lucky_reference_does_not_set_the_bar(tmp_path):
     assert found.verdict == "within budget"
     assert {row.parameter: row.judged_by for row in found.parameters} == {
         "big": "gradient", "small": "whole gradient"}
+
+
+def test_tokens_that_do_not_train_have_no_ratio(tmp_path):
+    reference, mine = (run(tmp_path, name, [gradient()]) for name in ("ref", "mine"))
+    tokens = mine.read_tensors("step0000.tokens") | {"trained": torch.tensor([True, False])}
+    mine.write_tensors("step0000.tokens", tokens)
+    found = compare_runs([Subject("ref", reference), Subject("mine", mine, "ref", "ref")],
+                         experiment="demo", question="?")
+    assert {c.name: sum(c.ratios["0"]["counts"]) for c in found.configurations} == {"ref": 2, "mine": 1}
+
+
+def test_the_first_step_that_differs_gives_the_factor(tmp_path):
+    found = judged(tmp_path, [gradient(0.5), gradient(0.25)], layout={"cp": 2})
+    assert (found.first_step, found.factor, found.factor_meaning) == (0, pytest.approx(0.5), "1 / cp")
+    assert found.why.startswith("step 0: ")
 
 
 def test_clip_decisions_that_would_flip_are_counted(tmp_path):

@@ -55,6 +55,15 @@ def test_tables_have_a_row_for_everything():
     assert len(comparison.steps()) == sum(len(c.steps) for c in comparison.configurations)
 
 
+def test_the_table_tells_the_worst_step():
+    steps = [{"step": step, "distance": distance, "budget": 2.0, "relative_l2": distance / 10}
+             for step, distance in enumerate((1.0, 3.0, 0.5))]
+    comparison = layout_parity()
+    judged = replace(comparison.configurations[1], whole_gradient=steps)
+    row = replace(comparison, configurations=[judged]).table().loc[judged.name]
+    assert (row["of_budget"], row["relative_l2"]) == (1.5, 0.3)
+
+
 def test_only_settings_that_differ_are_shown():
     differing = layout_parity().settings_that_differ()
     assert "precision" in differing.columns

@@ -16,6 +16,15 @@ def test_one_factor_everywhere_gets_its_name():
     assert name_factor(rows(0.7, 0.7), spec) == (0.7, "")
 
 
+def test_near_is_not_equal():
+    assert name_factor(rows(0.501, 0.501), RunSpec(layout={"cp": 2})) == (0.501, "")
+
+
+def test_a_parameter_too_small_to_judge_by_does_not_count():
+    floored = ParameterDifference(0, "p", 7e-9, 1e-9, 7.0, 6.0, 1.0, 1.0, 0.1, "floor", False)
+    assert name_factor([*rows(0.5, 0.5), floored], RunSpec(layout={"cp": 2})) == (0.5, "1 / cp")
+
+
 def test_scattered_ratios_are_not_given_a_name():
     assert name_factor(rows(1.9, 2.0, 2.2), RunSpec(layout={"cp": 2})) == (2.0, "")
 

@@ -23,6 +23,8 @@ def test_metrics_of_two_trained_tokens_and_one_that_is_not():
     assert found["ratio/policy_old/min"] == pytest.approx(0.9)
     assert found["clip/policy/fraction"] == 0.5
     assert found["entropy/policy/mean"] == 1.0
+    assert found["advantage/all/mean"] == -1.0
+    assert found["logprob/policy/mean"] == pytest.approx(math.log(1.8) / 2)
     assert (found["advantage/all/min"], found["advantage/all/max"]) == (-3.0, 1.0)
     k3 = [math.expm1(-math.log(r)) + math.log(r) for r in (2.0, 0.9)]
     assert found["kl/policy_ref/k3_mean"] == pytest.approx(sum(k3) / 2)

@@ -30,6 +30,12 @@ def test_a_mean_of_nothing_is_not_zero():
     assert (found["sum"], found["max"], found["min"]) == (0.0, -math.inf, math.inf)
 
 
+def test_a_row_of_no_tokens_changes_nothing():
+    pieces = [all_kinds([-1.0], [1]), all_kinds([], [])]
+    found = finish_metrics(pieces, Axis("dp_cp"))
+    assert (found["mean"], found["max"], found["min"]) == (-1.0, -1.0, -1.0)
+
+
 def on_ranks():
     mesh = make_mesh(dp=4)
     mine = [([1.0], [1]), ([0.0], [0]), ([1.0, 1.0, 77.0], [1, 1, 0]), ([5.0], [1])][mesh["dp"].rank]

@@ -25,6 +25,16 @@ def test_packed_documents_give_what_each_gives_alone():
     torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-13)
 
 
+def test_the_temperature_divides_logits_in_every_implementation():
+    hidden, targets = torch.randn(5, 64, dtype=torch.float64), torch.tensor([0, 18, 3, 7, 7])
+    found = [load_policy("tiny-qwen3", precision="float64", temperature=temperature, implementation=name)
+             .token_logprobs(hidden, targets)[0].detach()
+             for temperature in (0.7, 1.0) for name in ("reference", "vocabulary_parallel")]
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found[3], found[2], rtol=0, atol=1e-12)
+    assert (found[0] - found[2]).abs().max() > 0.1
+
+
 def test_a_checkpoint_folder_loads_and_equals_the_stock_model(tmp_path):
     stock = tiny_qwen3(19, seed=2)
     stock.save_pretrained(tmp_path / "policy")

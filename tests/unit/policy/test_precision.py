@@ -18,6 +18,13 @@ def test_norms_and_rotary_keep_float64_digits():
     assert cos[0, 1, 0].item() == pytest.approx(torch.cos(torch.tensor(1000.0, dtype=torch.float64)).item(), abs=1e-15)
 
 
+def test_rotary_keeps_the_scaling_of_its_attention():
+    rotary = lift_to_float64(tiny_qwen3(19)).model.rotary_emb
+    rotary.attention_scaling = 1.5  # what yarn sets; it is 1 in the default type
+    cos, sin = rotary(torch.zeros(1, 1, dtype=torch.float64), torch.tensor([[0, 7]]))
+    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, 2.25), rtol=0, atol=1e-14)
+
+
 class OddNorm(nn.Module):
     pass
 

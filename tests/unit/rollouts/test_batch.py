@@ -163,7 +163,7 @@ def test_trained_padding_is_refused():
 
 def test_values_that_do_not_train_may_be_anything():
     old = make_batch().old_logprobs_T.clone()
-    old[0] = float("nan")
+    old[0], old[3] = float("nan"), 0.5  # neither counts: no number, and no log-probability
     assert replace(make_batch(), old_logprobs_T=old).num_trained_tokens == 3
 
 

@@ -44,6 +44,20 @@ def test_no_trained_token_is_lost_or_added():
     assert int(shift_targets(row).loss_mask_T.sum()) == row.num_trained_tokens
 
 
+def test_what_does_not_train_is_nothing_whatever_it_was():
+    row, nan = make_row(), torch.tensor(float("nan"))
+    names = ("advantages_T", "old_logprobs_T", "ref_logprobs_T")
+    untrained = {name: torch.where(row.loss_mask_T, getattr(row, name), nan) for name in names}
+    mask = row.loss_mask_T.clone()
+    mask[1] = False  # a hole: the token is in the middle of a document and does not train
+    untrained["old_logprobs_T"][1] = -torch.inf
+    shifted = shift_targets(replace(row, loss_mask_T=mask, **untrained))
+    for name in names:
+        values = getattr(shifted, name)
+        assert torch.isfinite(values).all(), name
+        assert not values[~shifted.loss_mask_T].any(), name
+
+
 def test_token_extensions_follow_and_document_extensions_do_not():
     extensions = shift_targets(make_row()).extensions
     assert set(extensions) == {"turns"}

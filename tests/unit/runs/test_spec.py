@@ -31,6 +31,7 @@ class TestRefusals:
         ({"precision": "float16"}, "precision = 'float16'"),
         ({"steps": "many"}, "steps = 'many'"),
         ({"loss": {"clip_low": -0.1}}, "loss.clip_low = -0.1"),
+        ({"policy": {"temperature": 0}}, "policy.temperature = 0: .*greater than 0"),
     ])
     def test_a_bad_value_is_named_with_its_place(self, settings, words):
         with pytest.raises(SpecError, match=words):

@@ -81,3 +81,35 @@ def test_clipping_scales_every_gradient_by_the_whole_norm():
     assert norm == pytest.approx(float(before.norm()), rel=1e-12)
     torch.testing.assert_close(after, before / 4)
     assert flow.clip_gradients(policy, result.norms, None) == norm
+
+
+def test_clipping_never_scales_up():
+    spec, batch, policy = fixture()
+    rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
+    result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals)
+    before = [p.grad.clone() for p in policy.model.parameters()]
+    norm = flow.clip_gradients(policy, result.norms, 1e6)
+    assert norm < 1e6
+    assert all(torch.equal(p.grad, b) for p, b in zip(policy.model.parameters(), before, strict=True))
+
+
+def test_a_step_forgets_the_gradients_of_the_one_before():
+    spec, batch, policy = fixture()
+    rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
+    first, second = (flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, keep_gradients=True).gradients
+                     for _ in range(2))
+    for name, gradient in first.items():
+        torch.testing.assert_close(second[name], gradient, rtol=0, atol=1e-13)
+
+
+def test_what_a_run_would_decide_is_recorded_beside_the_decision_that_acted():
+    spec, batch, policy = fixture()
+    rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
+    loss = flow.make_loss(spec.loss)
+    free = flow.run_step(policy, loss, rows, totals, num_source=batch.num_tokens).tokens
+    opposite = ~free["clipped"] & free["trained"]
+    frozen = flow.run_step(policy, loss, rows, totals, num_source=batch.num_tokens, frozen_clip_S=opposite).tokens
+    assert free["clipped"].any()
+    assert torch.equal(free["would_clip"], free["clipped"])
+    assert torch.equal(frozen["clipped"], opposite)
+    assert torch.equal(frozen["would_clip"], free["clipped"])

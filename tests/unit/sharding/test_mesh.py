@@ -48,3 +48,16 @@ def test_axes_join_the_right_ranks(tmp_path):
         {"dp": 5, "cp": 4, "tp": 12, "dp_cp": 5}, {"dp": 10, "cp": 8, "tp": 12, "dp_cp": 10}]
     assert [a[2] for a in answers] == [15.0] * 4
     assert [a[3] for a in answers] == [0, 1, 2, 3]
+
+
+def sum_over_dp_cp():
+    import torch
+    import torch.distributed as dist
+
+    mesh = make_mesh(dp=2, cp=2, tp=2)
+    return float(all_sum(torch.tensor([float(2 ** dist.get_rank())]), mesh["dp_cp"]))
+
+
+def test_the_flattened_axis_joins_ranks_of_one_tp_coordinate(tmp_path):
+    # Ranks 0, 2, 4, 6 hold the first slice, 1, 3, 5, 7 the second; neighbours hold different slices.
+    assert run_ranks(sum_over_dp_cp, 8, tmp_path) == [85.0, 170.0] * 4
