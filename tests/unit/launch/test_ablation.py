@@ -70,7 +70,8 @@ class TestExpansion:
         assert {run.truth for run in runs.values()} == {"", "exact"}
 
     def test_without_a_run_below_float64_no_truth_is_needed(self):
-        ablation = AblationSpec(reference="a", base={"precision": "float64"}, configurations={"a": {}, "b": {"seed": 1}})
+        ablation = AblationSpec(reference="a", base={"precision": "float64"},
+                                configurations={"a": {}, "b": {"seed": 1}})
         assert [(run.reference, run.truth) for run in ablation.expand()] == [("", ""), ("a", "")]
 
     def test_two_axes_one_of_them_nested(self):
