@@ -15,7 +15,7 @@ from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec, load_ablation, select
 from workbench.launch.run import RunEvent, launch
 from workbench.runs.spec import RunSpec, merge, parse_spec
-from workbench.runs.store import failure_in_short, project_root, provenance
+from workbench.runs.store import project_root, provenance
 
 if TYPE_CHECKING:
     from workbench.compare.comparison import Comparison
@@ -98,8 +98,7 @@ def verdict_table(comparison: Comparison) -> str:
     for c in comparison.configurations:
         factor = "" if c.factor is None else f"x {c.factor:.4g}"
         meaning = f"= {c.factor_meaning}" if c.factor_meaning else ""
-        why = failure_in_short(c.failure) if c.failure and c.failure.get("message") else c.why
-        parts = [f"{c.name:<{width}}", f"{c.verdict:<13}", factor, meaning, why]
+        parts = [f"{c.name:<{width}}", f"{c.verdict:<13}", factor, meaning, c.why]
         lines.append("  ".join(part for part in parts if part))
     return "\n".join(lines)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
 from workbench.compare.factors import SAME, name_factor
 from workbench.errors import RecordError
-from workbench.runs.store import RunDirectory
+from workbench.runs.store import RunDirectory, failure_in_short
 
 FLOAT64_BAR = 1e-12
 FLOOR = 1e-3
@@ -84,7 +84,7 @@ def _configuration(subject: Subject, by_name: Mapping[str, Subject]) -> Configur
              "device_note": state.get("device_note", ""), "run": f"runs/{run.path.name}" if run else ""}
     if run is None or state["state"] != "succeeded":
         failure = subject.failure or (run.failure() if run else None) or {"exception": state["state"]}
-        return Configuration(**base, verdict="failed", why=_failure_sentence(failure), failure=dict(failure))
+        return Configuration(**base, verdict="failed", why=failure_in_short(failure), failure=dict(failure))
     base |= {"world_size": run.spec.layout.world_size, "steps": run.steps()}
     if not subject.reference:
         base["ratios"] = _ratio_histograms(run, run)
@@ -328,9 +328,3 @@ def _difference_sentence(step: int, worst: ParameterDifference, rows: list[Param
     direction = "" if cosine > 1 - 1e-6 else f", cosine {cosine:.4f}"
     named = f" = {meaning}" if meaning else scatter
     return f"{text}; gradient norms {factor:.4g} times the reference's{named}{direction}"
-
-
-def _failure_sentence(failure: Mapping[str, Any]) -> str:
-    rank = f"rank {failure['rank']}: " if failure.get("rank") is not None else ""
-    message = str(failure.get("message", "")).splitlines()
-    return f"{rank}{failure.get('exception', 'failed')}" + (f": {message[0]}" if message else "")

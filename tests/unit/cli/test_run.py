@@ -89,10 +89,9 @@ class TestArguments:
         comparison.configurations.append(Configuration("c", comparison["a"].settings, verdict="failed"))
         assert verb.main([str(file)]) == 1
 
-    def test_a_failed_run_is_printed_with_what_was_found(self, file, called, comparison, capsys):
-        failure = {"rank": 1, "exception": "ShapeError", "message": "split 7 tokens\n  found: an odd row\n  do: pad"}
-        comparison.configurations.append(Configuration("c", comparison["a"].settings, verdict="failed", why="short",
-                                                       failure=failure))
+    def test_a_failed_run_is_printed_with_its_reason(self, file, called, comparison, capsys):
+        comparison.configurations.append(Configuration("c", comparison["a"].settings, verdict="failed",
+                                                       why="rank 1 ShapeError: split 7 tokens; found: an odd row"))
         verb.main([str(file)])
         assert "c  failed         rank 1 ShapeError: split 7 tokens; found: an odd row\n" in capsys.readouterr().out
 

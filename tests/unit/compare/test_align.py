@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workbench.compare.align import Subject, compare_runs
-from workbench.errors import RecordError
+from workbench.errors import RecordError, ShapeError
 from workbench.runs.spec import RunSpec
 from workbench.runs.store import RunDirectory
 
@@ -145,12 +145,12 @@ def test_a_difference_says_where_how_much_and_in_which_direction(tmp_path):
 
 def test_a_failed_run_is_reported_with_rank_and_traceback(tmp_path):
     broken = run(tmp_path, "broken", [gradient()], state="failed")
-    broken.write_exit(1, {"dp": 0, "cp": 1, "tp": 0}, ValueError("planned"))
+    broken.write_exit(1, {"dp": 0, "cp": 1, "tp": 0}, ShapeError("planned", found="an odd row", fix="pad"))
     subjects = [Subject("ref", run(tmp_path, "ref", [gradient()])), Subject("broken", broken, "ref", "ref")]
     found = compare_runs(subjects, experiment="demo", question="?")["broken"]
-    assert (found.verdict, found.why) == ("failed", "rank 1: ValueError: planned")
+    assert (found.verdict, found.why) == ("failed", "rank 1 ShapeError: planned; found: an odd row")
     assert found.failure["rank"] == 1
-    assert "ValueError: planned" in found.failure["traceback"]
+    assert "ShapeError: planned" in found.failure["traceback"]
 
 
 def test_what_has_no_reference_left_is_not_called_equal(tmp_path):
