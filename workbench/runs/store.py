@@ -409,7 +409,8 @@ def provenance(project: Path, *, seed: int | None = None) -> dict[str, Any]:
         gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "git": _git_state(project),
-        "versions": versions(),
+        # Where torch is loaded it says its build too (+cpu, +cu130), which the package's name does not.
+        "versions": versions() | ({} if torch is None else {"torch": str(torch.__version__)}),
         "argv": [without_machine_paths(argument, project) for argument in sys.argv],
         "seed": seed,
         "cpu": _cpu_name(),
