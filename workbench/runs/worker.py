@@ -46,7 +46,7 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool) -> Non
         spec, layout = run.spec, run.spec.layout
         device_type = os.environ.get("WORKBENCH_DEVICE", "cpu" if spec.device == "auto" else spec.device)
         device = join(device_type, timeout_s=spec.timeout_s) if join_job else torch.device(device_type)
-        mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, device=device)
+        mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, device=device, alone=not join_job)
         coordinates = mesh.coordinates
         with planted(spec.faults):
             _train(run, spec, mesh, project)
@@ -60,7 +60,8 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool) -> Non
     run.write_exit(rank, coordinates, None)
     if rank == 0:
         run.set_state("succeeded")
-    leave()
+    if join_job:
+        leave()
 
 
 def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:

@@ -73,11 +73,12 @@ def single_process_mesh(device: torch.device | str = "cpu") -> Mesh:
     return Mesh({name: Axis(name) for name in (*AXES, "dp_cp")}, torch.device(device))
 
 
-def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device: torch.device | str = "cpu",
+def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device: torch.device | str = "cpu", alone: bool = False,
               **refused: int) -> Mesh:
-    """Lay named axes over the ranks of the running job.
+    """Lay named axes over the ranks of the running job, or over this process alone.
 
-    Collective: every rank calls it with the same sizes. Call `join` first if there is more than one rank.
+    Collective unless ``alone``: every rank calls it with the same sizes. Call `join` first if there is more than one
+    rank.
 
     Raises:
         ShardingError: an axis that is not supported (pp, ep), or sizes whose product is not the world size.
@@ -85,7 +86,7 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device: torch.device | s
     for name in refused:
         raise ShardingError(f"mesh with axis {name!r}", rule=f"the axes are {', '.join(AXES)}",
                             fix="pipeline (pp) and expert (ep) parallelism are out of scope; fold their ranks into dp")
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = dist.get_world_size() if dist.is_initialized() and not alone else 1
     sizes = {"dp": dp, "cp": cp, "tp": tp}
     wanted = dp * cp * tp
     if wanted != world:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.ranks import run_ranks
 from workbench.errors import RecordError, SpecError
 from workbench.policy.tiny import tiny_qwen3
 from workbench.runs.spec import RunSpec
@@ -132,6 +133,18 @@ def test_a_job_around_this_process_does_not_matter_here(tmp_path, monkeypatch):
     run_here(run, PROJECT)
     assert run.status == "succeeded"
     assert list(run.exits()) == [0]
+
+
+def run_here_inside_a_job(root):
+    import torch.distributed as dist
+
+    run = small(Path(root) / str(dist.get_rank()))
+    run_here(run, PROJECT)
+    return run.status, dist.is_initialized()
+
+
+def test_a_job_that_this_process_has_joined_is_neither_used_nor_left(tmp_path):
+    assert run_ranks(run_here_inside_a_job, 2, tmp_path / "ranks", str(tmp_path)) == [("succeeded", True)] * 2
 
 
 def test_rollouts_of_another_vocabulary_are_refused(tmp_path):
