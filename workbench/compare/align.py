@@ -142,6 +142,9 @@ def _judge(base: dict[str, Any], run: RunDirectory, reference: RunDirectory, tru
             return Configuration(**base, verdict="different", first_step=step, first_parameter=unlike[0].split(" ")[0],
                                  why=f"another model than the reference's: {'; '.join(unlike)}")
         true = _gradients(truth, step)
+        if unlike := _unlike(mine, true, whose="the truth"):
+            raise RecordError(f"measure {run.name} by the truth {truth.name}", found="; ".join(unlike),
+                              rule="a truth is a run of the same model", fix="name such a run as `truth`")
         budgets = _float64_budgets(theirs) if exact else _measured_budgets(theirs, true)
         rows = _differences(step, mine, theirs, true, budgets)
         parameters += rows
@@ -163,9 +166,9 @@ def _judge(base: dict[str, Any], run: RunDirectory, reference: RunDirectory, tru
                          why=_difference_sentence(failing[0], worst, first, factor, meaning) + _not_finite(run))
 
 
-def _unlike(mine: Gradients, reference: Gradients) -> list[str]:
+def _unlike(mine: Gradients, reference: Gradients, *, whose: str = "the reference") -> list[str]:
     """Parameters that only one of the two has, or that have other shapes."""
-    found = [f"{name} is only in {'the reference' if name in reference else 'this one'}"
+    found = [f"{name} is only in {whose if name in reference else 'this one'}"
              for name in [*reference, *mine] if (name in mine) != (name in reference)]
     return found + [f"{name} is {tuple(mine[name].shape)}, not {tuple(reference[name].shape)}"
                     for name in reference if name in mine and mine[name].shape != reference[name].shape]

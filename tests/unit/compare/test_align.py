@@ -213,3 +213,14 @@ def test_numbers_that_stopped_being_numbers_are_named(tmp_path):
     subjects = [Subject("ref", run(tmp_path, "ref", [gradient()], norm=float("inf")))]
     found = compare_runs(subjects, experiment="demo", question="?")["ref"]
     assert found.why == "what the others are held against; from step 0 on its loss or gradient is not finite"
+
+
+def test_a_truth_of_another_model_stops_no_other_verdict(tmp_path):
+    other = {"big": torch.ones(50, dtype=torch.float64)}
+    subjects = [Subject("truth", run(tmp_path, "truth", [other])),
+                Subject("ref", run(tmp_path, "ref", [gradient()], precision="float32"), "", "truth"),
+                Subject("mine", run(tmp_path, "mine", [gradient()], precision="float32"), "ref", "truth"),
+                Subject("again", run(tmp_path, "again", [other]), "truth", "truth")]
+    found = compare_runs(subjects, experiment="demo", question="?")
+    assert (found["mine"].verdict, found["again"].verdict) == ("failed", "equal")
+    assert "small is only in this one" in found["mine"].why
