@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.errors import RecordError, VerdictError
+from workbench.runs.spec import flatten
 from workbench.runs.store import from_json, to_json, write_whole
 
 VERDICTS = ("reference", "equal", "within budget", "different", "failed")
@@ -199,15 +200,14 @@ class Comparison:
         return "\n".join([f"{self.experiment}: {self.question}", *lines])
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one level with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def load_comparison(path: Path | str) -> Comparison:
+    """Read a saved comparison: an experiment's folder, or its comparison.json.
+
+    Raises:
+        RecordError: missing, damaged, or written by another version.
+    """
+    path = Path(path)
+    return Comparison.load(path / "comparison.json" if path.is_dir() else path)
 
 
 def layout_of(settings: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,12 @@ from workbench.errors import SpecError
 
 class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """What a repr says: only what is not as it is by default."""
+        known = type(self).model_fields
+        return ((name, value) for name, value in super().__repr_args__()
+                if name not in known or value != known[name].default)
 
 
 class LayoutSpec(_Model):
@@ -173,6 +179,17 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
         nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
         out[key] = merge(out[key], value) if nested else value
     return out
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one level with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:

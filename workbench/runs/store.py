@@ -7,10 +7,12 @@ lines carry their own checksum; JSON is standard JSON (NaN too); nothing is ever
     <experiment>/runs/<name>-<hash8>[-k]/
       config.json                  the canonical spec; hash8 is its content hash
       state.json                   pending | running | succeeded | failed | cancelled | lost; when, where, who
+      cancel.json                  somebody asked for its end
       metrics.jsonl                one reduced record per optimizer step, written by rank 0
       provenance.json              versions, git state, command, machine
       ranks/rank00000.log          standard output and error of a rank
-      ranks/rank00000.exit.json    how a rank ended: exception, traceback, when
+      ranks/rank00000.exit.json    how a rank ended: cause, exception, traceback, when
+      ranks/rank00000.flight       the collectives that it entered and left, see `workbench.sharding.flight`
       tensors/<name>.safetensors   gradients and per-token values
 
 This module imports no torch until a tensor is read or written, so that looking at runs stays quick.
@@ -19,6 +21,9 @@ This module imports no torch until a tensor is read or written, so that looking 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
+import hashlib
 import json
 import math
 import os
@@ -26,10 +31,11 @@ import platform
 import re
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,10 +50,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STATES = ("pending", "running", "succeeded", "failed", "cancelled", "lost")
-"""What a run can be. `lost` is a run that says running while its process is gone."""
+"""What a run can be. `lost` is a run that waits or runs although nobody is left who could start or end it."""
 
 ENDED = ("succeeded", "failed", "cancelled", "lost")
-"""The states that a run does not leave."""
+"""The states that a run does not leave, see `RunDirectory.set_state`."""
+
+_CORRECTIONS = (("succeeded", "failed"), ("failed", "cancelled"))
+
+CAUSES = ("exception", "out of memory", "killed", "hang", "start", "peer")
+"""Why a rank did not end well; `peer` is the echo of another rank's end, `start` a job that never came up."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a run may be called: a folder name everywhere, and no option of a command."""
@@ -61,6 +72,8 @@ _PEER_EXCEPTIONS = ("DistNetworkError", "DistBackendError", "ConnectionError", "
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
                "socket closed", "connection was likely closed", "timed out waiting",
                "watchdog caught collective", "remote process exited", "nccl communicator was aborted")
+_MEMORY_EXCEPTIONS = ("OutOfMemoryError", "MemoryError")
+_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 class RunDirectory:
@@ -155,20 +168,25 @@ class RunDirectory:
 
     @property
     def status(self) -> str:
-        """The state in one word; a run that says running although its process is gone is `lost`."""
-        state = self.state
-        if state["state"] != "running" or "pid" not in state:
-            return str(state["state"])
-        try:
-            alive = abs(psutil.Process(state["pid"]).create_time() - state["create_time"]) < 0.01
-        except psutil.Error:
-            alive = False
-        return "running" if alive else "lost"
+        """The state in one word; `lost` where nobody is left who could start or end the run.
 
-    def set_state(self, state: str, **fields: Any) -> None:
+        What another machine runs cannot be judged from here, and is what it says.
+        """
+        state = self.state
+        if state["state"] not in ("pending", "running"):
+            return str(state["state"])
+        known = [state[who] for who in ("rank0", "agent", "launcher") if who in state]
+        return str(state["state"]) if not known or any(map(process_lives, known)) else "lost"
+
+    def set_state(self, state: str, **fields: Any) -> str:
         """Move to a state and keep further fields beside it; fields already there stay.
 
-        `running` notes this process (pid, create_time) and started_ns; an ended state notes ended_ns.
+        `running` notes this process and started_ns; an ended state notes ended_ns. An ended run stays as it ended,
+        whoever says something else later, but for what the first rank cannot know when it speaks: that a run which
+        succeeded has failed on another rank, and that one which failed was cancelled.
+
+        Returns:
+            The state that stands.
 
         Raises:
             RecordError: no such state.
@@ -178,11 +196,33 @@ class RunDirectory:
                               rule=f"one of {', '.join(STATES)}", fix="use one of them")
         noted: dict[str, Any] = {}
         if state == "running":
-            noted = {"pid": os.getpid(), "create_time": psutil.Process().create_time(),
-                     "started_ns": time.time_ns()}
+            noted = {"rank0": this_process(), "started_ns": time.time_ns()}
         elif state in ENDED:
             noted = {"ended_ns": time.time_ns()}
-        write_whole(self.path / "state.json", to_json(self.state | noted | fields | {"state": state}))
+        with _locked(self.path / ".state.lock"):
+            now = self.state
+            if now["state"] in ENDED and (now["state"], state) not in _CORRECTIONS:
+                return str(now["state"])
+            write_whole(self.path / "state.json", to_json(now | noted | fields | {"state": state}))
+        return state
+
+    def note(self, **fields: Any) -> None:
+        """Keep fields beside the state, whatever the state is."""
+        with _locked(self.path / ".state.lock"):
+            write_whole(self.path / "state.json", to_json(self.state | fields))
+
+    def request_cancel(self, by: str) -> None:
+        """Ask whoever watches this run to end it, from any process.
+
+        Args:
+            by: who asks, such as "notebook" or "command line".
+        """
+        self.write_json("cancel.json", {"by": by, "time_ns": time.time_ns()})
+
+    @property
+    def cancel_requested(self) -> bool:
+        """Whether somebody asked for its end."""
+        return (self.path / "cancel.json").exists()
 
     # ---- step records --------------------------------------------------------------------------------
 
@@ -227,10 +267,7 @@ class RunDirectory:
             if record is not None:
                 records.append(record)
             elif number < len(lines):
-                raise RecordError(f"read {self.path.name}/metrics.jsonl",
-                                  found=f"line {number} of {len(lines)} is damaged",
-                                  rule="every line but a torn last one carries the right checksum",
-                                  fix="run the configuration again; the run's other files are not affected")
+                raise _damaged(self, f"line {number} of {len(lines)}")
         return records
 
     # ---- tensors and other files ---------------------------------------------------------------------
@@ -248,7 +285,7 @@ class RunDirectory:
             storages.add(storage)
         path = self._tensor_path(name)
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = _temporary(path)
         save_file(plain, temporary)
         _flush_and_rename(temporary, path)
         return path
@@ -288,8 +325,8 @@ class RunDirectory:
         """Where the standard output and error of a rank go."""
         return self.path / "ranks" / f"rank{rank:05d}.log"
 
-    def write_exit(self, rank: int | None, coordinates: Mapping[str, int],
-                   error: BaseException | None) -> None:
+    def write_exit(self, rank: int | None, coordinates: Mapping[str, int], error: BaseException | None, *,
+                   cause: str | None = None, waited_in: str = "", stack: str = "") -> None:
         """Note how a rank ended, at once when it happens: the order of failures is read from these files.
 
         Messages and tracebacks are kept without machine paths, because reports quote them.
@@ -297,16 +334,19 @@ class RunDirectory:
         Args:
             rank: global rank; None for the agent that starts the ranks.
             coordinates: its place on the mesh, such as {"dp": 0, "cp": 1, "tp": 0}; {} if not known yet.
-            error: what it raised; None if it ended well.
+            error: what it raised, or what is said of it; None if it ended well.
+            cause: one of `CAUSES`; None reads it from the error.
+            waited_in: the collective that it was in, "" if none or unknown.
+            stack: Python stack of a rank that hung, "" if unknown.
         """
         record: dict[str, Any] = {
             "rank": rank, "coordinates": dict(coordinates), "time_ns": time.time_ns(), "ok": error is None,
-            "exception": None, "message": "", "traceback": "", "connection_error": False}
+            "cause": None, "exception": None, "message": "", "traceback": "", "waited_in": waited_in,
+            "stack": without_machine_paths(stack)}
         if error is not None:
             text = "".join(traceback.format_exception(error))
-            record |= {"exception": type(error).__name__, "message": without_machine_paths(str(error)),
-                       "traceback": without_machine_paths(text),
-                       "connection_error": is_connection_error(error)}
+            record |= {"cause": cause or cause_of(error), "exception": type(error).__name__,
+                       "message": without_machine_paths(str(error)), "traceback": without_machine_paths(text)}
         name = "agent" if rank is None else f"rank{rank:05d}"
         self.write_json(f"ranks/{name}.exit.json", record)
 
@@ -320,18 +360,61 @@ class RunDirectory:
         """The root cause: the first rank that failed of itself, not because a peer had gone.
 
         When a rank dies, the others soon fail with connection errors, sometimes with an earlier time stamp;
-        those count only if there is nothing else. The result is that rank's exit record and ``also_failed``,
-        the other ranks that failed. None if no rank failed. Its ``rank`` is None if the ranks never started.
+        those count only if there is nothing else. A rank that hung is found last, and its victims may have died
+        first. The result is that rank's exit record, ``also_failed``, the other ranks that failed, and ``also``, the
+        collectives that they were in, by rank. None if no rank failed. Its ``rank`` is None if the ranks never
+        started.
         """
         failed = [record for record in self.exits().values() if not record["ok"]]
         if not failed:
             return None
-        first = min(failed, key=lambda record: (record["connection_error"], record["time_ns"]))
-        return first | {"also_failed": [record["rank"] for record in failed if record is not first]}
+        first = min(failed, key=lambda record: (record["cause"] == "peer", record["cause"] != "hang",
+                                                record["time_ns"]))
+        others = [record for record in failed if record is not first]
+        return first | {"also_failed": [record["rank"] for record in others],
+                        "also": {record["rank"]: record["waited_in"] for record in others if record["waited_in"]}}
 
     def __repr__(self) -> str:
         """Say name, state and progress in a line."""
         return f"RunDirectory({self.path.name}: {self.status}, {len(self.steps())}/{self.spec.steps} steps)"
+
+
+class StepTail:
+    """The step records of a run as they come: each call reads only what is new.
+
+    Example:
+        >>> tail = StepTail(run)   # doctest: +SKIP
+        >>> tail.new()             # doctest: +SKIP
+        [{'step': 0, 'loss/total/sum': 0.25}]
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Records since the last call; a last line that is not whole yet comes when it is.
+
+        Raises:
+            RecordError: a line before the last is damaged.
+        """
+        try:
+            with (self.run.path / "metrics.jsonl").open("rb") as file:
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return []
+        records = []
+        *whole, rest = content.split(b"\n")
+        for index, line in enumerate(whole):
+            record = _checked_line(line)
+            if record is None:
+                if rest or index < len(whole) - 1:
+                    raise _damaged(self.run)
+                break  # torn, and its writer will cut it off before the next record
+            records.append(record)
+            self._offset += len(line) + 1
+        return records
 
 
 def failure_in_short(failure: Mapping[str, Any]) -> str:
@@ -344,7 +427,17 @@ def failure_in_short(failure: Mapping[str, Any]) -> str:
     lines = str(failure.get("message", "")).splitlines()
     said = [*lines[:1], *(line.strip() for line in lines[1:] if line.startswith("  found: "))][:2]
     rank = "" if failure.get("rank") is None else f"rank {failure['rank']} "
-    return f"{rank}{failure.get('exception', 'failed')}" + (f": {'; '.join(said)}" if said else "")
+    cause = f" ({failure['cause']})" if failure.get("cause") in ("out of memory", "killed", "hang") else ""
+    return f"{rank}{failure.get('exception', 'failed')}{cause}" + (f": {'; '.join(said)}" if said else "")
+
+
+def cause_of(error: BaseException) -> str:
+    """Why a rank ended, read from what it raised: "out of memory", "peer" or "exception"."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    text = str(error).lower()
+    if kinds.intersection(_MEMORY_EXCEPTIONS) or any(words in text for words in _MEMORY_WORDS):
+        return "out of memory"
+    return "peer" if is_connection_error(error) else "exception"
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -449,6 +542,49 @@ def _cpu_name() -> str:
     return platform.processor() or "unknown"
 
 
+# ---- processes -----------------------------------------------------------------------------------------
+
+
+def this_process() -> dict[str, Any]:
+    """This process, as a state names it: a pid alone may be somebody else's by tomorrow.
+
+    Units: ``create_time`` is psutil's, in seconds; ``host`` and ``boot`` are hashes, and say nothing by themselves.
+    """
+    return {"pid": os.getpid(), "create_time": psutil.Process().create_time()} | _machine()
+
+
+def process_alive(pid: int, create_time: float) -> bool:
+    """Whether a process of this machine is still there, and is that one and not a later one of the same pid."""
+    try:
+        process = psutil.Process(pid)
+        return abs(process.create_time() - create_time) < 0.01 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def process_lives(process: Mapping[str, Any]) -> bool:
+    """Whether a process that `this_process` described lives; on another machine, where nobody can look, yes."""
+    if not is_of_this_machine(process):
+        return True
+    boot = _machine()["boot"]
+    return process.get("boot", boot) == boot and process_alive(process["pid"], process["create_time"])
+
+
+def is_of_this_machine(process: Mapping[str, Any]) -> bool:
+    """Whether a process that `this_process` described belongs to this machine, so that its pid means anything here."""
+    return process.get("host", _machine()["host"]) == _machine()["host"]
+
+
+@functools.cache
+def _machine() -> dict[str, str]:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf8")
+    except OSError:
+        boot = f"{psutil.boot_time():.0f}"
+    return {"host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
+            "boot": hashlib.sha256(boot.encode()).hexdigest()[:8]}
+
+
 # ---- files, whole or absent ----------------------------------------------------------------------------
 
 
@@ -500,12 +636,24 @@ def _read_json(path: Path, *, what: str) -> Any:
                           fix="it was damaged after it was written; run the configuration again") from None
 
 
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process and thread at a time; a lock goes with the process that held it."""
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def write_whole(path: Path, content: bytes) -> Path:
     """Write a file, whole or not at all, and on disk before this returns; what was there stays until then."""
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     temporary.write_bytes(content)
     return _flush_and_rename(temporary, path)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
 
 
 def _flush_and_rename(temporary: Path, path: Path) -> Path:
@@ -523,6 +671,12 @@ def _checked_line(line: bytes) -> dict[str, Any] | None:
         return None
     body = "{" + text[found.end():]
     return from_json(body) if f"{zlib.crc32(body.encode()):08x}" == found[1] else None
+
+
+def _damaged(run: RunDirectory, which: str = "a line before the last") -> RecordError:
+    return RecordError(f"read {run.path.name}/metrics.jsonl", found=f"{which} is damaged",
+                       rule="every line but a torn last one carries the right checksum",
+                       fix="run the configuration again; the run's other files are not affected")
 
 
 def _drop_torn_tail(path: Path) -> None:

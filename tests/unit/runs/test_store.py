@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -16,7 +17,7 @@ import torch
 from workbench.errors import RecordError, ShapeError, SpecError
 from workbench.runs import store
 from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
+from workbench.runs.store import RunDirectory, StepTail, this_process
 
 
 @pytest.fixture
@@ -73,24 +74,76 @@ class TestState:
         run.set_state("succeeded", device_note="")
         state = run.state
         assert (state["state"], state["device"], state["device_note"]) == ("succeeded", "cpu", "")
-        assert state["pid"] == os.getpid()
+        assert state["rank0"] == this_process()
+        assert state["rank0"]["pid"] == os.getpid()
         assert state["started_ns"] <= state["ended_ns"]
 
     def test_an_unknown_state_is_refused(self, run):
         with pytest.raises(RecordError, match="one of pending, running"):
             run.set_state("finished")
 
-    def test_a_run_whose_process_is_gone_is_lost(self, run):
-        gone = subprocess.Popen([sys.executable, "-c", ""])
-        gone.wait()
+    def test_a_run_is_lost_when_nobody_is_left_who_could_end_it(self, run):
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        gone = this_process() | {"pid": process.pid}
+        process.wait()
+        run.note(launcher=gone)
+        assert run.status == "lost"  # it waits for nobody
+        run.note(launcher=this_process())
+        assert run.status == "pending"
         run.set_state("running")
-        assert run.status == "running"
-        run.set_state("running", pid=gone.pid)
+        run.note(rank0=gone)
+        assert run.status == "running"  # whoever launched it will say how it ended
+        run.note(launcher=gone, agent=gone)
         assert run.status == "lost"
 
     def test_a_process_that_inherited_the_pid_is_not_the_run(self, run):
-        run.set_state("running", create_time=psutil.Process().create_time() - 100)
+        run.set_state("running")
+        run.note(rank0=this_process() | {"create_time": psutil.Process().create_time() - 100})
         assert run.status == "lost"
+
+    def test_a_process_of_before_the_reboot_is_gone_and_one_of_another_machine_cannot_be_judged(self, run):
+        run.set_state("running")
+        run.note(rank0=this_process() | {"boot": "before"})
+        assert run.status == "lost"
+        run.note(rank0=this_process() | {"host": "elsewhere", "boot": "before", "create_time": 0.0})
+        assert run.status == "running"
+
+    def test_a_zombie_does_not_live(self):
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        created = psutil.Process(process.pid).create_time()
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert not store.process_alive(process.pid, created)
+        process.wait()
+
+    @pytest.mark.parametrize(("first", "second", "stands"), [
+        ("succeeded", "failed", "failed"), ("failed", "cancelled", "cancelled"), ("failed", "succeeded", "failed"),
+        ("cancelled", "failed", "cancelled"), ("cancelled", "running", "cancelled"), ("lost", "running", "lost"),
+        ("succeeded", "cancelled", "succeeded"), ("succeeded", "running", "succeeded")])
+    def test_an_end_is_final_but_for_what_the_first_rank_cannot_know(self, run, first, second, stands):
+        run.set_state(first, why="first")
+        assert run.set_state(second) == stands
+        assert run.state["state"] == stands
+
+    def test_a_note_moves_no_state(self, run):
+        run.set_state("cancelled")
+        run.note(handle="x")
+        assert (run.state["state"], run.state["handle"]) == ("cancelled", "x")
+
+    def test_writers_do_not_undo_one_another(self, run):
+        threads = [threading.Thread(target=lambda n=n: [run.note(**{f"field{n}-{i}": i}) for i in range(20)])
+                   for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sum(key.startswith("field") for key in run.state) == 80
+
+    def test_somebody_may_ask_for_the_end(self, run):
+        assert not run.cancel_requested
+        run.request_cancel("a test")
+        assert RunDirectory.open(run.path).cancel_requested
+        assert run.state["state"] == "pending"
 
     def test_a_state_is_never_seen_half_written(self, run, monkeypatch):
         def crash(*_):
@@ -116,6 +169,38 @@ class TestSteps:
         [record] = run.steps()
         assert (repr(record["value"]), record["text"], repr(record["nested"])) == (
             value, value, f"[{{'deep': {value}}}]")
+
+    def test_a_tail_gives_each_record_once_and_a_torn_one_when_it_is_whole(self, run):
+        tail = StepTail(run)
+        assert tail.new() == []
+        _write_steps(run, 2)
+        path = run.path / "metrics.jsonl"
+        content = path.read_bytes()
+        path.write_bytes(content[:-5])
+        assert [record["step"] for record in tail.new()] == [0]
+        assert tail.new() == []
+        path.write_bytes(content)
+        assert [record["step"] for record in tail.new()] == [1]
+        assert tail.new() == []
+
+    def test_a_tail_survives_a_torn_line_that_its_next_writer_cuts_off(self, run):
+        _write_steps(run, 1)
+        tail = StepTail(run)
+        tail.new()
+        with (run.path / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"crc32": "00000000", "step": 1\n')
+        assert tail.new() == []
+        RunDirectory.open(run.path).append_step({"step": 1})
+        assert tail.new() == [{"step": 1}]
+
+    def test_a_tail_refuses_damage_before_the_last_line(self, run):
+        _write_steps(run, 3)
+        path = run.path / "metrics.jsonl"
+        lines = path.read_bytes().split(b"\n")
+        lines[1] = lines[1].replace(b"step", b"spet")
+        path.write_bytes(b"\n".join(lines))
+        with pytest.raises(RecordError, match="damaged"):
+            StepTail(run).new()
 
     def test_no_file_is_no_steps(self, run):
         assert run.steps() == []
@@ -232,7 +317,24 @@ class TestFailure:
         assert run.failure()["rank"] is None
 
 
+    @pytest.mark.parametrize(("error", "cause"), [
+        (MemoryError(), "out of memory"), (RuntimeError("CUDA out of memory. Tried to allocate"), "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+        (torch.OutOfMemoryError("x"), "out of memory"), (ConnectionResetError("reset"), "peer"),
+        (ValueError("7"), "exception")])
+    def test_the_cause_is_read_from_the_error_unless_it_is_said(self, run, error, cause):
+        run.write_exit(0, {}, error)
+        assert run.failure()["cause"] == cause
+        run.write_exit(0, {}, error, cause="hang", waited_in="all_sum", stack="File here")
+        failure = run.failure()
+        assert (failure["cause"], failure["waited_in"], failure["stack"]) == ("hang", "all_sum", "File here")
+
+
 class TestFailureInShort:
+    def test_says_why_where_the_exception_does_not(self, run):
+        run.write_exit(1, {}, RuntimeError("rank 1 was killed"), cause="killed")
+        assert store.failure_in_short(run.failure()) == "rank 1 RuntimeError (killed): rank 1 was killed"
+
     def test_says_what_was_asked_and_what_was_found(self, run):
         run.write_exit(1, {}, ShapeError("split 7 tokens", found="an odd\nrow", rule="even", fix="pad"))
         assert store.failure_in_short(run.failure()) == "rank 1 ShapeError: split 7 tokens; found: an odd"
