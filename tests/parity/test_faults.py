@@ -8,7 +8,9 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.cases import many_steps
 from tests.parity.test_layouts import LAYOUTS, settings
 from tests.parity.test_oracle import documents_near, oracle
-from workbench.runs.faults import fault_names
+from workbench.runs.faults import fault_names, load_fault
+
+WRONG_NUMBERS = [name for name in fault_names() if load_fault(name).changes_numbers]
 
 
 @pytest.fixture(scope="module")
@@ -16,16 +18,18 @@ def answers(tmp_path_factory):
     """The oracle's gradients, and those of each fault at cp=2, both orders."""
     documents = documents_near(11)
     cases = {(fault, order): (settings(LAYOUTS[f"cp2_{order}"], faults=[fault]), documents)
-             for fault in fault_names() for order in ("contiguous", "zigzag")}
+             for fault in WRONG_NUMBERS for order in ("contiguous", "zigzag")}
     found = run_ranks(many_steps, 2, tmp_path_factory.mktemp("faults"), list(cases.values()))[0]
     return documents, oracle(documents), dict(zip(cases, found, strict=True))
 
 
 def test_these_faults_exist():
-    assert fault_names() == ["local_denominator", "missing_cp_factor", "shift_after_shard"]
+    assert WRONG_NUMBERS == ["local_denominator", "missing_cp_factor", "shift_after_shard"]
+    stalling = ["skipped_collective", "straggler"]  # held by tests/parity/test_hangs.py
+    assert sorted([*WRONG_NUMBERS, *stalling]) == fault_names()
 
 
-@pytest.mark.parametrize("fault", fault_names())
+@pytest.mark.parametrize("fault", WRONG_NUMBERS)
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_fault_breaks_parity(fault, order, answers):
     _, (_, expected, _), found = answers

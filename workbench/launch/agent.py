@@ -1,17 +1,26 @@
-"""`torch.distributed.run`, which leaves when the process that started it is gone.
+"""`torch.distributed.run`, which watches its ranks and leaves when the process that started it is gone.
 
 torchx puts a job in a session of its own, so neither a restarted nor a killed notebook kernel would take
-its ranks along. The environment variable WB_PARENT_PID names the process to leave with; 0, or none, means
-to stay.
+its ranks along. In the environment
+
+    WB_PARENT_PID  the process to leave with; 0, or none, means to stay
+    WB_RUN_DIR     the run directory; without it nobody watches
+    WB_HANG_S      how long others wait for a rank before it is named, in seconds
+
+The ranks get WB_AGENT_PID, and leave with this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,14 +50,84 @@ def leave_with(parent_pid: int, *, poll_s: float = 0.5, grace_s: float = 10.0) -
     return thread
 
 
+class Overseer:
+    """Notes this process in the run directory and watches the ranks, in a thread that costs their start no time.
+
+    Args:
+        run_dir: the run directory.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._watchdog: Any = None
+        self._thread = threading.Thread(target=self._begin, name="overseer", daemon=True)
+
+    def start(self) -> Overseer:
+        """Begin; what it needs is imported while the ranks import theirs."""
+        self._thread.start()
+        return self
+
+    def end(self, exit_codes: Mapping[int, int]) -> None:
+        """Stop watching, and note how the ranks ended.
+
+        Args:
+            exit_codes: of those that failed, in the order in which they were seen; negative for a signal.
+        """
+        self._thread.join()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            if exit_codes:
+                from workbench.launch.forks import EXIT_CODES
+
+                self._watchdog.run.write_json(f"ranks/{EXIT_CODES}", {str(r): c for r, c in exit_codes.items()})
+
+    def _begin(self) -> None:
+        from workbench.launch.watchdog import HANG_S, Watchdog
+        from workbench.runs.store import RunDirectory, this_process
+
+        run = RunDirectory.open(self.run_dir)
+        run.note(agent=this_process())
+        self._watchdog = Watchdog(run, lambda: own_ranks(run), hang_s=float(os.environ.get("WB_HANG_S", HANG_S)))
+        self._watchdog.start()
+
+
+def own_ranks(run: Any) -> dict[int, int]:
+    """Rank -> pid of the ranks that have begun to record: children of this process, and those that have ended."""
+    from workbench.errors import RecordError
+    from workbench.runs.watched import flight_path
+    from workbench.sharding.flight import read_beat
+
+    found = {}
+    for rank in range(run.spec.layout.world_size):
+        with contextlib.suppress(RecordError):
+            pid, _ = read_beat(flight_path(run, rank))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(pid).ppid() != os.getpid():
+                    continue
+            found[rank] = pid
+    return found
+
+
 def main() -> None:
-    """Start the ranks and wait for them."""
+    """Start the ranks, watch them, and wait for them."""
     parent_pid = int(os.environ.get("WB_PARENT_PID", "0"))
     if parent_pid:
         leave_with(parent_pid)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run_ranks
 
-    run_ranks(sys.argv[1:])
+    os.environ["WB_AGENT_PID"] = str(os.getpid())
+    run_dir = os.environ.get("WB_RUN_DIR")
+    overseer = Overseer(Path(run_dir)).start() if run_dir else None
+    exit_codes: dict[int, int] = {}
+    try:
+        run_ranks(sys.argv[1:])
+    except ChildFailedError as error:
+        exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        raise
+    finally:
+        if overseer is not None:
+            overseer.end(exit_codes)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from workbench.runs import step as flow
 from workbench.runs.faults import planted
 from workbench.runs.spec import OptimizerSpec, RunSpec
 from workbench.runs.store import RunDirectory, provenance
+from workbench.runs.watched import be_watched
+from workbench.sharding import flight
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh
 
 
@@ -53,7 +55,7 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool) -> Non
     except BaseException as error:
         if isinstance(error, WorkbenchError) and coordinates:
             error.add_note(f"rank {rank} ({', '.join(f'{a}={c}' for a, c in coordinates.items())})")
-        run.write_exit(rank, coordinates, error)
+        run.write_exit(rank, coordinates, error, waited_in=flight.waiting_in())
         if rank == 0:
             run.set_state("failed")
         raise
@@ -61,6 +63,7 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool) -> Non
     if rank == 0:
         run.set_state("succeeded")
     if join_job:
+        flight.stop()
         leave()
 
 
@@ -170,9 +173,10 @@ def main() -> None:
     sys.stdout.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
-    code = 0
+    code, rank = 0, int(os.environ.get("RANK", "0"))
     try:
-        _rank(run, arguments.project, rank=int(os.environ.get("RANK", "0")), join_job=True)
+        be_watched(run, rank)
+        _rank(run, arguments.project, rank=rank, join_job=True)
     except BaseException:
         import traceback
 

@@ -3,11 +3,13 @@
 A forward all-reduce has two possible adjoints, and which is right depends on who consumes the result. They are
 two functions with two names here; taking the wrong one scales gradients by the size of the axis and changes no
 loss. Every rank of an axis calls the same ones in the same order, also a rank that has nothing to add.
-On an axis of size 1 each is the identity.
+On an axis of size 1 each is the identity. What is called is noted in `workbench.sharding.flight`, where others can
+see which collective a rank is in.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from workbench.sharding import flight
 from workbench.sharding.mesh import Axis
 
 
@@ -26,7 +29,7 @@ def sum_identity(partial: Tensor, axis: Axis) -> Tensor:
               are summed afterwards.
     Source:   Megatron-LM, arXiv 1909.08053, section 3 (g).
     """
-    return partial if axis.group is None else _SumIdentity.apply(partial, axis.group)
+    return partial if axis.group is None else _SumIdentity.apply(partial, axis)
 
 
 def sum_sum(partial: Tensor, axis: Axis) -> Tensor:
@@ -34,7 +37,7 @@ def sum_sum(partial: Tensor, axis: Axis) -> Tensor:
 
     Backward: all-reduce sum: what each rank's part of the loss wants from the sum is added up.
     """
-    return partial if axis.group is None else _SumSum.apply(partial, axis.group)
+    return partial if axis.group is None else _SumSum.apply(partial, axis)
 
 
 def identity_sum(value: Tensor, axis: Axis) -> Tensor:
@@ -44,7 +47,7 @@ def identity_sum(value: Tensor, axis: Axis) -> Tensor:
               column-parallel layer, and the hidden states that a vocabulary-parallel head reads).
     Source:   Megatron-LM, arXiv 1909.08053, section 3 (f).
     """
-    return value if axis.group is None else _IdentitySum.apply(value, axis.group)
+    return value if axis.group is None else _IdentitySum.apply(value, axis)
 
 
 def gather_scatter(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
@@ -55,17 +58,17 @@ def gather_scatter(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
               Keys and values of context-parallel attention need exactly this: a slice without the sum would
               lose what the other ranks' queries want from this rank's keys.
     """
-    return local if axis.group is None else _GatherScatter.apply(local, axis.group, axis.size, axis.rank, dim)
+    return local if axis.group is None else _GatherScatter.apply(local, axis, dim)
 
 
 def all_sum(value: Tensor, axis: Axis) -> Tensor:
     """Sum over an axis, outside autograd. Returns a new tensor."""
-    return _reduced(value, axis, dist.ReduceOp.SUM)
+    return _reduced("all_sum", value, axis, dist.ReduceOp.SUM)
 
 
 def all_max(value: Tensor, axis: Axis) -> Tensor:
     """Maximum over an axis, outside autograd. Returns a new tensor."""
-    return _reduced(value, axis, dist.ReduceOp.MAX)
+    return _reduced("all_max", value, axis, dist.ReduceOp.MAX)
 
 
 def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
@@ -74,29 +77,39 @@ def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
         return [value.detach().clone()]
     length = torch.tensor([value.shape[0]], device=value.device)
     lengths = [torch.empty_like(length) for _ in range(axis.size)]
-    dist.all_gather(lengths, length, group=axis.group)
+    with _in("all_gather of lengths", length, axis):
+        dist.all_gather(lengths, length, group=axis.group)
     longest = max(int(n) for n in lengths)
     padded = value.new_zeros((longest, *value.shape[1:]))
     padded[: value.shape[0]] = value.detach()
     # bool has no wire type in every backend; bytes do.
     wire = padded.to(torch.uint8) if value.dtype == torch.bool else padded
     pieces = [torch.empty_like(wire) for _ in range(axis.size)]
-    dist.all_gather(pieces, wire, group=axis.group)
+    with _in("all_gather", wire, axis):
+        dist.all_gather(pieces, wire, group=axis.group)
     return [piece[: int(n)].to(value.dtype) for piece, n in zip(pieces, lengths, strict=True)]
 
 
-def _reduced(value: Tensor, axis: Axis, op: Any) -> Tensor:
+def _in(name: str, tensor: Tensor, axis: Axis, caller: str | None = None) -> AbstractContextManager[None]:
+    """The time that this rank spends in a collective, noted for whoever asks where it is."""
+    group = "" if axis.group is None else axis.group.group_name
+    return flight.entering(name, axis.name, axis.ranks, group, tensor.shape, tensor.dtype, caller=caller)
+
+
+def _reduced(name: str, value: Tensor, axis: Axis, op: Any) -> Tensor:
     out = value.detach().clone().contiguous()
     if axis.group is not None:
-        dist.all_reduce(out, op=op, group=axis.group)
+        with _in(name, out, axis):
+            dist.all_reduce(out, op=op, group=axis.group)
     return out
 
 
 class _SumIdentity(Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
         out = partial.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=group)
+        with _in("sum_identity", out, axis):
+            dist.all_reduce(out, group=axis.group)
         return out
 
     @staticmethod
@@ -106,49 +119,55 @@ class _SumIdentity(Function):
 
 class _SumSum(Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
+        ctx.axis, ctx.caller = axis, flight.caller()
         out = partial.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=group)
+        with _in("sum_sum", out, axis, ctx.caller):
+            dist.all_reduce(out, group=axis.group)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         out = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=ctx.group)
+        with _in("backward of sum_sum", out, ctx.axis, ctx.caller):
+            dist.all_reduce(out, group=ctx.axis.group)
         return out, None
 
 
 class _IdentitySum(Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
+        ctx.axis, ctx.caller = axis, flight.caller()
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         out = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=ctx.group)
+        with _in("backward of identity_sum", out, ctx.axis, ctx.caller):
+            dist.all_reduce(out, group=ctx.axis.group)
         return out, None
 
 
 class _GatherScatter(Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup, size: int, rank: int, dim: int) -> Tensor:
-        ctx.group, ctx.size, ctx.rank, ctx.dim = group, size, rank, dim
+    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.caller = axis, dim, flight.caller()
         local = local.contiguous()
-        pieces = [torch.empty_like(local) for _ in range(size)]
-        dist.all_gather(pieces, local, group=group)
+        pieces = [torch.empty_like(local) for _ in range(axis.size)]
+        with _in("gather_scatter", local, axis, ctx.caller):
+            dist.all_gather(pieces, local, group=axis.group)
         return torch.cat(pieces, dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         # Leading dimension is the owner; reduce_scatter is absent from some gloo builds, so it is a capability.
-        stacked = torch.stack(gradient.chunk(ctx.size, dim=ctx.dim)).contiguous()
-        if dist.get_backend(ctx.group) == "nccl":
-            own = torch.empty_like(stacked[0])
-            dist.reduce_scatter(own, list(stacked), group=ctx.group)
-        else:
-            dist.all_reduce(stacked, group=ctx.group)
-            own = stacked[ctx.rank].clone()
-        return own, None, None, None, None
+        axis = ctx.axis
+        stacked = torch.stack(gradient.chunk(axis.size, dim=ctx.dim)).contiguous()
+        with _in("backward of gather_scatter", stacked, axis, ctx.caller):
+            if dist.get_backend(axis.group) == "nccl":
+                own = torch.empty_like(stacked[0])
+                dist.reduce_scatter(own, list(stacked), group=axis.group)
+            else:
+                dist.all_reduce(stacked, group=axis.group)
+                own = stacked[axis.rank].clone()
+        return own, None, None

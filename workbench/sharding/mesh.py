@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from workbench.errors import ShardingError
+from workbench.sharding import flight
 
 AXES = ("dp", "cp", "tp")
 
@@ -29,12 +30,14 @@ class Axis:
         size: ranks along it.
         rank: this rank's coordinate.
         group: process group of the ranks that differ only here; None where size is 1.
+        ranks: global ranks of that group.
     """
 
     name: str
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    ranks: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -97,18 +100,24 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device: torch.device | s
     device = torch.device(device)
     if world == 1:
         return single_process_mesh(device)
-    device_mesh = init_device_mesh(device.type, (dp, cp, tp), mesh_dim_names=AXES)
-    coordinate = dict(zip(AXES, device_mesh.get_coordinate(), strict=True))
-    axes = {name: Axis(name, size, coordinate[name], device_mesh.get_group(name) if size > 1 else None)
-            for name, size in sizes.items()}
-    both = dp * cp
-    flat = coordinate["dp"] * cp + coordinate["cp"]
-    if dp == 1 or cp == 1:
-        group = axes["dp"].group or axes["cp"].group
-    else:
-        group = _flattened_group(dp, cp, tp)
-    axes["dp_cp"] = Axis("dp_cp", both, flat, group)
+    with flight.entering("make_mesh", "world", range(world), "world", tuple(sizes.values())):
+        device_mesh = init_device_mesh(device.type, (dp, cp, tp), mesh_dim_names=AXES)
+        coordinate = dict(zip(AXES, device_mesh.get_coordinate(), strict=True))
+        axes = {name: _axis(name, size, coordinate[name], device_mesh.get_group(name) if size > 1 else None)
+                for name, size in sizes.items()}
+        both = dp * cp
+        flat = coordinate["dp"] * cp + coordinate["cp"]
+        if dp == 1 or cp == 1:
+            group = axes["dp"].group or axes["cp"].group
+        else:
+            group = _flattened_group(dp, cp, tp)
+        axes["dp_cp"] = _axis("dp_cp", both, flat, group)
     return Mesh(axes, device)
+
+
+def _axis(name: str, size: int, rank: int, group: dist.ProcessGroup | None) -> Axis:
+    ranks = () if group is None else flight.compact(dist.get_process_group_ranks(group))
+    return Axis(name, size, rank, group, ranks)
 
 
 def _flattened_group(dp: int, cp: int, tp: int) -> dist.ProcessGroup:
@@ -133,10 +142,12 @@ def join(device_type: str, *, timeout_s: float) -> torch.device:
     device = torch.device("cuda", local_rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
-                                timeout=datetime.timedelta(seconds=timeout_s),
-                                device_id=device if device_type == "cuda" else None)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        with flight.entering("join", "world", range(world), "world"):
+            dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
+                                    timeout=datetime.timedelta(seconds=timeout_s),
+                                    device_id=device if device_type == "cuda" else None)
     return device
 
 

@@ -8,6 +8,7 @@ Letters: T packed tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,22 @@ def chunks_per_rank(order: str) -> int:
         raise ShardingError(f"shard plan with order {order!r}", rule=f"one of {', '.join(ORDERS)}",
                             fix="correct layout.order")
     return 2 if order == "zigzag" else 1
+
+
+def spans(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """(begin, end) of every stretch of consecutive positions; the end is not in it.
+
+    Example:
+        >>> spans([0, 1, 6, 7])
+        [(0, 2), (6, 8)]
+    """
+    found: list[tuple[int, int]] = []
+    for position in positions:
+        if found and found[-1][1] == position:
+            found[-1] = (found[-1][0], position + 1)
+        else:
+            found.append((position, position + 1))
+    return found
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,16 @@ class ShardPlan:
             owned = list(chunk)
         permutation = torch.cat(owned)
         return cls(order, cp, permutation, torch.argsort(permutation))
+
+    def __repr__(self) -> str:
+        """Say who holds which tokens."""
+        shown = [f"rank {rank}: {self._held(rank)}" for rank in range(min(self.cp, 8))]
+        more = [f"and {self.cp - 8} more"] if self.cp > 8 else []
+        return f"ShardPlan({self.order}, {self.num_tokens} tokens over cp={self.cp}; {'; '.join([*shown, *more])})"
+
+    def _held(self, rank: int) -> str:
+        held = [f"{begin}-{end - 1}" for begin, end in spans(sorted(self.positions(rank).tolist()))]
+        return ", ".join(held[:4] + ([f"and {len(held) - 4} more"] if len(held) > 4 else []))
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,10 @@
-"""The agent leaves with the process that started it, and takes its children along."""
+"""The agent watches its ranks, says how they ended, leaves with the process that started it, and takes them along."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +13,13 @@ import time
 import psutil
 import pytest
 
-from workbench.runs.store import project_root
+from tests.helpers import watched_worker
+from workbench.launch.agent import own_ranks
+from workbench.launch.deaths import settle
+from workbench.runs.spec import RunSpec
+from workbench.runs.store import RunDirectory, process_alive, project_root
+from workbench.runs.watched import flight_path
+from workbench.sharding import flight
 
 # The agent of the test has a child, as torch.distributed.run has, and does `on_sigterm` when told to stop.
 AGENT = """
@@ -51,3 +60,112 @@ def test_it_leaves_when_its_parent_was_killed(on_sigterm):
     finally:
         for process in alive:
             process.kill()
+
+
+@contextlib.contextmanager
+def job(folder, *faults, hang_s=2.0, **settings):
+    """A run of two ranks of the watched worker under a real agent."""
+    spec = {"steps": 4, "layout": {"cp": 2}, "faults": faults} | settings
+    run = RunDirectory.create(folder, "job", RunSpec.model_validate(spec))
+    output = run.path / "torchx/app/1/trainer/0"
+    output.mkdir(parents=True)
+    environment = os.environ | {"WB_RUN_DIR": str(run.path), "WB_HANG_S": str(hang_s), "OMP_NUM_THREADS": "1",
+                                "PYTHONPATH": str(project_root()), "WB_PARENT_PID": str(os.getpid())}
+    command = [sys.executable, "-m", "workbench.launch.agent", "--standalone", "--nnodes=1", "--nproc-per-node=2",
+               "--max-restarts=0", "-m", watched_worker.__name__, str(run.path)]
+    with (output / "stderr.log").open("w") as errors:
+        agent = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
+    try:
+        yield run, agent
+    finally:
+        agent.terminate()
+        agent.wait(timeout=60)
+
+
+def ended(run, agent):
+    """Wait for the end of a job, and say how many seconds after its first collective it came."""
+    code = agent.wait(timeout=120)
+    assert settle(run, "failed" if code else "succeeded") == "failed"
+    return time.time() - flight.read(flight_path(run, 0)).entries[0].entered_ns / 1e9
+
+
+def test_a_rank_that_skipped_a_collective_is_named_within_half_a_minute(tmp_path):
+    with job(tmp_path, "skip", hang_s=600.0) as (run, agent):
+        assert ended(run, agent) < 30
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"]) == (1, "hang")
+    message = failure["message"]
+    assert message.startswith("rank 1 has not come to all_gather of lengths over cp [#10, helpers/watched_worker.py:")
+    assert ("it skipped that all_gather of lengths of 1 int64 and 1 more, and went on to all_sum of 4 float32 "
+            "[helpers/watched_worker.py:") in message
+    assert "  found: it was at tests/helpers/watched_worker.py:" in message
+    assert " in train\n" in failure["stack"]
+    assert failure["waited_in"].startswith("all_sum over cp [#10, ")
+    assert failure["also"][0].startswith("all_gather of lengths over cp [#10, ")
+    assert " in train\n" in run.exits()[0]["stack"], "the stack of who waited is kept too"
+    codes = json.loads((run.path / "ranks/exit_codes.json").read_text())
+    assert codes == {"1": -signal.SIGKILL, "0": -signal.SIGTERM}
+
+
+def test_a_rank_that_hangs_outside_is_named_while_it_hangs_and_after_the_time_out(tmp_path):
+    with job(tmp_path, "spin", timeout_s=8.0) as (run, agent):
+        named, deadline = run.path / "ranks/waiting.json", time.monotonic() + 60
+        while not named.exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert agent.poll() is None, "nothing is certain, so nobody is ended"
+        [waiting] = json.loads(named.read_text())["waiting"]
+        assert (waiting["rank"], waiting["waiting"]) == (1, [0])
+        assert waiting["at"].endswith(" in spin")
+        assert process_alive(**{key: run.state["agent"][key] for key in ("pid", "create_time")})
+        assert ended(run, agent) < 30
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"], failure["waited_in"]) == (1, "hang", "")
+    assert "found: it was at tests/helpers/watched_worker.py:" in failure["message"]
+    assert " in spin\n" in failure["stack"]
+    assert run.exits()[0]["cause"] == "peer"
+    assert "all_gather of lengths over cp [#10," in failure["also"][0]
+
+
+@pytest.mark.parametrize(("fault", "cause", "words"), [
+    ("kill", "killed", "rank 1 was killed by SIGKILL"), ("memory", "out of memory", "no room for the batch")])
+def test_a_rank_that_died_is_the_cause_and_the_other_says_where_it_waited(tmp_path, fault, cause, words):
+    with job(tmp_path, fault) as (run, agent):
+        ended(run, agent)
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"]) == (1, cause)
+    assert words in failure["message"]
+    assert json.loads((run.path / "ranks/exit_codes.json").read_text())["1"] == (-9 if fault == "kill" else 1)
+    assert run.exits()[0]["cause"] == "peer"
+    assert run.exits()[0]["waited_in"].startswith("all_gather of lengths over cp [#10,")
+
+
+def test_ranks_leave_with_an_agent_that_was_killed(tmp_path):
+    with job(tmp_path, "slow", steps=1000) as (run, agent):
+        deadline = time.monotonic() + 60
+        while len(run.steps()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks = [psutil.Process(flight.read(flight_path(run, rank)).pid) for rank in (0, 1)]
+        assert all(rank.is_running() for rank in ranks)
+        agent.kill()
+        agent.wait()
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        assert alive == []
+    assert settle(run, "failed") == "failed"
+    assert run.failure()["cause"] == "killed"
+
+
+def test_ranks_are_children_of_this_process_and_those_that_ended(tmp_path):
+    run = RunDirectory.create(tmp_path, "x", RunSpec(layout={"cp": 3}))
+    for rank in range(3):
+        flight.start(flight_path(run, rank), rank)
+        flight.stop()
+    assert own_ranks(run) == {}, "this process is not its own child"
+    script = ("import sys; from pathlib import Path; from workbench.sharding import flight; "
+              "flight.start(Path(sys.argv[1]), 1); print(1, flush=True); sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", script, str(flight_path(run, 1))], text=True, cwd=project_root(),
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert own_ranks(run) == {1: child.pid}
+        child.stdin.close()
+        child.wait()
+        assert own_ranks(run) == {1: child.pid}

@@ -27,6 +27,7 @@ class Fault:
         signature: what it does to loss and gradient, against the right step.
         seam: name of a function in `workbench.runs.step`.
         broken: given the right function, returns the wrong one.
+        changes_numbers: whether loss or gradients turn wrong; if not, the run stalls or hangs.
     """
 
     what: str
@@ -34,6 +35,7 @@ class Fault:
     signature: str
     seam: str
     broken: Callable[[Callable[..., Any]], Callable[..., Any]]
+    changes_numbers: bool = True
 
 
 def fault_names() -> list[str]:

@@ -1,0 +1,75 @@
+"""A worker without a model whose ranks meet in the workbench's own collectives, and which goes wrong as it is told.
+
+In step 2 rank 1 does what ``faults`` says: ``skip`` leaves out a collective (the next one is of another kind, so that
+gloo lets both ranks wait for ever rather than abort one), ``spin`` loops outside of all collectives for ever, ``kill``
+kills itself with SIGKILL, ``memory`` runs out of it. ``slow`` makes every step of every rank take half a second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from workbench.runs.store import RunDirectory
+from workbench.runs.watched import be_watched
+from workbench.sharding import flight
+from workbench.sharding.collectives import all_gather, all_sum
+from workbench.sharding.mesh import join, make_mesh
+
+
+def main() -> None:
+    run, rank = RunDirectory.open(Path(sys.argv[1])), int(os.environ["RANK"])
+    with run.log_path(rank).open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        be_watched(run, rank)
+        train(run, rank)
+    except Exception as error:
+        run.write_exit(rank, {"cp": rank}, error, waited_in=flight.waiting_in())
+        os._exit(1)
+    run.write_exit(rank, {"cp": rank}, None)
+    if rank == 0:
+        run.set_state("succeeded")
+    flight.stop()
+    os._exit(0)
+
+
+def train(run: RunDirectory, rank: int) -> None:
+    if rank == 0:
+        run.set_state("running")
+    axis = make_mesh(cp=run.spec.layout.cp, device=join("cpu", timeout_s=run.spec.timeout_s))["cp"]
+    for step in range(run.spec.steps):
+        all_sum(torch.ones(4), axis)
+        if not ((rank, step) == (1, 2) and go_wrong(run.spec.faults)):
+            all_gather(torch.ones(4), axis)
+        all_sum(torch.ones(4), axis)
+        if "slow" in run.spec.faults:
+            time.sleep(0.5)
+        if rank == 0:
+            run.append_step({"step": step})
+
+
+def go_wrong(faults: tuple[str, ...]) -> bool:
+    """Do what was asked for, and say whether to leave out the next collective."""
+    if "kill" in faults:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "memory" in faults:
+        raise MemoryError("no room for the batch")
+    if "spin" in faults:
+        spin()
+    return "skip" in faults
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+if __name__ == "__main__":
+    main()

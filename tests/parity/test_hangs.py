@@ -1,0 +1,68 @@
+"""The planted hang in the real worker: which rank, which collective, where it stood, within half a minute.
+
+`tests/unit/launch/test_agent.py` and `test_watchdog.py` have the other ways to wait, with ranks that only pretend.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from workbench.launch.ablation import AblationSpec
+from workbench.launch.run import launch
+from workbench.runs import step
+from workbench.runs.faults import planted, straggler
+from workbench.runs.spec import RunSpec
+from workbench.runs.store import RunDirectory
+from workbench.runs.watched import flight_path
+from workbench.runs.worker import run_here
+from workbench.sharding import flight
+
+PROJECT = Path(__file__).parents[2]
+SMALL = {"steps": 3, "device": "cpu", "model": {"source": "tiny-qwen3"}, "data": {"documents_per_step": 4},
+         "record": {"gradients": "none", "tokens": False}}
+
+
+@pytest.mark.parametrize("where", ["torchx", "processes"])
+def test_the_rank_that_skipped_a_collective_is_named(where, tmp_path):
+    ablation = AblationSpec(reference="hang", base=SMALL | {"layout": {"cp": 2}, "faults": ["skipped_collective"]},
+                            configurations={"hang": {}})
+    [run] = launch(ablation, tmp_path, where=where, project=PROJECT).wait(timeout_s=120)
+    ended_s = time.time()
+    assert run.status == "failed"
+    # gloo may abort a rank at once, or let both wait: then the last thing that rank 0 did was to come to it
+    assert ended_s - flight.read(flight_path(run, 0)).entries[-1].entered_ns / 1e9 < 30
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"]) == (1, "hang")
+    assert failure["coordinates"] == {"dp": 0, "cp": 1, "tp": 0}
+    assert failure["message"].startswith("rank 1 has not come to all_sum over dp_cp [#")
+    assert "sharding/gradients.py:" in failure["message"]
+    assert "it skipped that all_sum of " in failure["message"]
+    assert "sum_without_one" in failure["stack"], "the fault itself"
+    assert failure["also_failed"] == [0]
+    assert failure["also"][0].startswith("all_sum over dp_cp [#")
+    assert [record["step"] for record in run.steps()] == [0]
+
+
+def test_a_run_of_one_rank_here_keeps_no_record_of_collectives(tmp_path):
+    run = RunDirectory.create(tmp_path, "one", RunSpec.model_validate(SMALL | {"steps": 1}))
+    run_here(run, PROJECT)
+    assert not flight_path(run, 0).exists()
+
+
+def test_the_straggler_comes_late_once(monkeypatch):
+    slept, calls = [], []
+    monkeypatch.setattr(straggler.time, "sleep", slept.append)
+    monkeypatch.setattr(step, "sum_gradients", lambda *arguments: calls.append(arguments))
+
+    class Axis:
+        rank = 1
+
+    with planted(["straggler"]):
+        for _ in range(3):
+            step.sum_gradients("model", "shards", {"dp_cp": Axis})
+    assert slept == [straggler.LATE_S]
+    assert len(calls) == 3
+    assert straggler.LATE_S > 20, "later than ranks are named by default"

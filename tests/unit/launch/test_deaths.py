@@ -1,0 +1,316 @@
+"""From what killed, hung and surviving ranks leave behind to the first death in words; nothing runs here."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import torch
+
+from workbench.errors import ShapeError
+from workbench.launch.deaths import coordinates_of, oom_kills, own_threads, place_of, settle
+from workbench.runs.spec import RunSpec
+from workbench.runs.store import RunDirectory
+from workbench.runs.watched import flight_path, last_stack_path
+from workbench.sharding import flight
+
+PEER = ConnectionError("Connection closed by peer [127.0.0.1]:4711")
+STACK = """Thread 0x00007f0000000001 (most recent call first):
+  File "/work/somewhere/workbench/runs/watched.py", line 80 in look
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Current thread 0x00007f0000000002 (most recent call first):
+  File "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "workbench/sharding/collectives.py", line 103 in _reduced
+  File "workbench/sharding/gradients.py", line 28 in sum_gradients
+  File "workbench/runs/step.py", line 137 in run_step
+
+Extension modules: numpy._core (total: 1)
+"""
+SUMMARY = """
+workbench.runs.worker FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-01-01_00:00:00
+  host      : somewhere
+  rank      : 2 (local_rank: 2)
+  exitcode  : -15 (pid: 12)
+  error_file: <N/A>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:00
+  rank      : 3 (local_rank: 3)
+  exitcode  : -11 (pid: 13)
+  error_file: <N/A>
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of four ranks that goes on."""
+    run = RunDirectory.create(tmp_path, "x", RunSpec(layout={"cp": 2, "tp": 2}))
+    run.set_state("running")
+    yield run
+    flight.stop()
+
+
+def flew(run, rank, *names, stays=False, ended=False):
+    """A rank entered these collectives of all four, and left all but the last, if it stays there."""
+    flight.start(flight_path(run, rank), rank)
+    for index, name in enumerate(names):
+        entered = flight.entering(name, "dp_cp", range(4), "g", (8,), "float32", caller="runs/step.py:9")
+        if not (stays and index == len(names) - 1):
+            with entered:
+                pass
+    flight.stop(ended=ended)
+
+
+def codes(run, **by_rank):
+    run.write_json("ranks/exit_codes.json", {rank[1:]: code for rank, code in by_rank.items()})
+
+
+def agent_said(run, text):
+    folder = run.path / "torchx/app/1/trainer/0"
+    folder.mkdir(parents=True)
+    (folder / "stderr.log").write_text(text)
+
+
+class TestNothingToSay:
+    def test_a_run_that_ended_well(self, run):
+        run.set_state("succeeded")
+        assert settle(run, "succeeded") == "succeeded"
+        assert run.exits() == {}
+
+    def test_a_run_that_was_cancelled(self, run):
+        assert settle(run, "cancelled") == "cancelled"
+        assert run.exits() == {}
+        assert settle(run, "failed") == "cancelled", "an end is final"
+
+
+class TestException:
+    def test_the_rank_that_raised_keeps_its_words_and_the_others_say_where_they_waited(self, run):
+        run.write_exit(1, {}, ShapeError("split 7 tokens"))
+        flew(run, 0, "a", stays=True)
+        last_stack_path(run, 0).write_text(STACK)
+        codes(run, r1=1, r0=-15)
+        assert settle(run, "failed") == "failed"
+        failure = run.failure()
+        assert (failure["rank"], failure["cause"], failure["exception"]) == (1, "exception", "ShapeError")
+        assert failure["also"] == {0: "a over dp_cp [#1, runs/step.py:9]"}
+        stopped = run.exits()[0]
+        assert (stopped["cause"], stopped["message"].splitlines()[:2]) == (
+            "peer", ["rank 0 was stopped", "  found: rank 1 had failed"])
+        assert "in sum_gradients" in stopped["stack"]
+
+    @pytest.mark.parametrize("error", [
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                     "you tried to allocate 99999 bytes")])
+    def test_memory_that_a_rank_asked_for_in_vain(self, run, error):
+        run.write_exit(2, {}, error)
+        codes(run, r2=1)
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (2, "out of memory")
+
+    def test_a_rank_that_left_without_a_record(self, run):
+        codes(run, r3=3)
+        settle(run, "failed")
+        assert (run.failure()["cause"], run.failure()["message"].splitlines()[0]) == (
+            "exception", "rank 3 ended with exit code 3")
+
+
+class TestKilled:
+    def test_the_rank_that_was_killed_comes_before_those_that_were_stopped_or_lost_it(self, run):
+        run.write_exit(0, {}, PEER)
+        flew(run, 2, "a", "b", stays=True)
+        run.log_path(2).write_text(f"step 3\n\nreading {run.path}/x.bin\n")
+        codes(run, r1=-15, r2=-9, r0=1, r3=-15)
+        settle(run, "failed")
+        failure = run.failure()
+        assert (failure["rank"], failure["cause"], failure["waited_in"]) == (
+            2, "killed", "b over dp_cp [#2, runs/step.py:9]")
+        assert failure["coordinates"] == {"dp": 0, "cp": 1, "tp": 0}
+        assert failure["message"].startswith("rank 2 was killed by SIGKILL\n  found: its last lines: step 3 | reading ")
+        assert str(run.path) not in failure["message"]
+        assert "does not say that it ran out of memory" in failure["message"]
+        assert sorted(run.exits()) == [0, 1, 2, 3]
+
+    def test_sigkill_while_the_machine_killed_for_memory(self, run):
+        run.write_json("ranks/oom.json", {"oom_kills": 1})
+        codes(run, r2=-9, r0=-15)
+        settle(run, "failed")
+        assert run.failure()["cause"] == "out of memory"
+        assert "rank 2 was killed by SIGKILL: out of memory" in run.failure()["message"]
+
+    def test_another_signal_has_nothing_to_do_with_memory(self, run):
+        run.write_json("ranks/oom.json", {"oom_kills": 1})
+        codes(run, r2=-11)
+        settle(run, "failed")
+        assert run.failure()["cause"] == "killed"
+        assert "SIGSEGV" in run.failure()["message"]
+
+    def test_sigterm_from_outside_came_first(self, run):
+        codes(run, r1=-15, r0=-15)
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (1, "killed")
+
+    def test_without_exit_codes_the_summary_of_the_agent_is_read(self, run):
+        run.write_exit(0, {}, PEER)
+        agent_said(run, SUMMARY)
+        settle(run, "failed")
+        assert run.failure()["rank"] == 3
+        assert "SIGSEGV" in run.failure()["message"]
+        assert run.exits()[2]["cause"] == "peer"
+
+    def test_a_rank_that_spoke_for_itself_is_not_overwritten(self, run):
+        run.write_exit(3, {}, ConnectionError("its own words"))
+        agent_said(run, SUMMARY)
+        settle(run, "failed")
+        assert run.exits()[3]["message"] == "its own words"
+
+
+class TestHang:
+    def test_after_a_time_out_the_rank_that_had_not_come_is_named_with_the_stack_that_was_seen(self, run):
+        for rank in (0, 2, 3):
+            run.write_exit(rank, {}, RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
+            flew(run, rank, "a", "b", stays=True)
+        flew(run, 1, "a")
+        run.write_json("ranks/waiting.json", {"looked_ns": 0, "waiting": [{"rank": 1, "stack": own_threads(STACK)}]})
+        codes(run, r0=1, r2=1, r3=1, r1=-15)
+        settle(run, "failed")
+        failure = run.failure()
+        assert (failure["rank"], failure["cause"], failure["waited_in"]) == (1, "hang", "")
+        assert failure["message"].startswith("rank 1 has not come to b over dp_cp [#2, runs/step.py:9], in which "
+                                             "ranks 0, 2 and 3 have waited for 0 s; its last was a over dp_cp [#1")
+        assert "  found: it was at workbench/sharding/gradients.py:28 in sum_gradients" in failure["message"]
+        assert "if it was only slow, raise timeout_s" in failure["message"]
+        assert "in run_step" in failure["stack"]
+        assert failure["also"] == {}, "these wrote their own records, and did not say"
+
+    def skipped(self, run):
+        habit = ("a", "b", "c") * 2
+        for rank in (0, 2, 3):
+            flew(run, rank, *habit, "a", "b", stays=True)
+        flew(run, 1, *habit, "a", "c", stays=True)
+
+    def test_who_skipped_a_collective_is_to_blame_for_the_abort_of_another(self, run):
+        self.skipped(run)
+        codes(run, r0=-6, r1=-15)
+        last_stack_path(run, 1).write_text(STACK)
+        settle(run, "failed")
+        failure = run.failure()
+        assert (failure["rank"], failure["cause"]) == (1, "hang")
+        assert "it skipped that b of 8 float32 and went on to c of 8 float32" in failure["message"]
+        assert "in run_step" in failure["stack"]
+        assert "look for a branch that ranks take differently" in failure["message"]
+        assert "SIGABRT" in run.exits()[0]["message"]
+
+    def test_what_the_guilty_raised_in_a_collective_is_an_echo_and_its_traceback_the_place(self, run):
+        self.skipped(run)
+        try:
+            raise RuntimeError("Received data size doesn't match expected size")
+        except RuntimeError as error:
+            run.write_exit(1, {}, error, waited_in="c over dp_cp [#8, runs/step.py:9]")
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
+        assert "Traceback (most recent call last)" in run.failure()["stack"]
+        assert "it was at tests/unit/launch/test_deaths.py:" in run.failure()["message"]
+
+    def test_what_the_guilty_raised_elsewhere_is_its_own(self, run):
+        self.skipped(run)
+        run.write_exit(1, {}, ValueError("bad luck"))
+        settle(run, "failed")
+        assert (run.failure()["cause"], run.failure()["message"]) == ("exception", "bad luck")
+
+    def test_a_rank_that_died_while_others_waited_did_not_hang(self, run):
+        flew(run, 0, "a", "b", stays=True)
+        flew(run, 1, "a")
+        run.write_exit(0, {}, PEER)
+        codes(run, r1=-9, r0=1)
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (1, "killed")
+
+    def test_lost_connections_among_ranks_that_were_equally_far_blame_nobody(self, run):
+        for rank in range(4):
+            flew(run, rank, "a", "b", stays=True)
+            run.write_exit(rank, {}, PEER)
+        settle(run, "failed")
+        assert run.failure()["cause"] == "peer"
+
+    def test_what_the_watchdog_wrote_stands(self, run):
+        self.skipped(run)
+        run.write_exit(0, {}, RuntimeError("said by the watchdog"), cause="hang")
+        settle(run, "failed")
+        assert run.failure()["message"] == "said by the watchdog"
+
+
+class TestNobodySpoke:
+    def test_an_agent_that_never_started_ranks_is_quoted(self, run, tmp_path):
+        run = RunDirectory.create(tmp_path, "y", RunSpec())
+        agent_said(run, "Traceback\nImportError: no torch\n")
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (None, "start")
+        assert "ImportError: no torch" in run.failure()["message"]
+
+    def test_an_agent_that_is_gone_while_ranks_ran_was_killed(self, run):
+        flew(run, 0, "a", stays=True)
+        settle(run, "failed")
+        failure = run.failure()
+        assert (failure["rank"], failure["cause"]) == (None, "killed")
+        assert "the process that started the ranks was gone" in failure["message"]
+        assert "rank 0 was in a over dp_cp" in failure["message"]
+        assert run.exits()[0]["message"].splitlines()[1] == "  found: the agent had failed"
+
+    def test_a_job_that_ended_well_without_saying_so_failed(self, run):
+        assert settle(run, "succeeded") == "failed"
+        assert "none said that the run succeeded" in run.failure()["message"]
+        assert run.status == "failed"
+
+
+def test_a_rank_has_a_place_on_the_mesh(tmp_path):
+    run = RunDirectory.create(tmp_path, "x", RunSpec(layout={"dp": 2, "cp": 3, "tp": 2}))
+    places = [tuple(coordinates_of(run, rank).values()) for rank in range(12)]
+    assert places == [(dp, cp, tp) for dp in range(2) for cp in range(3) for tp in range(2)]
+
+
+def test_a_stack_says_where_it_stands():
+    assert place_of(STACK.replace("/usr/lib/python3.11/site-packages", "...")) .startswith("/work/somewhere")
+    assert place_of(own_threads(STACK).replace("/usr/lib/python3.11/site-packages", "...")) == (
+        "workbench/sharding/gradients.py:28 in sum_gradients")
+    assert place_of('Traceback (most recent call last):\n  File "a.py", line 1, in f\n  File "b.py", line 2, in g') == (
+        "b.py:2 in g")
+    assert place_of("nothing") == "an unknown place"
+
+
+def test_of_the_stacks_only_those_that_work_are_kept():
+    kept = own_threads(STACK)
+    assert kept.startswith("Current thread")
+    assert "watched.py" not in kept
+    assert "Extension" not in kept
+    assert own_threads("") == ""
+    helper = 'Thread 0x00007f0000000003 (most recent call first):\n  File "elsewhere.py", line 1 in helper\n\n'
+    assert place_of(own_threads(helper + STACK)).startswith(("/usr", "workbench")), "the main thread comes first"
+    assert "in helper" in own_threads(helper + STACK)
+
+
+@pytest.mark.parametrize(("cgroup", "file", "content"), [
+    ("0::/jobs/one\n", "sys/fs/cgroup/jobs/one/memory.events", "low 0\noom 9\noom_kill 4\noom_group_kill 0\n"),
+    ("0::/\n", "sys/fs/cgroup/memory.events", "oom_kill 4\n"),
+    ("9:x:/\n4:memory:/a\n0::/\n", "sys/fs/cgroup/memory/a/memory.oom_control", "under_oom 0\noom_kill 4\n"),
+    ("0::/none\n", "proc/vmstat", "pgfault 12\noom_kill 4\n")])
+def test_kills_for_memory_are_counted_where_the_system_counts_them(tmp_path, cgroup, file, content):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    assert oom_kills(tmp_path) == 0
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(content)
+    assert oom_kills(tmp_path) == 4
+
+
+def test_codes_are_read_in_the_order_in_which_ranks_ended(run):
+    (run.path / "ranks/exit_codes.json").write_text(json.dumps({"3": -signal.SIGABRT, "0": -signal.SIGKILL}))
+    settle(run, "failed")
+    assert run.failure()["rank"] == 3

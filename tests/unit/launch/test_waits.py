@@ -1,0 +1,168 @@
+"""Who waits for whom, from hand-made records of ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from workbench.launch.waits import find_waits, ranks_in_words
+from workbench.sharding.flight import CAPACITY, Entry, FlightView
+
+SECOND = 10**9
+AXES = {"cp": 7, "tp": 8}
+
+
+def record(rank, *collectives, members=(0, 1), waits=False, begun=0, ended=False, before=0):
+    """What a rank recorded: one second for each collective, written "name shape axis"; the last is not left if it
+    waits."""
+    entries, seqs = [], {}
+    for index, each in enumerate(collectives):
+        name, shape, axis = (each.split() + ["2", "cp"][len(each.split()) - 1:])[:3]
+        seqs[axis] = seqs.get(axis, before) + 1
+        entered = (begun + index) * SECOND
+        last = index == len(collectives) - 1
+        entries.append(Entry(before + index + 1, seqs[axis], AXES[axis], name, axis, members, shape, "float32",
+                             f"step.py:{len(name)}", entered, None if waits and last else entered + 1))
+    return FlightView(rank, 100 + rank, before + len(entries), 0, ended, tuple(entries))
+
+
+def found(*records, ended=(), ranks=None):
+    views = {view.rank: view for view in records}
+    return find_waits(views, views if ranks is None else ranks, ended)
+
+
+def test_nobody_is_waited_for_while_all_are_equally_far():
+    assert found(record(0, "a", "b", waits=True), record(1, "a", "b", waits=True)) == []
+
+
+def test_a_rank_that_has_not_come_is_named_but_nothing_is_certain():
+    [wait] = found(record(0, "a", "b", waits=True), record(1, "a"))
+    assert (wait.rank, wait.kind, wait.certain, wait.waiting) == (1, "behind", False, (0,))
+    assert wait.in_words(22 * SECOND) == (
+        "rank 1 has not come to b over cp [#2, step.py:1], in which rank 0 has waited for 21 s; "
+        "its last was a over cp [#1, step.py:1]")
+
+
+def test_a_rank_that_has_not_begun_is_named():
+    [wait] = found(record(0, "join", waits=True), ranks=(0, 1))
+    assert wait.in_words(0).endswith("; it has not begun")
+    [wait] = found(record(0, "join", waits=True), record(1))
+    assert wait.in_words(0).endswith("; it has not come to any collective")
+
+
+def test_where_the_host_runs_ahead_the_counts_decide():
+    """NCCL: everything is left at once, and rank 0 is two ahead."""
+    [wait] = found(record(0, "a", "b", "c"), record(1, "a"))
+    assert (wait.rank, wait.entry.name, wait.entry.entered_ns) == (1, "b", SECOND)
+
+
+def test_who_waits_itself_is_not_to_blame():
+    """Rank 1 has not come to rank 0's collective, because rank 2 has not come to its own."""
+    waits = found(record(0, "a", waits=True), record(1, "x 2 tp", members=(1, 2), waits=True),
+                  record(2, members=(1, 2)))
+    assert [(wait.rank, wait.entry.name, wait.waiting) for wait in waits] == [(2, "x", (1,))]
+
+
+def test_several_wait_for_one():
+    four = (0, 1, 2, 3)
+    [wait] = found(*(record(rank, "a", "b", members=four, waits=True, begun=rank) for rank in (0, 1, 3)),
+                   record(2, "a", members=four))
+    assert (wait.rank, wait.waiting, wait.entry.entered_ns) == (2, (0, 1, 3), SECOND)
+    assert "ranks 0, 1 and 3 have waited" in wait.in_words(0)
+
+
+def test_a_rank_that_ended_will_never_come():
+    [wait] = found(record(0, "a", "b", waits=True), record(1, "a", ended=True), ended={1})
+    assert (wait.kind, wait.certain) == ("ended", True)
+    assert wait.why == "it has done its part and ended"
+    [wait] = found(record(0, "a", "b", waits=True), record(1, "a"), ended={1})
+    assert wait.why == "its process is gone"
+
+
+def test_a_rank_that_is_not_judged_is_left_out():
+    assert found(record(0, "a", "b", members=(0, 1), waits=True), ranks=(0,)) == []
+
+
+def test_what_was_written_over_is_not_missing():
+    """Rank 0's ring has lost the world's entries, rank 1's has not."""
+    lost = record(0, "a", "a", before=CAPACITY + 5)
+    kept = FlightView(1, 1, CAPACITY + 7, 0, False, (*record(1, "join 2 tp").entries, *lost.entries))
+    assert found(lost, kept) == []
+
+
+STEP = ("q 4", "k 2", "v 2", "o 4")
+
+
+def test_the_rank_that_left_its_habit_skipped_a_collective():
+    """In the third step rank 1 leaves out k."""
+    right, wrong = record(0, *STEP, *STEP, *STEP[:2], waits=True), record(1, *STEP, *STEP, "q 4", "v 2", waits=True)
+    [wait] = found(right, wrong)
+    assert (wait.rank, wait.kind, wait.certain, wait.waiting) == (1, "skipped", True, (0,))
+    assert wait.entry.name == "k"
+    assert wait.why == "it skipped that k of 2 float32 and went on to v of 2 float32 [step.py:1]"
+    [other] = found(record(0, *STEP, *STEP, "q 4", "v 2", waits=True), record(1, *STEP, *STEP, *STEP[:2], waits=True))
+    assert other.rank == 0, "whoever has the higher number is not to blame for it"
+
+
+def test_a_rank_that_skipped_several():
+    [wait] = found(record(0, *STEP, *STEP, "q 4", "k 2"), record(1, *STEP, *STEP, "q 4", "o 4"))
+    assert wait.why == "it skipped that k of 2 float32 and 1 more, and went on to o of 4 float32 [step.py:1]"
+
+
+def test_a_rank_that_did_something_new_is_wrong():
+    [wait] = found(record(0, *STEP, *STEP, *STEP[:2]), record(1, *STEP, *STEP, "q 4", "new 4"))
+    assert wait.rank == 1
+    assert wait.why == "it came to new of 4 float32 [step.py:3] instead of k of 2 float32"
+
+
+def test_without_a_habit_most_ranks_are_right():
+    three = (0, 1, 2)
+    [wait] = found(record(0, "b", members=three), *(record(rank, "a", members=three) for rank in (1, 2)))
+    assert (wait.rank, wait.waiting) == (0, (1, 2))
+
+
+def test_where_nothing_decides_that_is_said():
+    [wait] = found(record(0, "a"), record(1, "b"))
+    assert (wait.rank, wait.certain) == (1, True)
+    assert wait.why == ("it came to b of 2 float32 as #1 and rank 0 to a of 2 float32, and nothing before says which "
+                        "of them is wrong")
+
+
+@pytest.mark.parametrize("other", ["a 3", "b 2"])
+def test_shapes_and_names_must_agree(other):
+    assert found(record(0, "a 2"), record(1, other))[0].kind == "skipped"
+
+
+def test_a_mismatch_hides_what_follows_from_it():
+    waits = found(record(0, *STEP, *STEP, "q 4", "k 2", waits=True),
+                  record(1, *STEP, *STEP, "q 4", "v 2", "o 4", waits=True))
+    assert [wait.kind for wait in waits] == ["skipped"]
+
+
+class TestRing:
+    def two(self, *, waits=True):
+        """Rank 0 stands in cp and rank 1 in tp, and each misses the other."""
+        habit = ("a", "b 2 tp") * 3
+        return record(0, *habit, "a", waits=waits), record(1, *habit, "b 2 tp", waits=waits)
+
+    def test_ranks_that_wait_for_each_other_never_go_on(self):
+        [wait] = found(*self.two())
+        assert (wait.kind, wait.rank, wait.waiting) == ("deadlock", 1, (0,)), "rank 1 left its habit"
+        assert wait.why == ("they wait for each other: rank 0 is in a over cp [#4, step.py:1]; "
+                            "rank 1 is in b over tp [#4, step.py:1]")
+
+    def test_nothing_is_certain_where_the_host_only_ran_ahead(self):
+        [wait] = found(*self.two(waits=False))
+        assert (wait.kind, wait.certain) == ("behind", False)
+
+
+def test_certain_ones_come_first():
+    four = (0, 1, 2, 3)
+    waits = found(record(0, "a", "b", members=four, waits=True), record(1, "a", members=four),
+                  record(2, "a", members=four), record(3, "a", "b", members=four, waits=True), ended={2})
+    assert [(wait.rank, wait.kind) for wait in waits] == [(2, "ended"), (1, "behind")]
+
+
+def test_ranks_in_words():
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words(range(5)) == "ranks 0, 1, 2, 3 and 4"
+    assert ranks_in_words(range(6)) == "ranks 0, 1, 2 and 3 more"

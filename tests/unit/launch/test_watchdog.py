@@ -1,0 +1,194 @@
+"""Who is named, who is ended, and who is left alone; with real processes that only pretend to compute."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.helpers.pretended_ranks import pretended_ranks
+from workbench.launch import watchdog as watching
+from workbench.launch.watchdog import Watchdog
+
+STEPS = "a b c " * 3
+
+
+def pids_of(ranks):
+    return {rank: process.pid for rank, process in enumerate(ranks)}
+
+
+def wait_until(true, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def waiting(run):
+    path = run.path / "ranks/waiting.json"
+    return json.loads(path.read_text())["waiting"] if path.exists() else None
+
+
+def test_a_skipped_collective_ends_the_job_and_names_the_rank(tmp_path):
+    with pretended_ranks(tmp_path, f"{STEPS} a (b", f"{STEPS} a (c") as (run, ranks):
+        began = time.monotonic()
+        dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
+        codes = [process.wait(timeout=20) for process in ranks]
+        wait_until(lambda: 1 in run.exits())
+        dog.stop()
+    assert time.monotonic() - began < 15
+    assert codes == [-signal.SIGTERM, -signal.SIGKILL]
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"], failure["coordinates"]) == (1, "hang", {"dp": 0, "cp": 1, "tp": 0})
+    message = failure["message"]
+    assert message.startswith("rank 1 has not come to b over cp [#11, helpers/pretended_ranks.py:")
+    assert "in which rank 0 has waited for" in message
+    assert "it skipped that b of 2 float32 and went on to c of 2 float32" in message
+    assert "found: it was at tests/helpers/pretended_ranks.py:" in message
+    assert " in stay; its stack is kept beside this message" in message
+    assert failure["waited_in"].startswith("c over cp [#11, ")
+    stack = failure["stack"]
+    assert "(most recent call first)" in stack.splitlines()[0]
+    assert " in stay\n" in stack
+    assert " in main\n" in stack
+    assert "watched.py" not in stack
+    assert str(tmp_path.anchor + "work") not in stack.replace(os.sep + "workbench", "")
+
+
+def test_a_rank_that_is_deaf_to_sigterm_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "_GRACE_S", 0.5)
+    with pretended_ranks(tmp_path, f"deaf {STEPS} a (b", f"{STEPS} a (c") as (run, ranks):
+        dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
+        assert [process.wait(timeout=20) for process in ranks] == [-signal.SIGKILL] * 2
+        dog.stop()
+
+
+def test_a_rank_that_ended_while_others_wait_for_it_is_named_over_its_own_word(tmp_path):
+    with pretended_ranks(tmp_path, "a (b", "a end") as (run, ranks):
+        ranks[1].wait(timeout=20)
+        assert run.exits()[1]["ok"]
+        dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
+        assert ranks[0].wait(timeout=20) == -signal.SIGTERM
+        dog.stop()
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"], failure["stack"]) == (1, "hang", "")
+    assert "it has done its part and ended" in failure["message"]
+
+
+def test_a_slow_rank_is_named_with_its_place_and_left_alone(tmp_path):
+    with pretended_ranks(tmp_path, "a (b", "a |6 (b") as (run, ranks):
+        dog = Watchdog(run, pids_of(ranks), hang_s=1.0, poll_s=0.1).start()
+        wait_until(lambda: waiting(run))
+        [named] = waiting(run)
+        assert (named["rank"], named["kind"], named["waiting"]) == (1, "behind", [0])
+        assert named["words"].startswith("rank 1 has not come to b over cp [#2, helpers/pretended_ranks.py:")
+        assert "; it is at tests/helpers/pretended_ranks.py:" in named["words"]
+        assert named["at"].endswith(" in main")
+        assert " in main\n" in named["stack"]
+        wait_until(lambda: waiting(run) == [])
+        dog.stop()
+        assert [process.poll() for process in ranks] == [None, None]
+    assert run.exits() == {}
+
+
+def test_nobody_is_named_before_its_time(tmp_path):
+    with pretended_ranks(tmp_path, "a (b", "a |60") as (run, ranks):
+        dog = Watchdog(run, pids_of(ranks), hang_s=30.0)
+        for _ in range(3):
+            assert dog.look() is False
+            time.sleep(0.6)
+        assert waiting(run) is None
+
+
+def test_a_rank_that_never_began_gets_no_signal(tmp_path):
+    """It would die of it."""
+    with pretended_ranks(tmp_path, "(a", "-") as (run, ranks):
+        dog = Watchdog(run, pids_of(ranks), hang_s=0.5, poll_s=0.1).start()
+        wait_until(lambda: waiting(run))
+        dog.stop()
+        [named] = waiting(run)
+        assert (named["rank"], named["stack"]) == (1, "")
+        assert named["words"].endswith("it has not begun")
+        assert ranks[1].poll() is None
+
+
+def test_a_record_of_another_process_does_not_count(tmp_path):
+    """Rank 1's file is of an earlier process: the one that was started has not begun, and is not signalled."""
+    with pretended_ranks(tmp_path, "(a", "(a", "-") as (run, ranks):
+        dog = Watchdog(run, {0: ranks[0].pid, 1: ranks[2].pid}, hang_s=0.1, poll_s=0.1)
+        wait_until(lambda: dog.look() or waiting(run))
+        assert {named["rank"] for named in waiting(run)} == {1, 2}
+        assert dog.stack_of(1) == ""
+        assert ranks[2].poll() is None
+
+
+def test_where_a_rank_says_why_it_failed_nobody_else_is_blamed(tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "_GONE_S", 0.2)
+    with pretended_ranks(tmp_path, "a (b", "a raise") as (run, ranks):
+        dog = Watchdog(run, pids_of(ranks))
+        for _ in range(4):
+            assert dog.look() is False
+            time.sleep(0.6)
+        assert ranks[0].poll() is None
+    assert run.failure()["exception"] == "ValueError"
+
+
+@pytest.mark.parametrize(("patience_s", "ended"), [(0.5, True), (60.0, False)])
+def test_of_a_process_that_is_gone_without_a_word_its_parent_may_speak_first(tmp_path, monkeypatch, patience_s, ended):
+    monkeypatch.setattr(watching, "_GONE_S", patience_s)
+    with pretended_ranks(tmp_path, "a (b", "a gone") as (run, ranks):
+        dog, found = Watchdog(run, pids_of(ranks)), []
+        for _ in range(6):
+            found.append(dog.look())
+            if found[-1]:
+                break
+            time.sleep(0.5)
+        assert any(found) is ended
+        assert (run.failure() is not None) is ended
+
+
+def test_ranks_that_move_are_not_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "find_waits", lambda *_: pytest.fail("it compared"))
+    with pretended_ranks(tmp_path, "a |60", "a |60") as (run, ranks):
+        monkeypatch.setattr(watching, "_STILL_S", 1000.0)
+        assert Watchdog(run, pids_of(ranks)).look() is False
+
+
+def test_a_watchdog_that_fails_goes_on(tmp_path, monkeypatch, capfd):
+    with pretended_ranks(tmp_path, "a |60") as (run, ranks):
+        calls = []
+
+        def pids():
+            calls.append(1)
+            raise OSError("no more files")
+
+        dog = Watchdog(run, pids, poll_s=0.02).start()
+        wait_until(lambda: len(calls) > 2)
+        dog.stop()
+        assert ranks[0].poll() is None
+    assert "no more files" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("after", "noted"), [(5, {"oom_kills": 2}), (3, None)])
+def test_what_the_machine_killed_for_memory_is_noted(tmp_path, monkeypatch, after, noted):
+    counts = iter([3, after])
+    monkeypatch.setattr(watching, "oom_kills", lambda: next(counts))
+    with pretended_ranks(tmp_path, "-") as (run, ranks):
+        Watchdog(run, pids_of(ranks)).start().stop()
+    path = run.path / "ranks/oom.json"
+    assert (json.loads(path.read_text()) if path.exists() else None) == noted
+
+
+def test_only_processes_that_were_named_are_touched(tmp_path):
+    """The guilty one and its peers are ended; a third process with a flight of its own in the folder is not."""
+    with pretended_ranks(tmp_path, f"{STEPS} a (b", f"{STEPS} a (c", f"{STEPS} a (b") as (run, ranks):
+        dog = Watchdog(run, {0: ranks[0].pid, 1: ranks[1].pid}, poll_s=0.1).start()
+        assert ranks[1].wait(timeout=20) == -signal.SIGKILL
+        ranks[0].wait(timeout=20)
+        dog.stop()
+        assert psutil.Process(ranks[2].pid).is_running()
+        assert ranks[2].poll() is None

@@ -1,0 +1,285 @@
+"""The first death in words: why a job did not end well, whatever its ranks still managed to say.
+
+A rank that raises writes its own exit record. One that is killed cannot, and one that hangs does not come to it; the
+ranks around them say only that a connection was lost, often with an earlier time stamp. What is known afterwards:
+
+    exit records      of the ranks that could still speak
+    exit_codes.json   of the ranks that ended, in that order; written by whoever started them
+    oom.json          how many processes the machine killed for memory meanwhile, if any; written by the watchdog
+    flights           the collective that each rank was in, and which ranks came to something else
+    waiting.json      whom the watchdog saw waited for, with its stack
+    last.stack        where a rank stood when it was told to stop, or crashed
+    the agent's output, if no rank ever began
+
+all under ``ranks`` in the run directory. In the end every rank has an exit record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import LaunchError
+from workbench.launch.forks import EXIT_CODES
+from workbench.launch.jobs import agent_output
+from workbench.launch.waits import Wait, find_waits
+from workbench.runs.store import RunDirectory, from_json, without_machine_paths
+from workbench.runs.watched import last_stack_path
+from workbench.sharding.flight import FlightView, read_all
+
+OOM = "ranks/oom.json"
+"""Processes that the machine killed for memory while the job ran, in the run directory."""
+
+WAITING = "ranks/waiting.json"
+"""Whom others wait for, in the run directory; see `workbench.launch.watchdog`."""
+
+_PASSED = ("workbench/sharding/collectives.py", "workbench/sharding/flight.py")
+_WATCHING = re.compile(r'(watched|forks)\.py", line \d+ in look\b')  # threads that only wait for a parent's end
+
+
+def settle(run: RunDirectory, job_state: str) -> str:
+    """Make the run directory of an ended job say how it ended.
+
+    Args:
+        run: its run directory.
+        job_state: how the job ended: succeeded, failed or cancelled.
+
+    Returns:
+        The state that stands.
+    """
+    if job_state == "cancelled":
+        return run.set_state("cancelled")
+    if job_state == "succeeded" and run.state["state"] == "succeeded":
+        return "succeeded"
+    _Inquest(run, job_state).hold()
+    return run.set_state("failed")
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """Processes that were killed for memory so far: in this process's control group if it counts, or on the machine.
+
+    Args:
+        root: where proc and sys are mounted.
+    """
+    groups = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
+    files = [root / "sys/fs/cgroup" / path.strip("/") / "memory.events" for number, _, path in groups if number == "0"]
+    files += [root / "sys/fs/cgroup/memory" / path.strip("/") / "memory.oom_control"
+              for _, kinds, path in groups if kinds == "memory"]
+    for file in [*files, root / "proc/vmstat"]:
+        found = re.search(r"^oom_kill (\d+)$", _read(file), flags=re.MULTILINE)
+        if found:
+            return int(found[1])
+    return 0
+
+
+def write_hang(run: RunDirectory, wait: Wait, now_ns: int, *, waited_in: str = "", stack: str = "") -> None:
+    """Write the exit record of a rank that others wait for.
+
+    Args:
+        run: its run directory.
+        wait: who waits for it, and where.
+        now_ns: until when they waited.
+        waited_in: the collective that it was in itself, "" if none.
+        stack: its Python stack, "" if unknown.
+    """
+    stack = without_machine_paths(stack)
+    where = f"{place_of(stack)}; its stack is kept beside this message" if stack else "its stack is not known"
+    error = LaunchError(
+        wait.in_words(now_ns), found=f"it was at {where}" if stack else where,
+        rule="all ranks of an axis come to the same collectives, in the same order",
+        fix="look for a branch that ranks take differently before that line: on data, on a rank's number, on an "
+            "error that one rank swallowed" if wait.certain else
+            "see where it was; if it was only slow, raise timeout_s")
+    run.write_exit(wait.rank, coordinates_of(run, wait.rank), error, cause="hang", waited_in=waited_in, stack=stack)
+
+
+def coordinates_of(run: RunDirectory, rank: int) -> dict[str, int]:
+    """The place of a rank on the mesh: tp varies fastest, then cp, then dp."""
+    layout = run.spec.layout
+    return {"dp": rank // (layout.tp * layout.cp), "cp": rank // layout.tp % layout.cp, "tp": rank % layout.tp}
+
+
+def place_of(stack: str) -> str:
+    r"""Where a stack stands, innermost outside of libraries and of the collectives themselves: file, line, function.
+
+    Args:
+        stack: of faulthandler, or a traceback.
+
+    Example:
+        >>> place_of('  File ".../torch/nn.py", line 2 in call\n  File "workbench/runs/step.py", line 7 in run_step')
+        'workbench/runs/step.py:7 in run_step'
+    """
+    frames = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
+    if "most recent call last" in stack:
+        frames.reverse()
+    own = [frame for frame in frames if not (frame[0].startswith(("...", "<")) or "site-packages/" in frame[0]
+                                             or frame[0] in _PASSED)] or frames
+    return f"{own[0][0]}:{own[0][1]} in {own[0][2]}" if own else "an unknown place"
+
+
+def own_threads(stacks: str) -> str:
+    """The stacks that faulthandler wrote, the main thread first, without those that only watch over a parent."""
+    threads = [f"{head}{rest}" for head, rest in reversed(_sections(stacks))]
+    kept = [thread for thread in threads if not _WATCHING.search(thread)]
+    return "\n\n".join(thread.strip("\n") for thread in kept) + "\n" if kept else ""
+
+
+class _Inquest:
+    """What is known of one job, and what follows from it."""
+
+    def __init__(self, run: RunDirectory, job_state: str) -> None:
+        self.run, self.job_state = run, job_state
+        self.output = agent_output(run.path / "torchx") or _read(run.path / "ranks" / "agent.log")
+        self.codes = _codes(run, self.output)
+        self.oom_kills = _noted(run.path / OOM).get("oom_kills", 0)
+        self.views = read_all(run.path / "ranks")
+
+    def hold(self) -> None:
+        """Write an exit record for whoever has none, the first death's above all."""
+        self._name_the_killed()
+        self._name_who_hung()
+        if self.run.failure() is None:
+            self._say_that_nobody_spoke()
+        self._name_the_stopped()
+
+    def _name_the_killed(self) -> None:
+        """The first rank that was killed without a word."""
+        spoke = self.run.exits()
+        silent = [rank for rank in self.codes if rank not in spoke and self.codes[rank] != 0]
+        # Whoever starts the ranks stops the survivors with SIGTERM: any other end, or the first end of all, is earlier.
+        first = next(iter(self.codes), None)
+        silent = [rank for rank in silent if self.codes[rank] != -signal.SIGTERM or rank == first]
+        if not silent:
+            return
+        rank = min(silent, key=lambda rank: self.codes[rank] == -signal.SIGTERM)
+        code = self.codes[rank]
+        for_memory = code == -signal.SIGKILL and self.oom_kills > 0
+        killed = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        fix = f"read ranks/{self.run.log_path(rank).name} in the run directory"
+        if for_memory:
+            killed += f": out of memory, for which {_times(self.oom_kills)} killed a process meanwhile"
+            fix = "take more ranks, smaller micro-batches or a machine with more memory"
+        elif code == -signal.SIGKILL:
+            fix += "; the machine does not say that it ran out of memory, so somebody or a limit killed it"
+        error = LaunchError(f"rank {rank} {killed}", found=_last_lines(self.run.log_path(rank)),
+                            rule="a rank ends by itself and says how", fix=fix)
+        cause = "out of memory" if for_memory else "killed" if code < 0 else "exception"
+        self.run.write_exit(rank, coordinates_of(self.run, rank), error, cause=cause, waited_in=self._waited_in(rank),
+                            stack=self._stack(rank))
+
+    def _name_who_hung(self) -> None:
+        """The rank for which the others waited, if they only say that they waited in vain."""
+        exits = self.run.exits()
+        if any(record["cause"] == "hang" for record in exits.values()):
+            return
+        ended = {rank for rank, view in self.views.items() if view.ended}
+        waits = find_waits(self.views, range(self.run.spec.layout.world_size), ended)
+        first = self.run.failure()
+        only_echoes = first is not None and first["cause"] == "peer"
+        for wait in waits:
+            record = exits.get(wait.rank, {"ok": True, "traceback": ""})
+            if (wait.kind == "skipped" or only_echoes) and (record["ok"] or _is_echo(record)):
+                now_ns = max([view.beat_ns for view in self.views.values()] + [r["time_ns"] for r in exits.values()])
+                write_hang(self.run, wait, now_ns, waited_in=self._waited_in(wait.rank),
+                           stack=self._stack(wait.rank) or record["traceback"])
+                return
+
+    def _say_that_nobody_spoke(self) -> None:
+        began = bool(self.views) or "rank0" in self.run.state
+        last = "\n".join([line for line in self.output.splitlines() if line.strip()][-8:])
+        if self.job_state == "succeeded":
+            asked = "every rank ended with exit code 0, and none said that the run succeeded"
+        elif began:
+            asked = "the process that started the ranks was gone before any of them said why"
+        else:
+            asked = "the agent that starts the ranks failed before any rank said why"
+        places = "; ".join(f"rank {rank} was in {view.inside}" for rank, view in self.views.items() if view.inside)
+        error = LaunchError(asked, found=last or places or "no output", rule="rank 0 records how a run ended",
+                            fix="read torchx/*/*/trainer/0/stderr.log in the run directory")
+        killed = began and self.job_state != "succeeded"
+        self.run.write_exit(None, {}, error, cause="killed" if killed else "start")
+
+    def _name_the_stopped(self) -> None:
+        """The ranks that were told to stop because another one had failed, and what they waited in."""
+        failure = self.run.failure()
+        first = "the agent" if failure is None or failure["rank"] is None else f"rank {failure['rank']}"
+        spoke = self.run.exits()
+        for rank in sorted({*self.codes, *self.views}.difference(spoke)):
+            if self.codes.get(rank) == 0:
+                continue
+            error = LaunchError(f"rank {rank} was stopped", found=f"{first} had failed",
+                                rule="a job ends when one of its ranks does", fix=f"see {first}")
+            self.run.write_exit(rank, coordinates_of(self.run, rank), error, cause="peer",
+                                waited_in=self._waited_in(rank), stack=self._stack(rank))
+
+    def _waited_in(self, rank: int) -> str:
+        view: FlightView | None = self.views.get(rank)
+        return str(view.inside) if view is not None and view.inside is not None else ""
+
+    def _stack(self, rank: int) -> str:
+        """Where a rank stood while others waited for it, or else when it was stopped."""
+        seen = next((each for each in _noted(self.run.path / WAITING).get("waiting", []) if each["rank"] == rank), {})
+        last = without_machine_paths(own_threads(_read(last_stack_path(self.run, rank))))
+        return seen.get("stack") or last
+
+
+def _is_echo(record: Mapping[str, Any]) -> bool:
+    """Whether a rank only says what another one did to it: what is raised or aborted inside a collective is no more."""
+    return record["cause"] == "peer" or bool(record["waited_in"])
+
+
+def _codes(run: RunDirectory, output: str) -> dict[int, int]:
+    """Exit codes of the ranks, as far as anybody knows them, in the order in which they ended."""
+    noted = _noted(run.path / "ranks" / EXIT_CODES)
+    return {int(rank): code for rank, code in noted.items()} or dict(_codes_in(output))
+
+
+def _codes_in(output: str) -> Iterator[tuple[int, int]]:
+    """(rank, exit code) of every failed rank in the summary of torch.distributed.run, its root cause first."""
+    found = re.finditer(r"rank\s+: (\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s+: (-?\d+)", output)
+    codes = [(int(each[1]), int(each[2])) for each in found]
+    yield from codes[-1:] + codes[:-1]
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    """A mapping in a JSON file; {} if it is not there."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(from_json(path.read_bytes()))
+    return {}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _times(count: int) -> str:
+    return "the machine" if count == 1 else f"the machine ({count} times)"
+
+
+def _last_lines(log: Path, count: int = 5) -> str:
+    lines = [line for line in without_machine_paths(_read(log)).splitlines() if line.strip()]
+    return "its last lines: " + " | ".join(lines[-count:]) if lines else "no output"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _sections(stacks: str) -> list[tuple[str, str]]:
+    sections: list[list[str]] = []
+    for line in stacks.splitlines(keepends=True):
+        if line.startswith(("Thread ", "Current thread ")):
+            sections.append([line, ""])
+        elif sections and line.startswith("  "):
+            sections[-1][1] += line
+    return [(head, rest) for head, rest in sections]

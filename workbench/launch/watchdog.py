@@ -1,0 +1,220 @@
+"""Watches the ranks of one run from the process that started them, and names the one that the others wait for.
+
+Looking costs a read of 128 bytes a rank; only when a rank has been still for a second are the ranks' records compared
+(`workbench.launch.waits`, which also says what is certain). Then
+
+    certain      its stack is taken, it is killed, its exit record says `hang` with the collective, the stack and who
+                 waited; the other ranks are stopped. Within two seconds of the last sign of life.
+    not certain  after ``hang_s`` it is named in ranks/waiting.json, with its stack, for whoever looks at the run.
+                 Nobody is stopped: the collective's own time-out (``timeout_s`` of the spec) ends the job, and
+                 `workbench.launch.deaths` then names the rank that is named there.
+
+waiting.json: {"looked_ns": ..., "waiting": [{"rank", "kind", "words", "collective", "waiting", "since_ns", "at",
+"stack"}]}; an empty list once nobody is waited for. ``words`` says how long at the time of ``looked_ns``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+
+from workbench.errors import RecordError
+from workbench.launch.deaths import OOM, WAITING, oom_kills, own_threads, place_of, write_hang
+from workbench.launch.waits import Wait, find_waits
+from workbench.runs.store import RunDirectory, without_machine_paths
+from workbench.runs.watched import flight_path, stack_path
+from workbench.sharding.flight import FlightView, read, read_beat
+
+HANG_S = 20.0
+"""How long others wait for a rank before it is named."""
+
+_STILL_S = 1.0  # a rank that showed no sign of life for so long may be waiting
+_SURE_S = 1.0  # ranks are read one after another: what is certain must look the same twice
+_GONE_S = 15.0  # of a process that is gone its parent speaks, unless it ended with exit code 0
+_STACK_S = 2.0
+_GRACE_S = 3.0
+_REFRESH_S = 10.0
+
+
+class Watchdog:
+    """A thread that watches ranks.
+
+    Example:
+        >>> watchdog = Watchdog(run, {0: 4711, 1: 4712})  # doctest: +SKIP
+        >>> watchdog.start()                              # doctest: +SKIP
+        >>> watchdog.stop()                               # doctest: +SKIP
+
+    Args:
+        run: run directory that the ranks write to.
+        pids: rank -> pid, as a mapping or as a function that is asked again and again.
+        hang_s: how long others wait for a rank before it is named.
+        poll_s: how often to look.
+    """
+
+    def __init__(self, run: RunDirectory, pids: Mapping[int, int] | Callable[[], Mapping[int, int]], *,
+                 hang_s: float = HANG_S, poll_s: float = 0.5) -> None:
+        self.run, self.hang_s, self.poll_s = run, hang_s, poll_s
+        self._pids: Callable[[], Mapping[int, int]] = pids if callable(pids) else lambda: pids
+        self._ranks = range(run.spec.layout.world_size)
+        self._known: dict[int, int] = {}
+        self._processes: dict[int, psutil.Process] = {}  # of those that were there when they were first seen
+        self._views: dict[int, FlightView] = {}
+        self._seen: dict[tuple[int, str, int, int], float] = {}
+        self._named: dict[int, dict[str, Any]] = {}
+        self._named_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._oom_kills = oom_kills()
+
+    def start(self) -> Watchdog:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop watching: what is being written is written to its end."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(_STACK_S + 2 * _GRACE_S)
+        if self._named and self._all_ended_well():
+            self._name({})
+        killed = oom_kills() - self._oom_kills
+        if killed > 0:
+            self.run.write_json(OOM, {"oom_kills": killed})
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.poll_s):
+            try:
+                if self.look():
+                    return
+            except Exception:  # a watchdog that fails must not take the run with it
+                traceback.print_exc()
+
+    # ---- looking -------------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Look once, and say whether the job was ended."""
+        self._meet()
+        beats = {rank: self._beat(rank) for rank in self._known}
+        now_ns = time.time_ns()
+        if all(rank in beats and now_ns - beats[rank] < _STILL_S * 1e9 for rank in self._ranks):
+            self._name({})
+            return False
+        for rank, beat_ns in beats.items():
+            if beat_ns and (rank not in self._views or self._views[rank].beat_ns != beat_ns):
+                with contextlib.suppress(RecordError):
+                    self._views[rank] = read(flight_path(self.run, rank))
+        gone = {rank for rank in self._known if not self._lives(rank)}
+        done = {rank for rank, view in self._views.items() if view.ended}
+        waits = find_waits(self._views, self._ranks, gone | done)
+        since = {wait.key: self._seen.get(wait.key, time.monotonic()) for wait in waits}
+        self._seen = since
+        for wait in waits:
+            patience_s = _GONE_S if wait.rank in gone - done else _SURE_S
+            if wait.certain and time.monotonic() - since[wait.key] >= patience_s and not self._somebody_failed():
+                self._end(wait)
+                return True
+        self._name({wait.rank: wait for wait in waits if now_ns - wait.entry.entered_ns >= self.hang_s * 1e9})
+        return False
+
+    def _all_ended_well(self) -> bool:
+        with contextlib.suppress(RecordError):
+            return all(read(flight_path(self.run, rank)).ended for rank in self._ranks)
+        return False
+
+    def _meet(self) -> None:
+        """Take in the ranks that have been started."""
+        for rank, pid in self._pids().items():
+            if self._known.get(rank) != pid:
+                self._known[rank] = pid
+                with contextlib.suppress(psutil.Error):
+                    self._processes[rank] = psutil.Process(pid)
+
+    def _beat(self, rank: int) -> int:
+        """Last sign of life of a rank; 0 if it has not begun, or the file is that of an earlier one."""
+        with contextlib.suppress(RecordError):
+            pid, beat_ns = read_beat(flight_path(self.run, rank))
+            return beat_ns if pid == self._known[rank] else 0
+        return 0
+
+    def _lives(self, rank: int) -> bool:
+        with contextlib.suppress(psutil.Error, KeyError):
+            process = self._processes[rank]
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def _somebody_failed(self) -> bool:
+        """Whether a rank said that it failed: then the job ends without us, for a reason that is known."""
+        return any(not record["ok"] and record["cause"] != "peer" for record in self.run.exits().values())
+
+    # ---- naming --------------------------------------------------------------------------------------
+
+    def _name(self, waits: Mapping[int, Wait]) -> None:
+        """Say in waiting.json whom others wait for; only when that changes, and every now and then."""
+        old = time.monotonic() - self._named_s > _REFRESH_S
+        if waits.keys() == self._named.keys() and not (waits and old):
+            return
+        now_ns = time.time_ns()
+        self._named = {rank: self._description(wait, now_ns) for rank, wait in waits.items()}
+        self._named_s = time.monotonic()
+        self.run.write_json(WAITING, {"looked_ns": now_ns, "waiting": list(self._named.values())})
+
+    def _description(self, wait: Wait, now_ns: int) -> dict[str, Any]:
+        stack = self.stack_of(wait.rank)
+        at = place_of(stack) if stack else ""
+        words = wait.in_words(now_ns) + (f"; it is at {at}" if at else "")
+        return {"rank": wait.rank, "kind": wait.kind, "words": words, "collective": str(wait.entry),
+                "waiting": list(wait.waiting), "since_ns": wait.entry.entered_ns, "at": at, "stack": stack}
+
+    def stack_of(self, rank: int) -> str:
+        """The Python stacks of a rank as it stands now; "" if it cannot be asked or does not answer."""
+        if not (rank in self._views and self._lives(rank)):
+            return ""  # only a rank with a flight file of its own knows what the signal means
+        path = stack_path(self.run, rank)
+        try:
+            before = path.stat().st_size
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+            deadline, size = time.monotonic() + _STACK_S, before
+            while time.monotonic() < deadline:
+                time.sleep(0.05)
+                size, last = path.stat().st_size, size
+                if size > before and size == last:
+                    break
+            text = path.read_bytes()[before:].decode(errors="replace")
+        except OSError:
+            return ""
+        return without_machine_paths(own_threads(text))
+
+    # ---- ending --------------------------------------------------------------------------------------
+
+    def _end(self, wait: Wait) -> None:
+        """End a job that cannot go on, and say whose fault it is."""
+        now_ns, stack = time.time_ns(), self.stack_of(wait.rank)
+        view = self._views.get(wait.rank)
+        waited_in = str(view.inside) if view is not None and view.inside is not None else ""
+        self._signal(wait.rank, signal.SIGKILL)  # before it overwrites what is said of it here
+        deadline = time.monotonic() + _GRACE_S
+        while self._lives(wait.rank) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        write_hang(self.run, wait, now_ns, waited_in=waited_in, stack=stack)
+        others = [rank for rank in self._processes if rank != wait.rank]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for rank in others:
+                self._signal(rank, number)
+            deadline = time.monotonic() + _GRACE_S
+            while any(map(self._lives, others)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        """Signal a rank, if it is still the one that was started."""
+        if self._lives(rank):
+            with contextlib.suppress(psutil.Error):
+                self._processes[rank].send_signal(number)

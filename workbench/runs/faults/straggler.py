@@ -1,0 +1,34 @@
+"""One rank comes late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from workbench.runs.faults import Fault
+
+LATE_S = 25.0
+_CALL, _RANK = 2, 1
+
+
+def _broken(sum_gradients: Callable) -> Callable:
+    calls = 0
+
+    def sum_late(model: object, shards: object, mesh: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == _CALL and mesh["dp_cp"].rank == _RANK:
+            time.sleep(LATE_S)
+        sum_gradients(model, shards, mesh)
+
+    return sum_late
+
+
+FAULT = Fault(
+    what=f"in the second step the second rank of dp x cp comes {LATE_S:.0f} s late to the sum of gradients",
+    origin="a slow disk, a compiler, a throttled device",
+    signature="no wrong number: the others wait, and the rank is named as the one that they wait for",
+    seam="sum_gradients",
+    broken=_broken,
+    changes_numbers=False,
+)
