@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from workbench.errors import SpecError
 from workbench.runs.faults import fault_names
-from workbench.runs.spec import RunSpec, merge, parse_spec, read_yaml
+from workbench.runs.spec import RunSpec, flatten, merge, parse_spec, read_yaml
 from workbench.runs.store import RUN_NAME
 
 
@@ -137,6 +137,27 @@ class AblationSpec(BaseModel):
         self._check_truth(where, planned)
         return sorted(planned, key=lambda run: bool(run.reference) and run.name != self.truth)
 
+    def __repr__(self) -> str:
+        """Say the question and every run, with what sets it apart from what it is held against."""
+        try:
+            planned = self.expand()
+        except SpecError as error:
+            return f"AblationSpec({self.question!r}; {error.parts['asked']}: {error.parts['found']})"
+        width = max(len(run.name) for run in planned)
+        lines = [f"  {run.name:<{width}}  {self.role(run, planned)}: "
+                 f"{', '.join(f'{key}={value}' for key, value in differs(run, planned).items()) or 'nothing changed'}"
+                 for run in planned]
+        return "\n".join([f"AblationSpec({self.question!r}, {len(planned)} runs)", *lines])
+
+    __str__ = __repr__
+
+    def role(self, run: Planned, planned: Sequence[Planned]) -> str:
+        """What a run is for: what it is held against, or what is held against it."""
+        if run.reference:
+            return f"against {run.reference}"
+        roles = ["reference"] if any(other.reference == run.name for other in planned) else []
+        return " and ".join([*roles, *(["truth"] if run.name == self.truth else [])]) or "alone"
+
     def _settings(self) -> Iterable[tuple[str, str, dict[str, Any]]]:
         """(name of the run, name in the file, settings) of every run."""
         for configuration, changes in self.configurations.items():
@@ -221,6 +242,13 @@ def select(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
         more = {name for run in planned if run.name in more
                 for name in (run.reference, run.truth, run.spec.frozen_clip)} - needed
     return [run for run in planned if run.name in needed]
+
+
+def differs(run: Planned, planned: Sequence[Planned]) -> dict[str, Any]:
+    """The settings, by dotted name, in which a run is not as its reference, or a reference not as the defaults."""
+    base = next((other.spec for other in planned if other.name == run.reference), RunSpec())
+    before = flatten(base.model_dump(mode="json"))
+    return {key: value for key, value in flatten(run.spec.model_dump(mode="json")).items() if value != before[key]}
 
 
 def _parse_all(where: str, settings: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, RunSpec]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -29,14 +31,7 @@ class Placement:
 
 def visible_gpus() -> list[str]:
     """Ids of the GPUs that a run may use, as CUDA_VISIBLE_DEVICES takes them; [] without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    count = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
-    present = [str(index) for index in range(count)]
+    present = [str(index) for index in range(len(_uuids()))]
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if allowed is None or not present:
         return present
@@ -46,6 +41,18 @@ def visible_gpus() -> list[str]:
             break  # CUDA ignores everything after the first id that is none
         chosen.append(name)
     return chosen
+
+
+def gpu_uuid(device: str) -> str:
+    """The one name of a GPU, by whichever of its names it is called: its index, its UUID, or the beginning of that.
+
+    A name that the driver does not list, such as a MIG instance's, stands for itself.
+    """
+    uuids = _uuids()
+    if device.isdecimal() and int(device) < len(uuids):
+        return uuids[int(device)]
+    meant = [uuid for uuid in uuids if device and uuid.startswith(device)]
+    return meant[0] if len(meant) == 1 else device
 
 
 def place(name: str, spec: RunSpec, gpus: Sequence[str]) -> Placement:
@@ -70,3 +77,19 @@ def place(name: str, spec: RunSpec, gpus: Sequence[str]) -> Placement:
                           rule="one GPU for each rank",
                           fix="set device: auto to run on CPU where GPUs are missing, or use another machine")
     return Placement("cpu", note=f"asked for {wanted}, {len(gpus)} here" if gpus else "no GPU here")
+
+
+def _uuids() -> list[str]:
+    """UUID of every GPU, by index; [] without a driver. The driver takes up to a second, so it is asked once."""
+    tool = shutil.which("nvidia-smi")
+    return [] if tool is None else list(_uuids_by(tool))
+
+
+@functools.cache
+def _uuids_by(tool: str) -> tuple[str, ...]:
+    try:
+        done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    gpus = (line for line in done.stdout.splitlines() if line.startswith("GPU "))
+    return tuple(uuid[1] if (uuid := re.search(r"UUID: ([\w-]+)", line)) else line.split(":")[0] for line in gpus)

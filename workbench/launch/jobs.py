@@ -1,36 +1,199 @@
-"""torchx jobs on this machine: start one, ask how it is, cancel it.
+"""torchx jobs: start one on this machine, on Slurm or on Kubernetes, ask how it is, cancel it, or only show it.
 
-The only module that talks to a torchx runner. What it works around: a runner made on the main thread replaces
-the signal handlers of a notebook kernel; every question about a finished job signals its old process group,
-which may be someone else's by then; a job is a zombie until somebody asks.
+The only module that talks to a torchx runner. What it works around: a runner made on the main thread replaces the
+signal handlers of a notebook kernel; every question about a finished local job signals its old process group, which
+may be someone else's by then; a job is a zombie until somebody asks. On Slurm, torchx 0.7 asks for a requeue that
+would run a half-done run again, gives the task one core on Slurm 22.05 and later, needs accounting, and fails on a
+job that somebody cancelled; on Kubernetes it invents a new name each time.
+
+On a cluster a job outlives the process that submitted it. Its run directory and the project must be on a file system
+that the cluster's nodes see under the same paths: the ranks write there, and it is what everybody reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
 import threading
+import time
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import psutil
 
 from workbench.errors import LaunchError
+from workbench.launch.component import WORKER, Cluster, run_job
+from workbench.launch.devices import Placement
+from workbench.runs.store import ENDED, RunDirectory
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
-    from torchx.specs import AppDef
+    from torchx.specs import AppDef, AppDryRunInfo
 
-_SCHEDULER = "local_cwd"
+LOCAL, SLURM, KUBERNETES = "local_cwd", "slurm", "kubernetes"
+
+SCHEDULERS = (LOCAL, SLURM, KUBERNETES)
+"""torchx's names of the schedulers that take our jobs."""
+
+ASK_EVERY_S = 5.0
+"""How often a cluster is asked about a job; in between the last answer holds."""
+
+UNKNOWN_FOR_S = 600.0
+"""A job that its cluster does not know for so long has failed."""
+
+_OURS = ("log_dir", "job_dir", "prepend_cwd", "auto_set_cuda_visible_devices", "validate_spec", "workspace_type",
+         "image_repo", "quiet")
+"""Settings of torchx that are not the user's: logs go to the run directory, GPUs are given out here, and no image is
+built."""
+
+_SESSION = "TORCHX_INTERNAL_SESSION_ID"  # torchx after 0.7 numbers the processes that submit, another time each
+_SHARED = ("run directory and project must be on a file system that the cluster's nodes see under the same paths")
 
 
-class Job:
-    """A job that was started.
+class Job(Protocol):
+    """A run that was started, however it was.
+
+    Attributes:
+        handle: name of the job, which its scheduler knows it by.
+        agent: the process that starts the ranks, {"pid", "create_time"}; None if it is not on this machine.
+    """
+
+    handle: str
+    agent: dict[str, Any] | None
+
+    def poll(self) -> str:
+        """How it is now: running, succeeded, failed or cancelled. A job that waits for its turn is running."""
+        ...
+
+    def cancel(self) -> None:
+        """End it; nothing if it has ended."""
+        ...
+
+
+def start(run: RunDirectory, world_size: int, placement: Placement, *, project: Path, worker: str = WORKER,
+          scheduler: str = LOCAL, options: Mapping[str, str] | None = None) -> Job:
+    """Start the job of a run, or hand it to a cluster.
+
+    Args:
+        run: what it executes. torchx's own files go to its ``torchx`` folder.
+        world_size: ranks, all on one node.
+        placement: device of the ranks; on a cluster only the number of its GPUs counts.
+        project: folder that relative paths in the spec begin at.
+        worker: module that every rank runs.
+        scheduler: one of `SCHEDULERS`.
+        options: of the scheduler, see `options_of`.
+
+    Raises:
+        LaunchError: an option that is not known or missing, or the job was not accepted.
+    """
+    request = _request(run.name, run.path, world_size, placement, project, worker, scheduler, options or {})
+    (run.path / "torchx").mkdir(exist_ok=True)
+    if scheduler == LOCAL:
+        return _started_here(request)
+    try:
+        return ClusterJob(_runner().schedule(request.plan), run)
+    except Exception as error:
+        raise LaunchError(f"submit run {run.name} to {scheduler}", found=_why_refused(request, error),
+                          rule=f"{scheduler} accepts the job; {_SHARED}",
+                          fix="launch where the cluster's own commands work, and check the options; "
+                              "--dry-run shows the exact request") from error
+
+
+def describe(name: str, run_path: Path, world_size: int, placement: Placement, *, project: Path, worker: str = WORKER,
+             scheduler: str = LOCAL, options: Mapping[str, str] | None = None) -> str:
+    """The exact request that `start` would make: a command, an sbatch script, or YAML. Nothing is made or contacted.
+
+    Args:
+        name: of the run.
+        run_path: its run directory, which need not be there.
+        world_size: ranks.
+        placement: device of the ranks.
+        project: folder that relative paths in the spec begin at.
+        worker: module that every rank runs.
+        scheduler: one of `SCHEDULERS`.
+        options: of the scheduler, see `options_of`.
+
+    Raises:
+        LaunchError: as `start`, of what can be known before.
+    """
+    request = _request(name, run_path, world_size, placement, project, worker, scheduler, options or {})
+    if scheduler == SLURM:
+        command, script = shlex.join(request.plan.request.cmd), request.plan.request.materialize()
+        return f"{command} <<'SBATCH'\n{script}SBATCH\n"
+    if scheduler == KUBERNETES:
+        return str(request.plan.request).rstrip() + "\n"
+    [role] = request.app.roles
+    hidden = ("TORCHX_JOB_ID", "PATH", _SESSION)  # of torchx's own making
+    environment = {**{key: value for key, value in role.env.items() if key not in hidden}, "WB_PARENT_PID": "$$"}
+    said = [f"{key}={value if value == '$$' else shlex.quote(value)}" for key, value in environment.items()]
+    return " \\\n  ".join(["env", *said, shlex.join([role.entrypoint, *role.args])]) + "\n"
+
+
+def job_of(handle: str) -> Job:
+    """A job on a cluster, from the handle in its run's state: to be asked and cancelled by any process.
+
+    Raises:
+        LaunchError: the handle is not one of a cluster's job.
+    """
+    if handle.partition("://")[0] not in (SLURM, KUBERNETES):
+        raise LaunchError(f"find job {handle!r} again", found="a job of one machine, or none",
+                          rule="only a cluster knows its jobs by name: slurm://... or kubernetes://...",
+                          fix="end the processes that the run's state names: agent, then rank0")
+    return ClusterJob(handle)
+
+
+def options_of(scheduler: str) -> dict[str, str]:
+    """The options that a scheduler takes: name -> what it means; a needed one says so.
+
+    Those of Slurm and Kubernetes are torchx's own (of the version that is installed), and ours: ``python``, the
+    interpreter there; ``memory_mb`` of the host for each rank, 0 to ask for none; and on Kubernetes ``image`` and
+    ``mounts`` (``type=volume,src=<claim>,dst=<folder>``), through which the pod sees run directory and project.
+
+    Raises:
+        LaunchError: no such scheduler.
+    """
+    meanings = {name: " ".join(option.help.split()) + (" (needed)" if option.is_required else "")
+                for name, option in _torchx_options(scheduler).items()}
+    if scheduler != LOCAL:
+        meanings |= {"python": "The interpreter on the cluster (python)",
+                     "memory_mb": "Memory of the host for each rank; 0 asks for none"}
+    if scheduler == KUBERNETES:
+        meanings |= {"image": "The container image, with the workbench's requirements in it (needed)",
+                     "mounts": "type=volume,src=<claim>,dst=<folder>: where the pod sees run directory and project"}
+    return meanings
+
+
+def agent_output(log_dir: Path) -> str:
+    """What the agents of the jobs under this folder wrote to standard error."""
+    files = sorted([*log_dir.glob("*/*/trainer/0/stderr.log"), *log_dir.glob("slurm-*.err")])
+    return "\n".join(file.read_text(encoding="utf8", errors="replace") for file in files)
+
+
+# ---- jobs on this machine ------------------------------------------------------------------------------
+
+
+class LocalJob:
+    """A child of this process.
 
     Attributes:
         handle: torchx's name for it.
+        agent: the process that starts the ranks, {"pid", "create_time"}; None if it has ended already.
     """
 
     def __init__(self, handle: str) -> None:
         self.handle = handle
+        self.agent: dict[str, Any] | None = None
+        with contextlib.suppress(Exception):
+            [[replica]] = _runner()._scheduler(LOCAL)._apps[handle.rsplit("/", 1)[-1]].role_replicas.values()
+            self.agent = {"pid": replica.proc.pid, "create_time": psutil.Process(replica.proc.pid).create_time()}
         self._ended: str | None = None
 
     def poll(self) -> str:
@@ -56,31 +219,244 @@ class Job:
         self._ended = state
         # A deleted scheduler signals the process groups of all jobs that it remembers, ended ones too.
         with contextlib.suppress(Exception):
-            _runner()._scheduler(_SCHEDULER)._apps.pop(self.handle.rsplit("/", 1)[-1], None)
+            _runner()._scheduler(LOCAL)._apps.pop(self.handle.rsplit("/", 1)[-1], None)
 
 
-def submit(app: AppDef, log_dir: Path) -> Job:
-    """Start a job as child processes of this one.
-
-    Args:
-        app: what to run.
-        log_dir: where torchx writes the output of the agent.
-
-    Raises:
-        LaunchError: it could not be started.
-    """
+def _started_here(request: _Request) -> LocalJob:
     try:
-        return Job(_runner().run(app, _SCHEDULER, cfg={"log_dir": str(log_dir)}))
+        return LocalJob(_runner().schedule(request.plan))
     except Exception as error:
-        raise LaunchError(f"start job {app.name}", found=f"{type(error).__name__}: {error}",
+        raise LaunchError(f"start job {request.app.name}", found=f"{type(error).__name__}: {error}",
                           rule="torchx starts the job's agent as a child process",
                           fix="check memory, process limits and space in the run directory") from error
 
 
-def agent_output(log_dir: Path) -> str:
-    """What the agents of the jobs under this folder wrote to standard error."""
-    files = sorted(log_dir.glob("*/*/trainer/0/stderr.log"))
-    return "\n".join(file.read_text(encoding="utf8", errors="replace") for file in files)
+# ---- jobs on a cluster ---------------------------------------------------------------------------------
+
+
+class ClusterJob:
+    """A job that Slurm or Kubernetes knows by its handle, whoever asks.
+
+    Attributes:
+        handle: torchx's name for it.
+        trouble: why the cluster could not be asked the last time, "" if it could. A cluster that does not answer has
+            not ended the job, so it still counts as running.
+    """
+
+    def __init__(self, handle: str, run: RunDirectory | None = None) -> None:
+        self.handle, self.trouble, self.agent = handle, "", None
+        self._run = run
+        self._ended: str | None = None
+        self._asked_s = self._known_s = time.monotonic()
+        self._first = True
+
+    def poll(self) -> str:
+        """How it is now: running, succeeded, failed or cancelled; asks the cluster every `ASK_EVERY_S` at most.
+
+        Where the cluster keeps no account of jobs that have ended, the run directory says how it ended.
+        """
+        if self._ended is None and (self._first or time.monotonic() - self._asked_s >= ASK_EVERY_S):
+            self._ended, self._asked_s, self._first = self._ask(), time.monotonic(), False
+        return self._ended or "running"
+
+    def cancel(self) -> None:
+        """Ask the cluster to end it; nothing if it has ended. It may take the cluster a while.
+
+        Raises:
+            LaunchError: the cluster did not take the request.
+        """
+        if self.poll() != "running":
+            return
+        try:
+            try:
+                _runner().cancel(self.handle)
+            except Exception:  # it asks how the job is first, which fails where there is no accounting
+                scheduler, app_id = self.handle.partition("://")[0], self.handle.rpartition("/")[2]
+                _runner()._scheduler(scheduler)._cancel_existing(app_id)
+        except Exception as error:
+            raise LaunchError(f"cancel {self.handle}", found=_said(error), rule="the cluster takes the request",
+                              fix="cancel it where the cluster's own commands work") from error
+        self._ended = "cancelled"
+
+    def _ask(self) -> str | None:
+        """The end of the job as the cluster tells it; None while it goes on, or nobody can tell."""
+        try:
+            with _quietly():
+                status = _runner().status(self.handle)
+        except Exception as error:
+            return self._not_told(error)
+        self.trouble = ""
+        if status is not None and status.is_terminal():
+            return status.state.name.lower()
+        if status is not None and status.state.name != "UNKNOWN":
+            self._known_s = time.monotonic()
+        elif (ended := self._end_in_run_directory()) is not None:
+            return ended
+        return "failed" if time.monotonic() - self._known_s > UNKNOWN_FOR_S else None
+
+    def _not_told(self, error: Exception) -> str | None:
+        text = _said(error)
+        if "slurm state CANCELLED" in text:  # "CANCELLED by 1000" is no word that torchx 0.7 knows
+            return "cancelled"
+        if getattr(error, "status", None) == 404:  # Kubernetes keeps nothing of a job that was deleted
+            return self._end_in_run_directory() or "cancelled"
+        self.trouble = text
+        return self._end_in_run_directory()
+
+    def _end_in_run_directory(self) -> str | None:
+        said = self._run.state["state"] if self._run else ""
+        return said if said in ENDED and said != "lost" else None
+
+
+def _why_refused(request: _Request, error: Exception) -> str:
+    """The cluster's own words. torchx lets sbatch say them to the terminal only, so it is asked again for them."""
+    if isinstance(error, FileNotFoundError):
+        return f"no {error.filename} on this machine"
+    if isinstance(error, subprocess.CalledProcessError) and request.scheduler == SLURM:
+        sbatch = request.plan.request
+        command = ["sbatch", "--test-only", *(part for part in sbatch.cmd[1:] if part.startswith("--"))]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            again = subprocess.run(command, input=sbatch.materialize(), text=True, timeout=60, capture_output=True)
+            if again.returncode and again.stderr.strip():
+                return again.stderr.strip()
+    return _said(error)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# ---- requests ------------------------------------------------------------------------------------------
+
+
+class _Request(NamedTuple):
+    scheduler: str
+    app: AppDef
+    plan: AppDryRunInfo
+
+
+def _request(name: str, run_path: Path, world_size: int, placement: Placement, project: Path, worker: str,
+             scheduler: str, options: Mapping[str, str]) -> _Request:
+    """What torchx would do, with our corrections; nothing has been contacted."""
+    settings, cluster = _checked(scheduler, options)
+    run_path = run_path.resolve()
+    name = _kubernetes_name(name, run_path) if scheduler == KUBERNETES else name
+    try:
+        app = run_job(name, run_path, world_size, placement, project=project, worker=worker, cluster=cluster)
+    except (KeyError, ValueError) as error:
+        raise LaunchError(f"option mounts = {options.get('mounts')!r}", found=_said(error),
+                          rule="type=volume,src=<claim>,dst=<folder>, or type=bind,src=<folder>,dst=<folder>; with "
+                               "commas for several", fix="correct the option") from None
+    if scheduler == LOCAL:
+        settings = {"log_dir": str(run_path / "torchx")}
+    if scheduler == SLURM:
+        _refuse_commas(app)
+    if "validate_spec" in dict(_runner().scheduler_run_opts(scheduler)):
+        settings["validate_spec"] = False  # torchx after 0.7 would ask the cluster
+    try:
+        with _quietly():
+            plan = _runner().dryrun(app, scheduler, cfg=settings)
+    except Exception as error:
+        raise LaunchError(f"describe run {name} to {scheduler}", found=_said(error),
+                          rule="torchx makes a request of it", fix="check the options") from error
+    if scheduler == SLURM:
+        _correct_slurm(plan.request, name, run_path)
+    if scheduler == KUBERNETES:
+        plan.request.resource = _named(plan.request.resource, name)
+    return _Request(scheduler, app, plan)
+
+
+def _checked(scheduler: str, options: Mapping[str, str]) -> tuple[dict[str, Any], Cluster | None]:
+    """Settings of torchx, and ours, among the options of a scheduler."""
+    theirs, known = _torchx_options(scheduler), options_of(scheduler)
+    if unknown := sorted(set(options) - set(known)):
+        raise LaunchError(f"options of {scheduler}: {', '.join(unknown)}", found="not options of this scheduler",
+                          rule=f"it takes {', '.join(sorted(known)) or 'none'}",
+                          fix="correct the name; Slurm reads what torchx does not pass on from SBATCH_... variables"
+                          if scheduler == SLURM else "correct the name, or leave it out")
+    needed = [name for name, option in theirs.items() if option.is_required]
+    needed += ["image"] if scheduler == KUBERNETES else []
+    if missing := [name for name in needed if not options.get(name)]:
+        raise LaunchError(f"a {scheduler} job without {' and '.join(missing)}",
+                          found=", ".join(f"{key}={value}" for key, value in options.items()) or "no options",
+                          rule="; ".join(f"{name}: {known[name]}" for name in missing),
+                          fix=f"say --scheduler {' '.join(f'{name}=...' for name in missing)}, in Python options=...")
+    settings = {name: _value(name, options[name], option.opt_type)
+                for name, option in theirs.items() if name in options}
+    if scheduler == LOCAL:
+        return settings, None
+    memory_mb = _value("memory_mb", options["memory_mb"], int) if "memory_mb" in options else None
+    return settings, Cluster(python=options.get("python", "python"), memory_mb=memory_mb,
+                             image=options.get("image", ""),
+                             mounts=options["mounts"].split(",") if options.get("mounts") else ())
+
+
+def _torchx_options(scheduler: str) -> dict[str, Any]:
+    if scheduler not in SCHEDULERS:
+        raise LaunchError(f"a job for scheduler {scheduler!r}", found=repr(scheduler),
+                          rule=f"one of {', '.join(SCHEDULERS)}", fix="choose one of them")
+    if scheduler == KUBERNETES and importlib.util.find_spec("kubernetes") is None:
+        raise LaunchError("a job for Kubernetes", found="the package kubernetes is not installed",
+                          rule="torchx talks to Kubernetes through it", fix="pip install kubernetes")
+    return {name: option for name, option in _runner().scheduler_run_opts(scheduler) if name not in _OURS}
+
+
+def _value(name: str, text: str, kind: Any) -> Any:
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        return kind(text) if kind in (int, float) else text
+    except (KeyError, ValueError):
+        raise LaunchError(f"option {name} = {text!r}", found=repr(text), fix="correct the value",
+                          rule="true or false" if kind is bool else "a number") from None
+
+
+def _refuse_commas(app: AppDef) -> None:
+    """Slurm splits what torchx exports at every comma, and the rest of a value would be lost without a word."""
+    for name, value in app.roles[0].env.items():
+        if "," in value:
+            raise LaunchError(f"give a Slurm job {name}={value}", found="a comma",
+                              rule="sbatch --export ends a value at a comma", fix="use a path without commas")
+
+
+def _correct_slurm(request: Any, name: str, run_path: Path) -> None:
+    """Where torchx's script would lose a run, cores or output."""
+    request.cmd.append(f"--chdir={run_path / 'torchx'}")  # its output, too, belongs to the run
+    for replica in request.replicas.values():
+        # a job that is put back would run a half-done run directory again: `workbench run` makes a new one
+        replica.sbatch_opts.pop("requeue", None)
+        replica.sbatch_opts = {"no-requeue": None, "nodes": "1", "ntasks": "1"} | replica.sbatch_opts
+        replica.sbatch_opts.pop("ntasks-per-node", None)  # --gpus-per-task wants the number of tasks instead
+        # since Slurm 22.05 a step does not inherit it, and all ranks would share one core
+        replica.srun_opts["cpus-per-task"] = replica.sbatch_opts["cpus-per-task"]
+        replica.env.pop(_SESSION, None)
+        replica.name = f"{name}-0"  # as squeue shows it
+
+
+def _kubernetes_name(name: str, run_path: Path) -> str:
+    """A name for a run's job: legal for jobs, pods and labels, and the same for the same run directory."""
+    legal = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:36].rstrip("-")
+    return f"wb-{legal}-{hashlib.sha256(str(run_path).encode()).hexdigest()[:8]}"
+
+
+def _named(resource: Any, name: str) -> dict[str, Any]:
+    """The resource under our name: torchx hangs a random one to it."""
+    from torchx.schedulers import kubernetes_scheduler
+
+    plain = json.dumps(kubernetes_scheduler.sanitize_for_serialization(resource))
+    named = json.loads(plain.replace(resource["metadata"]["name"], name))
+    for task in named["spec"]["tasks"]:
+        for container in task["template"]["spec"]["containers"]:
+            container["env"] = [variable for variable in container["env"] if variable["name"] != _SESSION]
+    return named
+
+
+@contextlib.contextmanager
+def _quietly() -> Any:
+    """Without the warnings of torchx, which are not the user's to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @functools.cache
@@ -94,7 +470,10 @@ def _runner() -> Runner:
             from torchx.runner import get_runner
 
             runner = get_runner()
-            runner.scheduler_run_opts(_SCHEDULER)  # makes the scheduler, which installs the handlers
+            runner.scheduler_run_opts(LOCAL)  # makes the scheduler, which installs the handlers
+            slurm = runner._scheduler(SLURM)
+            if hasattr(slurm, "_partition_memmb"):  # runs sinfo to leave --mem out; memory_mb=0 says so instead
+                slurm._partition_memmb = lambda partition: None
             made.append(runner)
         except BaseException as error:
             failed.append(error)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from workbench.launch.component import run_job
+from workbench.launch.component import Cluster, run_job
 from workbench.launch.devices import Placement
 from workbench.runs.store import project_root
 
 CPU = Placement("cpu")
+GPUS = Placement("cuda", gpus=("3", "7"))
 
 
 def role_of(placement=CPU, **more):
@@ -34,32 +35,39 @@ def test_the_command():
 
 def test_the_environment_on_cpu(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    env = role_of().env
-    assert env == {"OMP_NUM_THREADS": "1", "WORKBENCH_DEVICE": "cpu", "WB_PARENT_PID": str(os.getpid()),
-                   "PYTHONPATH": f"{project_root()}{os.pathsep}/elsewhere"}
+    assert role_of().env == {
+        "OMP_NUM_THREADS": "1", "WORKBENCH_DEVICE": "cpu", "WB_PARENT_PID": str(os.getpid()),
+        "WB_RUN_DIR": str(Path.cwd() / "runs/cp2-0"), "PYTHONPATH": f"{project_root()}{os.pathsep}/elsewhere"}
 
 
 def test_gpus_are_given_out_by_us():
-    role = role_of(Placement("cuda", gpus=("3", "7")))
+    role = role_of(GPUS)
     assert role.env["CUDA_VISIBLE_DEVICES"] == "3,7"
     assert role.env["WORKBENCH_DEVICE"] == "cuda"
     assert role.resource.gpu == 0  # or torchx sets CUDA_VISIBLE_DEVICES from device 0 in every job
 
 
-def test_on_a_cluster_the_job_outlives_us_and_the_scheduler_gives_gpus():
-    role = role_of(Placement("cuda", gpus=("3", "7")), local=False)
-    assert "WB_PARENT_PID" not in role.env
-    assert "CUDA_VISIBLE_DEVICES" not in role.env
-    assert role.entrypoint == "python"
-    assert role.resource.gpu == 2
+@pytest.mark.parametrize(("given", "expected"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
+def test_gpus_are_counted_as_nvidia_smi_counts_them_unless_the_user_says_otherwise(monkeypatch, given, expected):
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    if given:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", given)
+    assert role_of(GPUS).env["CUDA_DEVICE_ORDER"] == expected
 
 
-@pytest.mark.parametrize("scheduler", ["local_cwd", "slurm"])
-def test_torchx_accepts_it(scheduler, tmp_path):
-    from workbench.launch.jobs import _runner
+class TestOnACluster:
+    def test_the_job_outlives_us_and_the_scheduler_gives_gpus(self):
+        role = role_of(GPUS, cluster=Cluster())
+        assert set(role.env) == {"OMP_NUM_THREADS", "WORKBENCH_DEVICE", "WB_RUN_DIR", "PYTHONPATH"}
+        assert role.entrypoint == "python"
+        assert role.resource.gpu == 2
 
-    local = scheduler == "local_cwd"
-    app = run_job("cp2", tmp_path, 2, CPU, project=tmp_path, local=local)
-    plan = str(_runner().dryrun(app, scheduler, cfg={"log_dir": str(tmp_path)} if local else {}))
-    assert "workbench.launch.agent" in plan
-    assert str(tmp_path) in plan
+    @pytest.mark.parametrize(("placement", "memory_mb", "expected"), [
+        (CPU, None, 2 * 4096), (GPUS, None, 2 * 16384), (CPU, 500, 1000), (CPU, 0, 0)])
+    def test_memory_is_asked_for_by_rank(self, placement, memory_mb, expected):
+        assert role_of(placement, cluster=Cluster(memory_mb=memory_mb)).resource.memMB == expected
+
+    def test_what_the_container_needs(self):
+        role = role_of(cluster=Cluster("/opt/python", image="img:1", mounts=("type=volume", "src=c", "dst=/shared")))
+        [mount] = role.mounts
+        assert (role.entrypoint, role.image, mount.src, mount.dst_path) == ("/opt/python", "img:1", "c", "/shared")

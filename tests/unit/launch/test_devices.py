@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from workbench.errors import LaunchError
-from workbench.launch.devices import Placement, place, visible_gpus
+from workbench.launch.devices import Placement, gpu_uuid, place, visible_gpus
 from workbench.runs.spec import RunSpec
 
 
@@ -68,6 +68,13 @@ class TestCounting:
     def test_keeps_to_what_is_allowed(self, machine, allowed, expected):
         machine(self.LINES, allowed)
         assert visible_gpus() == expected
+
+    @pytest.mark.parametrize(("device", "uuid"), [
+        ("0", "GPU-1"), ("1", "GPU-21"), ("GPU-1", "GPU-1"), ("GPU-2", "GPU-21"), ("GPU-21", "GPU-21"),
+        ("GPU-", "GPU-"), ("2", "2"), ("MIG-7", "MIG-7"), ("", "")])
+    def test_a_gpu_has_one_name(self, machine, device, uuid):
+        machine(("GPU 0: NVIDIA X (UUID: GPU-1)", "GPU 1: NVIDIA X (UUID: GPU-21)"))
+        assert gpu_uuid(device) == uuid
 
     def test_allowing_gpus_makes_none(self, machine):
         machine([], "0,1")

@@ -5,6 +5,7 @@ The three real jobs of the suite's launching tests are in `jobs`; everything els
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -12,12 +13,9 @@ import pytest
 from tests.helpers import fake_worker
 from workbench.errors import LaunchError, ShapeError, SpecError
 from workbench.launch import ablation as planning
-from workbench.launch import run as launching
 from workbench.launch.ablation import AblationSpec
-from workbench.launch.devices import Placement
-from workbench.launch.run import launch
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
+from workbench.launch.run import launch, requests
+from workbench.runs.store import RunDirectory, this_process
 
 FAKE = fake_worker.__name__
 
@@ -45,8 +43,8 @@ def jobs(tmp_path_factory):
     ablation = AblationSpec(reference="good", base=base, configurations={
         "raises": {"faults": ["raise_on_1"]}, "killed": {"faults": ["kill_1"]}, "good": {}})
     events = []
-    runs = launch(ablation, tmp_path_factory.mktemp("experiment"), on_event=events.append, worker=FAKE)
-    return {run.name: run for run in runs}, events
+    sweep = launch(ablation, tmp_path_factory.mktemp("experiment"), worker=FAKE).follow(events.append)
+    return {run.name: run for run in sweep}, events
 
 
 class TestJobs:
@@ -62,7 +60,7 @@ class TestJobs:
         assert run.status == "failed"
         assert (failure["rank"], failure["exception"], failure["coordinates"]) == (1, "ValueError", {"cp": 1})
         assert 'raise ValueError("the second rank had enough")' in failure["traceback"]
-        assert run.exits()[0]["connection_error"]
+        assert run.exits()[0]["cause"] == "peer"
         assert len(run.steps()) == 1
 
     def test_the_rank_that_was_killed_is_found_and_described(self, jobs):
@@ -84,28 +82,6 @@ class TestJobs:
         assert re.search(r"^\[1/3\] good +2 ranks cpu  2/2 steps  succeeded \d+\.\d s", line)
 
 
-    def test_interrupting_stops_jobs_and_leaves_no_folder_of_what_never_started(self, tmp_path, project, monkeypatch):
-        stopped = []
-
-        class Endless:
-            def poll(self):
-                return "running"
-
-            def cancel(self):
-                stopped.append(self)
-
-        def interrupt(event):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(launching, "submit", lambda *_: Endless())
-        monkeypatch.setattr(launching, "_cores", lambda: 1)
-        with pytest.raises(KeyboardInterrupt):
-            launch(TestHere.ABLATION, tmp_path, project=project, on_event=interrupt)
-        runs = [RunDirectory.open(path) for path in (tmp_path / "runs").iterdir()]
-        assert {run.name: run.status for run in runs} == {"a": "cancelled"}
-        assert len(stopped) == 1
-
-
 BASE = {"steps": 2, "device": "cpu", "precision": "float64", "model": {"source": "tiny-qwen3"},
         "data": {"path": "data/own"}}
 
@@ -116,7 +92,7 @@ class TestHere:
 
     def test_one_failure_does_not_stop_the_rest(self, tmp_path, project):
         events = []
-        runs = launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=project, on_event=events.append)
+        runs = launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=project, on_event=events.append).runs
         assert [run.status for run in runs] == ["succeeded", "failed", "succeeded"]
         assert [run.path.parent for run in runs] == [tmp_path / "runs"] * 3
         failure = runs[1].failure()
@@ -167,7 +143,7 @@ class TestHere:
 
         with pytest.raises(KeyboardInterrupt):
             launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=project, on_event=interrupt)
-        runs = [RunDirectory.open(path) for path in (tmp_path / "runs").iterdir()]
+        runs = [RunDirectory.open(path) for path in (tmp_path / "runs").iterdir() if path.is_dir()]
         assert {run.name: run.status for run in runs} == left
 
     def test_a_run_that_is_interrupted_is_cancelled_whatever_its_worker_says(self, tmp_path, project, monkeypatch):
@@ -178,23 +154,53 @@ class TestHere:
         monkeypatch.setattr(fake_worker, "run_here", interrupted)
         with pytest.raises(KeyboardInterrupt):
             launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=project)
-        assert [RunDirectory.open(path).status for path in (tmp_path / "runs").iterdir()] == ["cancelled"]
+        folders = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+        assert [RunDirectory.open(path).status for path in folders] == ["cancelled"]
 
-    def test_reuse_takes_what_succeeded_with_the_same_settings(self, tmp_path, project):
+    def test_running_again_does_only_what_is_missing(self, tmp_path, project):
         options = {"where": "here", "worker": FAKE, "project": project}
         first = launch(self.ABLATION, tmp_path, **options)
-        again = launch(self.ABLATION, tmp_path, reuse=True, **options)
-        assert [new.path == old.path for new, old in zip(again, first, strict=True)] == [True, False, True]
-        changed = self.ABLATION.model_copy(update={"base": BASE | {"steps": 3}})
-        other = launch(changed, tmp_path, reuse=True, **options)
-        assert {run.path for run in other}.isdisjoint({run.path for run in [*first, *again]})
+        again = launch(self.ABLATION, tmp_path, **options)
+        assert [new.path == old.path for new, old in zip(again.runs, first.runs, strict=True)] == [True, False, True]
+        fresh = launch(self.ABLATION, tmp_path, fresh=True, **options)
+        assert {run.path for run in fresh}.isdisjoint({run.path for run in [*first, *again]})
 
-    def test_reuse_takes_nothing_that_read_something_else(self, tmp_path, project):
-        options = {"where": "here", "worker": FAKE, "project": project, "reuse": True}
+    def test_what_changed_is_refused_in_words_and_nothing_is_made_unless_forced(self, tmp_path, project):
+        options = {"where": "here", "worker": FAKE, "project": project}
         first = launch(self.ABLATION, tmp_path, **options)
+        before = sorted(path.name for path in (tmp_path / "runs").iterdir())
+        changed = self.ABLATION.model_copy(update={"base": BASE | {"steps": 3}})
+        with pytest.raises(SpecError, match=r"a: steps 2 -> 3; bad: steps 2 -> 3; c: steps 2 -> 3"):
+            launch(changed, tmp_path, **options)
+        assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == before
+        other = launch(changed, tmp_path, force=True, **options)
+        assert {run.path for run in other}.isdisjoint({run.path for run in first})
+        assert all(run.path.is_dir() for run in first)
+        with pytest.raises(SpecError, match="steps 3 -> 2"):
+            launch(self.ABLATION, tmp_path, **options)
+
+    def test_a_trial_is_not_held_to_earlier_runs_and_answers_for_nothing(self, tmp_path, project):
+        options = {"where": "here", "worker": FAKE, "project": project}
+        first = launch(self.ABLATION, tmp_path, **options)
+        changed = self.ABLATION.model_copy(update={"base": BASE | {"steps": 3}})
+        trial = launch(changed, tmp_path, trial=True, **options)
+        assert [run.spec.steps for run in trial] == [3, 3, 3]
+        again = launch(self.ABLATION, tmp_path, **options)
+        assert again.runs[0].path == first.runs[0].path
+
+    def test_a_changed_recording_is_refused(self, tmp_path, project):
+        options = {"where": "here", "worker": FAKE, "project": project}
+        launch(self.ABLATION, tmp_path, **options)
         (project / "data/own/manifest.json").write_text('{"another": "recording"}')
-        second = launch(self.ABLATION, tmp_path, **options)
-        third = launch(self.ABLATION, tmp_path, **options)
+        with pytest.raises(SpecError, match="a: another recording"):
+            launch(self.ABLATION, tmp_path, **options)
+
+    def test_nothing_stands_for_a_run_that_read_something_else(self, tmp_path, project):
+        options = {"where": "here", "worker": FAKE, "project": project, "force": True}
+        first = launch(self.ABLATION, tmp_path, **options).runs
+        (project / "data/own/manifest.json").write_text('{"another": "recording"}')
+        second = launch(self.ABLATION, tmp_path, **options).runs
+        third = launch(self.ABLATION, tmp_path, **options).runs
         assert (first[0].path == second[0].path, second[0].path == third[0].path) == (False, True)
 
     FROZEN = AblationSpec(reference="a", base=BASE, configurations={
@@ -205,98 +211,42 @@ class TestHere:
         events = []
         for seed in (0, 1, 0):
             again = self.FROZEN.model_copy(update={"base": BASE | {"seed": seed}})
-            a, b, c = launch(again, tmp_path, where="here", worker=FAKE,
-                             project=project, on_event=events.append)
+            a, b, c = launch(again, tmp_path, where="here", worker=FAKE, project=project, fresh=True, force=True,
+                             on_event=events.append)
             assert (a.state["frozen_clip_run"], b.state["frozen_clip_run"]) == (b.path.name, c.path.name)
             assert "frozen_clip_run" not in c.state
         assert [event.name for event in events if event.number] == ["c", "b", "a"] * 3
 
-    def test_reuse_takes_nothing_that_took_the_clip_decisions_of_another_run(self, tmp_path, project):
-        options = {"where": "here", "worker": FAKE, "project": project, "reuse": True}
-        first = launch(self.FROZEN, tmp_path, **options)
+    def test_nothing_stands_for_a_run_that_took_the_clip_decisions_of_another(self, tmp_path, project):
+        options = {"where": "here", "worker": FAKE, "project": project}
+        first = launch(self.FROZEN, tmp_path, **options).runs
         assert [run.path for run in launch(self.FROZEN, tmp_path, **options)] == [run.path for run in first]
         first[2].set_state("failed")
         second = launch(self.FROZEN, tmp_path, **options)
         assert {run.path for run in first}.isdisjoint({run.path for run in second})
 
 
-class TestOrder:
-    def task(self, tmp_path, name, ranks, *, gpus=(), frozen_clip=None):
-        spec = RunSpec(layout={"cp": ranks}, frozen_clip=frozen_clip)
-        placement = Placement("cuda" if gpus else "cpu", gpus=tuple(gpus))
-        return launching._Task(RunDirectory.create(tmp_path, name, spec), placement, ranks)
-
-    def test_as_many_ranks_at_a_time_as_cores(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(launching, "_cores", lambda: 2)
-        one, two, four = (self.task(tmp_path, f"r{n}", n) for n in (1, 2, 4))
-        assert launching._next([one], [one]) is one
-        assert launching._next([two], [one]) is None
-        assert launching._next([four], [one]) is None
-        assert launching._next([four], []) is four
-        assert launching._next([], []) is None
-
-    def test_one_at_a_time_on_gpus(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(launching, "_cores", lambda: 64)
-        cpu, cuda = self.task(tmp_path, "cpu", 1), self.task(tmp_path, "cuda", 1, gpus=["0"])
-        assert launching._next([cuda], [cuda]) is None
-        assert launching._next([cpu], [cuda]) is None
-        assert launching._next([cpu], [cpu]) is cpu
-
-    def test_a_run_waits_for_the_one_whose_clip_decisions_it_takes(self, tmp_path):
-        first, second = self.task(tmp_path, "a", 1), self.task(tmp_path, "b", 1, frozen_clip="a")
-        assert launching._next([second, first], []) is first
-        assert launching._next([second], [first]) is None
-        assert launching._next([second], []) is second
+def test_the_same_is_not_run_twice_at_once(tmp_path, project):
+    started = RunDirectory.create(tmp_path / "runs", "a", TestHere.ABLATION.expand()[0].spec)
+    started.note(launcher=this_process())
+    words = rf"already on their way: {started.path.name} \(pending, process {os.getpid()}\)"
+    with pytest.raises(SpecError, match=words):
+        launch(TestHere.ABLATION, tmp_path, where="here", worker=FAKE, project=project)
+    started.note(launcher=this_process() | {"create_time": 0.0})
+    assert started.status == "lost"
+    assert launch(TestHere.ABLATION, tmp_path, where="here", worker=FAKE, project=project).states()["a"] == "succeeded"
+    assert started.state["state"] == "lost"
 
 
-class TestDeath:
-    """What the agent of torch.distributed.run prints when ranks die, and what becomes of it."""
+class TestRequests:
+    def test_every_run_has_one_and_nothing_is_made(self, tmp_path, project):
+        planned = TestHere.ABLATION.expand()
+        for where, words in (("torchx", "--nproc-per-node=1"), ("slurm", "#SBATCH")):
+            shown = requests(planned, tmp_path / "x", where=where, project=project)
+            assert list(shown) == ["a", "bad", "c"]
+            assert all(words in request and FAKE not in request for request in shown.values())
+        assert not (tmp_path / "x").exists()
 
-    SUMMARY = """
-workbench.runs.worker FAILED
-------------------------------------------------------------
-Failures:
-[1]:
-  time      : 2026-01-01_00:00:00
-  host      : somewhere
-  rank      : 2 (local_rank: 2)
-  exitcode  : -15 (pid: 12)
-  error_file: <N/A>
-------------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-01-01_00:00:00
-  rank      : 3 (local_rank: 3)
-  exitcode  : -11 (pid: 13)
-  error_file: <N/A>
-"""
-
-    @pytest.fixture
-    def run(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(launching, "agent_output", lambda folder: self.SUMMARY)
-        return RunDirectory.create(tmp_path, "x", RunSpec())
-
-    def test_the_rank_that_was_not_told_to_stop_is_the_cause(self, run):
-        run.write_exit(0, {}, ConnectionError("gone"))
-        launching._describe_death(run, "failed")
-        assert run.failure()["rank"] == 3
-        assert "SIGSEGV" in run.failure()["message"]
-
-    def test_a_rank_that_spoke_for_itself_is_not_overwritten(self, run):
-        run.write_exit(3, {}, ConnectionError("its own words"))
-        launching._describe_death(run, "failed")
-        assert run.exits()[3]["message"] == "its own words"
-
-    def test_an_agent_that_never_started_ranks_is_quoted(self, run, monkeypatch):
-        monkeypatch.setattr(launching, "agent_output", lambda folder: "Traceback\nImportError: no torch\n")
-        launching._describe_death(run, "failed")
-        assert run.failure()["rank"] is None
-        assert "ImportError: no torch" in run.failure()["message"]
-
-    def test_a_job_that_ended_well_without_saying_so_failed(self, run, monkeypatch):
-        monkeypatch.setattr(launching, "agent_output", lambda folder: "")
-        task = launching._Task(run, Placement("cpu"), 1)
-        run.set_state("running")
-        assert launching._settle(task, "succeeded") == "failed"
-        assert "none said that the run succeeded" in run.failure()["message"]
-        assert run.status == "failed"
+    def test_a_way_that_asks_no_scheduler_is_refused(self, tmp_path):
+        with pytest.raises(LaunchError, match="no scheduler is asked"):
+            requests(TestHere.ABLATION.expand(), tmp_path, where="processes")

@@ -1,0 +1,133 @@
+"""The fork server as a program: what it loads, what it knows, and when it leaves."""
+
+from __future__ import annotations
+
+import ast
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from workbench.launch import forkserver
+from workbench.launch.processes import PRELOAD
+from workbench.runs.store import process_alive
+
+PROGRAM = Path(forkserver.__file__)
+
+
+@pytest.fixture
+def server():
+    """Starts the program with some modules to load; gives the process and the other end of its standard input."""
+    started = []
+
+    def start(*preload):
+        here, there = socket.socketpair()
+        with there:
+            process = subprocess.Popen([sys.executable, "-P", str(PROGRAM), *preload], stdin=there,
+                                       stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+        here.settimeout(20)
+        started.append((process, here))
+        return process, here
+
+    yield start
+    for process, here in started:
+        here.close()
+        process.kill()
+        process.communicate()
+
+
+def test_it_is_ready_when_all_is_loaded_and_leaves_when_nobody_wants_more(server):
+    process, here = server("json", "wave")
+    assert here.recv(1) == forkserver.READY
+    assert process.poll() is None
+    here.close()
+    assert process.wait(10) == 0
+
+
+def test_it_runs_nothing_beside_what_it_forks(server):
+    """A thread that does not survive a fork could hold a lock for ever: numpy's is one."""
+    process, here = server("json")
+    assert here.recv(1) == forkserver.READY
+    assert len(list(Path(f"/proc/{process.pid}/task").iterdir())) == 1
+
+
+def test_what_cannot_be_loaded_is_said(server):
+    process, here = server("no_such_library")
+    assert here.recv(1) == b""
+    assert process.wait(10) != 0
+    assert b"No module named 'no_such_library'" in process.stderr.read()
+
+
+def test_ctrl_c_is_not_for_it(server):
+    process, here = server("json")
+    assert here.recv(1) == forkserver.READY
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+
+
+def test_a_copy_imports_from_where_it_is_told_and_leaves_no_zombie(server, tmp_path):
+    (tmp_path / "workbench" / "launch").mkdir(parents=True)
+    for package in ("workbench", "workbench/launch"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "workbench" / "launch" / "forks.py").write_text(
+        "import os, sys\n"
+        "def serve(peer):\n"
+        "    peer.sendall(f'{os.getpid()} {sys.path[0]} {peer.recv(99).decode()}'.encode())\n")
+    process, control = server("json")
+    assert control.recv(1) == forkserver.READY
+    here, there = socket.socketpair()
+    with here, there:
+        socket.send_fds(control, [b"c"], [there.fileno()])
+        there.close()
+        here.settimeout(20)
+        here.sendall(f"{tmp_path}\nhello".encode())
+        pid, path, said = here.recv(999).decode().split()
+        assert (path, said) == (str(tmp_path), "hello")
+        assert int(pid) != process.pid
+        assert here.recv(1) == b""  # nobody else holds the copy's end
+    until = time.monotonic() + 5
+    while psutil.Process(process.pid).children():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_it_leaves_with_its_parent_even_if_somebody_holds_its_input(tmp_path):
+    """A child that the parent forked keeps a copy of every file that the parent had open."""
+    script = f"""
+import os, socket, subprocess, sys, time
+here, there = socket.socketpair()
+server = subprocess.Popen([sys.executable, "-P", {str(PROGRAM)!r}, "json"], stdin=there, start_new_session=True)
+here.recv(1)
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+print(server.pid, child, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        server, child = (psutil.Process(int(pid)) for pid in parent.stdout.readline().split())
+        born = server.create_time()
+        assert process_alive(server.pid, born)
+        parent.kill()
+    try:
+        until = time.monotonic() + 10
+        while process_alive(server.pid, born):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert child.is_running()
+    finally:
+        child.kill()
+
+
+def test_neither_the_program_nor_what_it_loads_is_of_the_workbench():
+    """Copies would not see edits of it."""
+    imported = [alias.name for node in ast.walk(ast.parse(PROGRAM.read_text())) for alias in getattr(node, "names", [])
+                if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert imported
+    assert not [name for name in [*imported, *PRELOAD] if name.startswith("workbench")]

@@ -1,0 +1,52 @@
+"""Two processes of this machine meet, or it is said why not, and neither is left."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from workbench.errors import LaunchError
+from workbench.launch import rendezvous
+from workbench.launch.rendezvous import meet
+
+
+def test_two_ranks_meet_and_say_what_torch_is():
+    import torch
+
+    facts = meet(timeout_s=120)
+    assert facts["torch"] == str(torch.__version__)
+    assert facts["gloo"] is True
+    assert len(facts["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert 0 < facts["met_s"] < 60
+
+
+class TestWithoutLuck:
+    @pytest.fixture
+    def rank(self, monkeypatch):
+        """In place of a rank, a little program of ours; gives the processes that were started."""
+        def replace(program):
+            started, Popen = [], rendezvous.subprocess.Popen
+
+            def start(command, **named):
+                assert command[1:4] == ["-P", "-m", "workbench.launch.rendezvous"]
+                started.append(Popen([sys.executable, "-c", program], **named))
+                return started[-1]
+
+            monkeypatch.setattr(rendezvous.subprocess, "Popen", start)
+            return started
+        return replace
+
+    def test_the_last_line_of_each_rank_is_said(self, rank):
+        started = rank("import os, sys; print('much')\n"
+                       "sys.exit('/home/me/lib.py: no interface ' + os.environ['RANK'])")
+        with pytest.raises(LaunchError, match=r"rank 0: \.\.\./lib\.py: no interface 0; rank 1: ") as caught:
+            meet(timeout_s=20)
+        assert "GLOO_SOCKET_IFNAME" in caught.value.parts["fix"]
+        assert [process.returncode for process in started] == [1, 1]
+
+    def test_ranks_that_wait_for_ever_are_ended(self, rank):
+        started = rank("import time; time.sleep(60)")
+        with pytest.raises(LaunchError, match="no end after 1 s"):
+            meet(timeout_s=1)
+        assert [process.returncode for process in started] == [-9, -9]

@@ -1,0 +1,131 @@
+"""What an experiment has already: the record of the last sweep, and who may stand for whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from workbench.errors import RecordError, SpecError
+from workbench.launch.ablation import Planned
+from workbench.launch.resume import (
+    bury_the_lost,
+    read_record,
+    refuse_changed,
+    refuse_running,
+    reusable,
+    sweep_identity,
+    write_record,
+)
+from workbench.runs.spec import RunSpec
+from workbench.runs.store import RunDirectory, this_process
+
+INPUTS = {"recording": "r", "checkpoint": "c", "code": "k"}
+
+
+def plan(name, **settings):
+    return Planned(name, RunSpec(**settings), "", "", name)
+
+
+def made(folder, planned, state="succeeded", **noted):
+    run = RunDirectory.create(folder, planned.name, planned.spec)
+    run.note(inputs=INPUTS, device="cpu", **noted)
+    run.set_state(state)
+    return run
+
+
+IDENTITY = {"inputs": INPUTS, "device": "cpu"}
+
+
+class TestReusable:
+    def test_the_newest_counts_and_only_if_it_succeeded(self, tmp_path):
+        first = made(tmp_path, plan("a"))
+        assert reusable(tmp_path, plan("a"), IDENTITY).path == first.path
+        second = made(tmp_path, plan("a"))
+        assert reusable(tmp_path, plan("a"), IDENTITY).path == second.path
+        made(tmp_path, plan("a"), "failed")
+        assert reusable(tmp_path, plan("a"), IDENTITY) is None
+
+    @pytest.mark.parametrize("other", [{"device": "cuda"}, {"inputs": INPUTS | {"code": "other"}},
+                                       {"frozen_clip_run": "b-1"}])
+    def test_another_device_or_input_is_another_run(self, tmp_path, other):
+        made(tmp_path, plan("a"))
+        assert reusable(tmp_path, plan("a"), IDENTITY | other) is None
+
+    def test_other_settings_are_another_run(self, tmp_path):
+        made(tmp_path, plan("a"))
+        assert reusable(tmp_path, plan("a", steps=2), IDENTITY) is None
+
+
+def test_the_identity_of_a_sweep_is_its_content_and_not_its_order():
+    one, two = plan("a"), plan("b", steps=2)
+    assert sweep_identity([one, two]) == sweep_identity([two, one])
+    assert len({sweep_identity(each) for each in ([one], [two], [one, two], [plan("a", steps=2)])}) == 4
+
+
+class TestRecord:
+    def test_a_trial_answers_for_nothing_and_a_part_leaves_the_rest(self, tmp_path):
+        both, one = [plan("a"), plan("b")], plan("a", steps=3)
+        first = [made(tmp_path, each) for each in both]
+        write_record(tmp_path, both, first, trial=False)
+        tried = made(tmp_path, one)
+        write_record(tmp_path, [one], [tried], trial=True)
+        record = read_record(tmp_path)
+        assert record["latest"] == {"a": tried.path.name}
+        assert record["runs"] == {run.name: run.path.name for run in first}
+        again = made(tmp_path, both[1])
+        write_record(tmp_path, both[1:], [again], trial=False)
+        assert read_record(tmp_path)["runs"] == {"a": first[0].path.name, "b": again.path.name}
+        assert read_record(tmp_path)["launcher"] == this_process()
+
+    def test_none_is_none_and_a_damaged_one_is_refused(self, tmp_path):
+        assert read_record(tmp_path) is None
+        (tmp_path / "sweep.json").write_text("{")
+        with pytest.raises(RecordError, match="remove the file"):
+            read_record(tmp_path)
+
+
+class TestChanged:
+    @pytest.fixture
+    def before(self, tmp_path):
+        run = made(tmp_path, plan("a"))
+        write_record(tmp_path, [plan("a")], [run], trial=False)
+        return run
+
+    def test_the_same_the_new_and_other_code_pass_where_other_settings_do_not(self, tmp_path, before):
+        refuse_changed(tmp_path, [plan("a"), plan("b")], [INPUTS, INPUTS])
+        refuse_changed(tmp_path, [plan("a")], [INPUTS | {"code": "newer"}])
+        with pytest.raises(SpecError, match="a: steps 1 -> 2"):
+            refuse_changed(tmp_path, [plan("a", steps=2)], [INPUTS])
+
+    def test_every_changed_setting_and_input_is_named(self, tmp_path, before):
+        with pytest.raises(SpecError) as caught:
+            refuse_changed(tmp_path, [plan("a", steps=2, layout={"cp": 2})], [INPUTS | {"checkpoint": "x"}])
+        assert caught.value.parts["found"] == "a: layout.cp 1 -> 2, steps 1 -> 2, another checkpoint"
+        assert "--force" in caught.value.parts["fix"]
+
+    def test_a_run_of_another_version_is_refused_in_words(self, tmp_path, before):
+        (before.path / "config.json").write_text('{"layuot": {}}')
+        with pytest.raises(SpecError, match=r"a: a-.* is of another version"):
+            refuse_changed(tmp_path, [plan("a")], [INPUTS])
+
+    def test_a_folder_that_was_deleted_binds_nobody(self, tmp_path, before):
+        with pytest.raises(SpecError):
+            refuse_changed(tmp_path, [plan("a", steps=2)], [INPUTS])
+        before.path.rename(tmp_path / "elsewhere")
+        refuse_changed(tmp_path, [plan("a", steps=2)], [INPUTS])
+
+
+class TestRunning:
+    def test_the_same_settings_on_their_way_are_refused_and_others_are_not(self, tmp_path):
+        run = RunDirectory.create(tmp_path, "a", RunSpec())
+        run.note(launcher=this_process())
+        with pytest.raises(SpecError, match=r"a-\w+ \(pending"):
+            refuse_running(tmp_path, [plan("a")])
+        refuse_running(tmp_path, [plan("a", steps=2), plan("b")])
+
+    def test_what_is_lost_is_written_down_and_in_nobodys_way(self, tmp_path):
+        run = RunDirectory.create(tmp_path, "a", RunSpec())
+        run.note(launcher=this_process() | {"create_time": 0.0})
+        refuse_running(tmp_path, [plan("a")])
+        assert run.state["state"] == "pending"
+        bury_the_lost(tmp_path, "a")
+        assert run.state["state"] == "lost"

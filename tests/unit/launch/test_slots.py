@@ -1,0 +1,256 @@
+"""Leases of GPUs and cores between real processes: no device twice, none lost, nobody starved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from workbench.errors import LaunchError
+from workbench.launch import devices, slots
+from workbench.launch.slots import runtime_folder, take
+from workbench.runs.store import process_alive, project_root
+
+CORES = ["0", "1", "2", "3"]
+
+
+@pytest.fixture(autouse=True)
+def a_machine_of_our_own(tmp_path, monkeypatch):
+    """Slots of this test only."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def other():
+    """Starts a process that takes slots, says what it got, and keeps them until it is told otherwise."""
+    started = []
+
+    def other(wanted, kind="core", of=tuple(CORES), then="time.sleep(60)"):
+        script = (f"import sys, time\nsys.path.insert(0, {str(project_root())!r})\n"
+                  f"from workbench.launch.slots import take\n"
+                  f"lease = take({kind!r}, {wanted}, {list(of)!r})\n"
+                  f"print(','.join(lease.ids) if lease else 'none', flush=True)\n{then}\n")
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        started.append((process, psutil.Process(process.pid).create_time()))
+        return process, process.stdout.readline().strip()
+
+    yield other
+    for process, born in started:
+        process.kill()
+        process.communicate()
+        assert not process_alive(process.pid, born)
+
+
+class TestALease:
+    def test_takes_the_first_free_slots_and_nobody_gets_them_twice(self):
+        with take("core", 2, CORES) as first, take("core", 1, CORES) as second:
+            assert (first.ids, second.ids) == (("0", "1"), ("2",))
+            assert take("core", 2, CORES) is None
+            second.release()
+            with take("core", 2, CORES, who="") as third:
+                assert third.ids == ("2", "3")
+
+    def test_release_twice_is_once(self):
+        first = take("core", 4, CORES)
+        first.release()
+        second = take("core", 4, CORES)
+        first.release()
+        assert take("core", 1, CORES) is None
+        second.release()
+
+    def test_more_cores_than_there_are_means_all(self):
+        with take("core", 64, CORES) as lease:
+            assert lease.ids == tuple(CORES)
+            assert take("core", 1, CORES) is None
+
+    def test_kinds_do_not_share(self):
+        with take("core", 4, CORES), take("gpu", 4, CORES) as gpus:
+            assert gpus.ids == tuple(CORES)
+
+    @pytest.mark.parametrize(("kind", "wanted", "of"), [("gpu", 3, ["0", "1"]), ("core", 1, []), ("core", 0, CORES)])
+    def test_what_can_never_be_had_is_refused(self, kind, wanted, of):
+        with pytest.raises(LaunchError, match=f"take {wanted} of {len(of)} slots"):
+            take(kind, wanted, of)
+
+    def test_a_gpu_has_one_name_whatever_it_is_called(self, monkeypatch):
+        monkeypatch.setattr(devices, "_uuids", lambda: ["GPU-aaa", "GPU-bbb"])
+        with take("gpu", 1, ["1"]) as by_index:
+            assert by_index.ids == ("1",)
+            assert take("gpu", 1, ["GPU-bbb"]) is None
+            with take("gpu", 1, ["GPU-aaa"]) as other:
+                assert other.ids == ("GPU-aaa",)
+
+
+class TestBetweenProcesses:
+    def test_what_another_process_has_is_not_free(self, other):
+        _, got = other(3)
+        assert got == "0,1,2"
+        with take("core", 1, CORES) as lease:
+            assert lease.ids == ("3",)
+        assert take("core", 2, CORES) is None
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+    def test_a_holder_that_dies_gives_everything_back(self, other, number):
+        process, _ = other(4)
+        assert take("core", 4, CORES) is None
+        process.send_signal(number)
+        process.wait()
+        with take("core", 4, CORES) as lease:
+            assert lease.ids == tuple(CORES)
+
+    def test_a_slot_is_not_free_before_the_process_noted_in_it_is_gone(self, other):
+        """A job may outlive the launcher that was killed."""
+        note = ("import subprocess, psutil\n"
+                "job = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], stdout=-3)\n"
+                "lease.note(job.pid, psutil.Process(job.pid).create_time())\n"
+                "print(job.pid, flush=True)\ntime.sleep(60)")
+        process, got = other(2, then=note)
+        job = psutil.Process(int(process.stdout.readline()))
+        try:
+            assert got == "0,1"
+            process.kill()
+            process.wait()
+            with take("core", 2, CORES) as lease:
+                assert lease.ids == ("2", "3")
+            assert take("core", 3, CORES) is None
+        finally:
+            job.kill()
+        psutil.wait_procs([job], timeout=10)
+        until = time.monotonic() + 10
+        while (lease := take("core", 3, CORES)) is None:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert lease.ids == ("0", "1", "2")
+        lease.release()
+
+    def test_a_slot_whose_noted_process_has_ended_is_its_holders_until_it_is_released(self):
+        job = subprocess.Popen([sys.executable, "-S", "-c", "pass"])
+        with take("core", 4, CORES) as lease:
+            lease.note(job.pid, psutil.Process(job.pid).create_time())
+            job.wait()
+            assert take("core", 1, CORES) is None
+
+    def test_a_child_that_inherited_a_lease_does_not_keep_it(self):
+        lease = take("core", 4, CORES)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        try:
+            lease.release()
+            with take("core", 4, CORES) as again:
+                assert again.ids == tuple(CORES)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+    def test_many_processes_at_once_never_share_a_slot(self, tmp_path, other):
+        """Each holder marks its slots with a file that must not be there already."""
+        script = f"""
+import random, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(project_root())!r})
+from workbench.launch.slots import take
+done = 0
+while done < 15:
+    lease = take("core", random.choice((1, 2, 3)), {CORES!r})
+    if lease is None:
+        time.sleep(0.002)
+        continue
+    for core in lease.ids:
+        Path({str(tmp_path)!r}, f"held{{core}}").touch(exist_ok=False)
+    time.sleep(0.005)
+    for core in lease.ids:
+        Path({str(tmp_path)!r}, f"held{{core}}").unlink()
+    lease.release()
+    done += 1
+"""
+        family = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for _ in range(4)]
+        try:
+            said = [process.communicate(timeout=60)[1] for process in family]
+        finally:
+            for process in family:
+                process.kill()
+        assert [process.returncode for process in family] == [0] * 4, said
+
+
+class TestTheWaitingList:
+    def test_a_stream_of_small_runs_does_not_starve_a_large_one(self, other):
+        small = take("core", 1, CORES)
+        _, got = other(4, then="while lease is None: lease = take('core', 4, ['0', '1', '2', '3']); time.sleep(0.05)\n"
+                                "print('at last', flush=True); time.sleep(60)")
+        assert got == "none"
+        for _ in range(3):  # three cores are free, and the large run came first
+            assert take("core", 1, CORES) is None
+            time.sleep(0.05)
+        small.release()
+
+    def test_it_is_served_in_the_order_of_coming(self):
+        held = take("core", 4, CORES)
+        assert take("core", 3, CORES, who="first") is None
+        assert take("core", 1, CORES, who="second") is None
+        held.release()
+        assert take("core", 1, CORES, who="second") is None
+        with take("core", 3, CORES, who="first"), take("core", 1, CORES, who="second") as second:
+            assert second.ids == ("3",)
+
+    def test_who_waits_for_other_devices_is_not_in_the_way(self):
+        with take("gpu", 1, ["0"]):
+            assert take("gpu", 1, ["0"], who="of the first") is None
+            with take("gpu", 1, ["1"], who="of the second") as lease:
+                assert lease.ids == ("1",)
+
+    def test_who_does_not_ask_again_is_forgotten(self, monkeypatch):
+        held = take("core", 1, CORES)
+        assert take("core", 4, CORES, who="gives up") is None
+        assert take("core", 1, CORES, who="later") is None
+        monkeypatch.setattr(slots, "FORGET_AFTER_S", 0.0)
+        with take("core", 1, CORES, who="later") as lease:
+            assert lease.ids == ("1",)
+        held.release()
+
+    def test_who_dies_is_forgotten(self, other):
+        held = take("core", 1, CORES)
+        process, got = other(4)
+        assert got == "none"
+        assert take("core", 1, CORES) is None
+        process.kill()
+        process.wait()
+        with take("core", 1, CORES) as lease:
+            assert lease.ids == ("1",)
+        held.release()
+
+
+class TestTheRuntimeFolder:
+    def test_is_ours_alone(self, tmp_path, monkeypatch):
+        assert runtime_folder() == tmp_path / "workbench"
+        assert stat.S_IMODE(runtime_folder().stat().st_mode) == 0o700
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+        monkeypatch.setattr(slots.tempfile, "gettempdir", lambda: str(tmp_path))
+        assert runtime_folder() == tmp_path / f"workbench-{os.getuid()}"
+
+    @pytest.mark.parametrize("trap", ["open to all", "a link", "a file"])
+    def test_one_that_others_may_write_to_is_refused(self, tmp_path, trap):
+        folder = tmp_path / "workbench"
+        if trap == "open to all":
+            folder.mkdir()
+            folder.chmod(0o777)
+        elif trap == "a link":
+            (tmp_path / "elsewhere").mkdir(mode=0o700)
+            folder.symlink_to(tmp_path / "elsewhere")
+        else:
+            folder.touch()
+        with pytest.raises(LaunchError, match="a folder of user"):
+            take("core", 1, CORES)
+
+    def test_a_damaged_waiting_list_is_begun_anew(self):
+        take("core", 1, CORES).release()
+        (runtime_folder() / "slots" / "core.waiting").write_text('{"waiting": [{"pi')
+        with take("core", 1, CORES) as lease:
+            assert lease.ids == ("0",)

@@ -1,0 +1,239 @@
+"""A sweep in this process: what starts when, what ends how, and what is left; with jobs that only pretend."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from workbench.errors import LaunchError
+from workbench.launch import sweep as sweeping
+from workbench.launch.ablation import Planned
+from workbench.launch.devices import Placement
+from workbench.launch.sweep import Sweep, Task
+from workbench.runs.spec import RunSpec
+from workbench.runs.store import RunDirectory
+
+
+class Pretended:
+    """A job that runs until it is told how it ended."""
+
+    handle = "pretended"
+
+    def __init__(self, run):
+        self.run, self.state = run, "running"
+        run.set_state("running")
+
+    def poll(self):
+        return self.state
+
+    def cancel(self):
+        if self.state == "running":
+            self.state = "cancelled"
+
+    def end(self, state):
+        self.run.write_exit(0, {}, None if state == "succeeded" else ValueError("no"))
+        self.run.set_state(state)
+        self.state = state
+
+
+class Scheduler:
+    """Starts pretended jobs and keeps them by name."""
+
+    def __init__(self):
+        self.jobs = {}
+
+    def __call__(self, run, world_size, placement):
+        if run.name == "broken":
+            raise LaunchError("start job broken", found="nothing works")
+        self.jobs[run.name] = Pretended(run)
+        self.jobs[run.name].placement = placement
+        return self.jobs[run.name]
+
+
+@pytest.fixture
+def leases(monkeypatch):
+    """Devices that are free, as `slots.take` sees them; what is taken is gone until it is released."""
+    free = {"core": ["0", "1"], "gpu": ["4", "5"]}
+
+    class Lease:
+        def __init__(self, kind, ids):
+            self.kind, self.ids = kind, tuple(ids)
+
+        def release(self):
+            free[self.kind] += self.ids
+
+        def note(self, pid, create_time):
+            noted.append((pid, create_time))
+
+    noted = free["noted"] = []
+
+    def take(kind, wanted, of, *, who):
+        wanted = min(wanted, len(of))
+        chosen = [name for name in free[kind] if name in of][:wanted]
+        if len(chosen) < wanted:
+            return None
+        free[kind] = [name for name in free[kind] if name not in chosen]
+        return Lease(kind, chosen)
+
+    monkeypatch.setattr(sweeping, "take", take)
+    monkeypatch.setattr(sweeping, "cores", lambda: ["0", "1"])
+    return free
+
+
+def task(folder, name, ranks=1, *, device="cpu", frozen_clip=None):
+    spec = RunSpec(layout={"cp": ranks}, frozen_clip=frozen_clip, steps=2)
+    run = RunDirectory.create(folder / "runs", name, spec)
+    return Task(Planned(name, spec, "", "", name), run, Placement(device))
+
+
+def until(condition, *, within_s=10.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass in time"
+        time.sleep(0.01)
+
+
+def begin(tasks, folder, **options):
+    scheduler = Scheduler()
+    return Sweep(tasks, folder, **options).in_jobs(scheduler, gpus=["4", "5"]), scheduler.jobs
+
+
+@pytest.mark.usefixtures("leases")
+class TestOrder:
+    def test_it_is_back_at_once_and_as_many_ranks_run_as_there_are_cores(self, tmp_path):
+        sweep, jobs = begin([task(tmp_path, "a"), task(tmp_path, "b"), task(tmp_path, "c", 4)], tmp_path)
+        assert not sweep.done
+        until(lambda: set(jobs) == {"a", "b"})
+        assert sweep.states() == {"a": "running", "b": "running", "c": "pending"}
+        jobs["a"].end("succeeded")
+        time.sleep(0.3)
+        assert set(jobs) == {"a", "b"}  # the four ranks take every core
+        jobs["b"].end("failed")
+        until(lambda: "c" in jobs)
+        jobs["c"].end("succeeded")
+        assert sweep.wait(10).states() == {"a": "succeeded", "b": "failed", "c": "succeeded"}
+
+    def test_runs_share_out_the_gpus(self, tmp_path):
+        sweep, jobs = begin([task(tmp_path, name, device="cuda") for name in "abc"], tmp_path)
+        until(lambda: set(jobs) == {"a", "b"})
+        assert {jobs["a"].placement.gpus, jobs["b"].placement.gpus} == {("4",), ("5",)}
+        jobs["a"].end("succeeded")
+        until(lambda: "c" in jobs)
+        assert jobs["c"].placement.gpus == jobs["a"].placement.gpus
+        for job in (jobs["b"], jobs["c"]):
+            job.end("succeeded")
+        sweep.wait(10)
+
+    def test_a_run_waits_for_the_one_whose_clip_decisions_it_takes(self, tmp_path):
+        sweep, jobs = begin([task(tmp_path, "b", frozen_clip="a"), task(tmp_path, "a")], tmp_path)
+        until(lambda: "a" in jobs)
+        time.sleep(0.3)
+        assert set(jobs) == {"a"}
+        jobs["a"].end("succeeded")
+        until(lambda: "b" in jobs)
+        jobs["b"].end("succeeded")
+        sweep.wait(10)
+
+    def test_on_a_cluster_nothing_waits_for_devices_of_this_machine(self, tmp_path):
+        scheduler = Scheduler()
+        sweep = Sweep([task(tmp_path, name, 4) for name in "abc"], tmp_path).in_jobs(scheduler, leased=False)
+        until(lambda: len(scheduler.jobs) == 3)
+        for job in scheduler.jobs.values():
+            job.end("succeeded")
+        sweep.wait(10)
+
+
+    def test_devices_stay_taken_while_the_agent_lives(self, tmp_path, leases):
+        sweep, jobs = begin([task(tmp_path, "a")], tmp_path)
+        until(lambda: "a" in jobs)
+        jobs["a"].run.note(agent={"pid": 7, "create_time": 1.5})
+        until(lambda: leases["noted"])
+        assert leases["noted"] == [(7, 1.5)]
+        jobs["a"].end("succeeded")
+        sweep.wait(10)
+
+
+class TestEnds:
+    def test_a_job_that_cannot_start_stops_nothing_and_gives_its_devices_back(self, tmp_path, leases):
+        sweep, jobs = begin([task(tmp_path, "broken", 2), task(tmp_path, "good", 2)], tmp_path)
+        until(lambda: "good" in jobs)
+        jobs["good"].end("succeeded")
+        assert sweep.wait(10).states() == {"broken": "failed", "good": "succeeded"}
+        assert sweep.runs[0].failure()["cause"] == "start"
+        assert sorted(leases["core"]) == ["0", "1"]
+
+    @pytest.mark.usefixtures("leases")
+    def test_cancelling_ends_what_runs_and_what_waits(self, tmp_path):
+        events = []
+        sweep, jobs = begin([task(tmp_path, "a", 2), task(tmp_path, "b", 2), task(tmp_path, "c", 2)], tmp_path)
+        until(lambda: "a" in jobs)
+        sweep.cancel("a", "c")
+        until(lambda: "b" in jobs)
+        jobs["b"].end("succeeded")
+        sweep.follow(events.append)
+        assert sweep.states() == {"a": "cancelled", "b": "succeeded", "c": "cancelled"}
+        assert {event.name: event.state for event in events if event.number} == sweep.states()
+        sweep.cancel()
+        assert sweep.states()["b"] == "succeeded"
+
+    @pytest.mark.usefixtures("leases")
+    def test_a_stranger_is_not_cancelled_and_neither_is_anyone_else(self, tmp_path):
+        sweep, jobs = begin([task(tmp_path, "a")], tmp_path)
+        with pytest.raises(LaunchError, match="cancel b"):
+            sweep.cancel("a", "b")
+        until(lambda: "a" in jobs)
+        assert not sweep.runs[0].cancel_requested
+        jobs["a"].end("succeeded")
+        sweep.wait(10)
+
+    @pytest.mark.usefixtures("leases")
+    def test_waiting_has_an_end_and_says_who_goes_on(self, tmp_path):
+        sweep, jobs = begin([task(tmp_path, "a")], tmp_path)
+        with pytest.raises(LaunchError, match=r"wait 0\.2 s.*\n.*a"):
+            sweep.wait(0.2)
+        until(lambda: "a" in jobs)
+        jobs["a"].end("succeeded")
+        assert sweep.wait(10).done
+
+    @pytest.mark.usefixtures("leases")
+    def test_an_interpreter_that_ends_leaves_no_job_and_no_folder_of_what_never_started(self, tmp_path):
+        sweep, jobs = begin([task(tmp_path, "a", 2), task(tmp_path, "b", 2)], tmp_path)
+        until(lambda: "a" in jobs)
+        sweep._leave()
+        assert sweep.done
+        assert jobs["a"].state == "cancelled"
+        assert {path.name.split("-")[0] for path in (tmp_path / "runs").iterdir()} == {"a"}
+
+    @pytest.mark.usefixtures("leases")
+    def test_what_breaks_the_watching_is_raised_to_who_waits_and_nothing_stays_open(self, tmp_path):
+        def on_event(event):
+            raise RuntimeError("the listener broke")
+
+        sweep, jobs = begin([task(tmp_path, "a")], tmp_path, on_event=on_event)
+        with pytest.raises(RuntimeError, match="the listener broke"):
+            sweep.wait(10)
+        assert jobs["a"].state == "cancelled"
+        assert sweep.runs[0].status == "cancelled"
+
+
+@pytest.mark.usefixtures("leases")
+def test_events_come_on_the_thread_of_who_follows(tmp_path):
+    threads, events = set(), []
+
+    def listen(event):
+        threads.add(threading.current_thread())
+        events.append(event)
+        if event.name == "a" and event.state == "running" and event.steps_done == 0:
+            jobs["a"].run.append_step({"step": 0})
+        if event.steps_done == 1:
+            jobs["a"].end("succeeded")
+
+    sweep, jobs = begin([task(tmp_path, "a")], tmp_path)
+    until(lambda: "a" in jobs)
+    sweep.follow(listen)
+    assert threads == {threading.current_thread()}
+    assert [(event.state, event.steps_done) for event in events] == [
+        ("running", 0), ("running", 1), ("succeeded", 1)]
+    assert str(sweep).splitlines()[1].split() == ["a", "succeeded", "1/2", "steps"]

@@ -1,0 +1,287 @@
+"""The agent of one run that goes to ready processes: forks its ranks, watches them, and leaves nothing behind.
+
+It is a copy of the fork server, so torch is there already, and it imports the worker once for all ranks. It does for
+them what `torch.distributed.run` does for a torchx job: gives every rank its place, hosts the store where they meet,
+stops the others when one has failed, and leaves with the process that launched the run.
+
+    launcher -- request -->  agent  -- fork -->  rank 0, rank 1, ...
+             <-- started --         <-- exit codes --
+             -- cancel -->
+             <-- ended --
+
+A rank dies with its agent (the kernel sees to it on Linux, a thread elsewhere), and the agent stops its ranks when the
+launcher is gone: no way of dying leaves a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from workbench.errors import LaunchError
+from workbench.runs.store import RunDirectory, process_alive, this_process, to_json, without_machine_paths, write_whole
+from workbench.runs.watched import die_with
+
+ECHO_S = 1.0
+"""How long the others may take to end by themselves, and say why, when a rank has failed."""
+
+GRACE_S = 5.0
+"""How long a rank may take to end after SIGTERM, before SIGKILL."""
+
+LOOK_FOR_LAUNCHER_S = 0.5
+
+EXIT_CODES = "exit_codes.json"
+"""File under a run's ``ranks``: {rank: exit code, or -signal}, in the order in which they ended."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the launcher asks an agent for.
+
+    Attributes:
+        run: the run directory.
+        world_size: ranks.
+        worker: module whose `main` every rank runs, with the run directory and the project as arguments.
+        project: folder that relative paths in the spec begin at.
+        folder: current folder of the ranks.
+        environment: of the ranks, whole, but for what says their place.
+        launcher: the process to leave with, {"pid", "create_time"}.
+    """
+
+    run: str
+    world_size: int
+    worker: str
+    project: str
+    folder: str
+    environment: dict[str, str]
+    launcher: dict[str, Any]
+
+
+def serve(connection: socket.socket) -> None:
+    """Do what one connection asks for, until the last rank is gone, and then end this process with all it started."""
+    request = Request(**json.loads(_line(connection)))
+    os.environ.clear()
+    os.environ.update(request.environment)
+    try:
+        os.chdir(request.folder)
+        run = RunDirectory.open(Path(request.run))
+        _send_output_to(run.path / "ranks" / "agent.log")
+        agent = _Agent(request, run, connection, importlib.import_module(request.worker))
+        agent.fork_ranks()
+    except BaseException as error:
+        said = without_machine_paths("".join(traceback.format_exception(error)))
+        _tell(connection, refused=f"{type(error).__name__}: {error}", traceback=said)
+        traceback.print_exc()
+        raise
+    try:
+        agent.watch()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os.killpg(0, signal.SIGKILL)  # whatever a rank started and forgot, and at last this process
+
+
+@dataclass
+class _Agent:
+    request: Request
+    run: RunDirectory
+    connection: socket.socket
+    worker: ModuleType
+    ranks: dict[int, int] = field(default_factory=dict)  # pid -> rank, of those that go on
+    exit_codes: dict[int, int] = field(default_factory=dict)  # rank -> code, in the order in which they ended
+    store: Any = None  # kept: it ends with its last reference
+    wake: socket.socket = field(init=False)  # readable when a signal has come
+    waker: socket.socket = field(init=False)
+    stopping: str = ""  # why the ranks are being stopped
+    stopping_since_s: float = 0.0
+    told_to_stop: bool = False
+
+    def fork_ranks(self) -> None:
+        """Start the ranks and tell the launcher who they are."""
+        _refuse_what_cannot_fork()
+        self.wake, self.waker = socket.socketpair()
+        for end in (self.wake, self.waker):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, lambda number, frame: self._stop("cancelled"))
+        listener = socket.create_server(("127.0.0.1", 0), backlog=self.request.world_size + 8)
+        port = listener.getsockname()[1]
+        gc.freeze()
+        agent = os.getpid()
+        for rank in range(self.request.world_size):
+            pid = os.fork()
+            if pid == 0:
+                die_with(agent)
+                _forget_signals()
+                for end in (listener, self.connection, self.wake, self.waker):
+                    end.close()
+                _be_a_rank(self.request, self.run, rank, port, self.worker)
+            self.ranks[pid] = rank
+        self.store = _host_store(listener, port)
+        _tell(self.connection, agent=this_process(), ranks={rank: pid for pid, rank in self.ranks.items()})
+
+    def watch(self) -> None:
+        """Until the last rank is gone."""
+        self.run.note(agent=this_process())
+        watchdog = _watchdog(self.run, {rank: pid for pid, rank in self.ranks.items()})
+        self.connection.setblocking(False)
+        listening = [self.wake, self.connection]
+        look_s = 0.0
+        while self._reap():
+            if time.monotonic() >= look_s:
+                look_s = time.monotonic() + LOOK_FOR_LAUNCHER_S
+                if not process_alive(self.request.launcher["pid"], self.request.launcher["create_time"]):
+                    self._stop("left alone")
+            self._press_on()
+            readable, _, _ = select.select(listening, [], [], 0.1 if self.stopping else LOOK_FOR_LAUNCHER_S)
+            if self.wake in readable:
+                self.wake.recv(4096)
+            if self.connection in readable:
+                with contextlib.suppress(ConnectionError):
+                    if b"cancel" in self.connection.recv(4096):
+                        self._stop("cancelled")
+                        continue
+                listening.remove(self.connection)
+                self._stop("left alone")
+        watchdog.stop()
+        write_whole(self.run.path / "ranks" / EXIT_CODES, to_json({str(r): c for r, c in self.exit_codes.items()}))
+        _tell(self.connection, ended=self._end(), exit_codes=self.exit_codes)
+
+    def _reap(self) -> bool:
+        """Note who has ended, and say whether anybody is left."""
+        while self.ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid in self.ranks:
+                rank, code = self.ranks.pop(pid), os.waitstatus_to_exitcode(status)
+                self.exit_codes[rank] = code
+                if code and not self.stopping:
+                    self.stopping, self.stopping_since_s = "failed", time.monotonic() + ECHO_S
+        return bool(self.ranks)
+
+    def _stop(self, why: str) -> None:
+        if self.stopping in ("", "failed"):
+            self.stopping, self.stopping_since_s = why, min(self.stopping_since_s or time.monotonic(), time.monotonic())
+
+    def _press_on(self) -> None:
+        """SIGTERM when it is time to stop, SIGKILL when the grace is over. Our own children: no pid is a stranger's."""
+        waited_s = time.monotonic() - self.stopping_since_s
+        if not self.stopping or waited_s < 0:
+            return
+        for pid in self.ranks:
+            if waited_s > GRACE_S:
+                os.kill(pid, signal.SIGKILL)
+            elif not self.told_to_stop:
+                os.kill(pid, signal.SIGTERM)
+        self.told_to_stop = True
+
+    def _end(self) -> str:
+        if not any(self.exit_codes.values()):
+            return "succeeded"
+        return "failed" if self.stopping == "failed" else "cancelled"
+
+
+def _be_a_rank(request: Request, run: RunDirectory, rank: int, port: int, worker: ModuleType) -> None:
+    """Run the worker's main as this rank, and never come back."""
+    code = 1
+    try:
+        _send_output_to(run.log_path(rank))
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0",
+            "WB_AGENT_PID": str(os.getppid()),
+            "WORLD_SIZE": str(request.world_size), "LOCAL_WORLD_SIZE": str(request.world_size),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        _fresh_randomness()
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was loaded before it could read this
+        sys.argv = [str(worker.__file__), request.run, "--project", request.project]
+        code = _exit_code(worker)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # interpreter teardown costs a second a rank
+
+
+def _exit_code(worker: ModuleType) -> int:
+    """What the interpreter would have ended with, had this module been its main one."""
+    try:
+        worker.main()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return int(end.code or 0)
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _refuse_what_cannot_fork() -> None:
+    """CUDA does not survive a fork. Loading torch does not initialise it; a worker that does so on import would."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise LaunchError("fork ranks from ready processes", found="CUDA is initialised already",
+                          rule="a process that was forked after CUDA was initialised cannot use it",
+                          fix="let no module touch a GPU while it is imported, or launch torchx jobs instead")
+
+
+def _host_store(listener: socket.socket, port: int) -> Any:
+    """The store where the ranks meet: on a port that was ours before they were told of it, so none can clash."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _forget_signals() -> None:
+    """What the agent does on a signal is not for a rank."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _fresh_randomness() -> None:
+    """The generator of numpy was seeded before the fork, and would be the same in every rank and every run."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+
+
+def _send_output_to(log: Path) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+
+
+def _watchdog(run: RunDirectory, pids: dict[int, int]) -> Any:
+    """The watchdog of the ranks, started."""
+    from workbench.launch.watchdog import HANG_S, Watchdog  # the ranks need not wait for it
+
+    return Watchdog(run, pids, hang_s=float(os.environ.get("WB_HANG_S", HANG_S))).start()
+
+
+def _line(connection: socket.socket) -> bytes:
+    with connection.makefile("rb") as file:
+        return file.readline()
+
+
+def _tell(connection: socket.socket, **said: Any) -> None:
+    with contextlib.suppress(OSError):  # the launcher has gone
+        connection.sendall(json.dumps(said).encode() + b"\n")

@@ -1,0 +1,271 @@
+"""Runs in processes that have torch loaded already: the ranks of a run are ready in a fraction of a second.
+
+The first run starts a fork server (`forkserver`), which loads torch and the other heavy libraries that a worker needs.
+Every run is a copy of it (`forks`), with the workbench imported anew, so edits are seen. Everything leaves when this
+process does, however it ends.
+
+Loading libraries is done once, and some of them read environment variables then (HF_HOME, TORCH_LOGS): where one of
+`READ_ON_IMPORT` has changed since, the next run starts another server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from workbench.errors import LaunchError
+from workbench.launch import forkserver
+from workbench.launch.component import WORKER, environment_of
+from workbench.launch.devices import Placement
+from workbench.launch.forks import GRACE_S, Request
+from workbench.runs.store import RunDirectory, process_alive, this_process
+
+PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.device_mesh", "safetensors.torch", "psutil",
+           "yaml", "pydantic", "pydantic.main", "transformers.models.qwen3.modeling_qwen3",
+           "transformers.models.auto.modeling_auto", "transformers.masking_utils")
+"""What the server loads: libraries only. Measured on two cores: 5 s once, where every rank took 3 to 4 s each time."""
+
+READ_ON_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "MKL_",
+                  "OPENBLAS_", "LD_", "PYTHON")
+"""How the names of environment variables begin that are read while libraries are loaded."""
+
+START_S = 120.0
+"""How long the first run may take to start; loading from a cold disk is slow."""
+
+
+class ProcessJob:
+    """The ranks of one run.
+
+    Attributes:
+        handle: a name that says which process is the agent; no other process can use it.
+        agent: {"pid", "create_time"} of the process that started the ranks.
+        ranks: rank -> pid.
+        exit_codes: rank -> exit code, or -signal, in the order in which they ended; {} until the last has.
+    """
+
+    def __init__(self, connection: socket.socket, started: dict[str, Any], received: bytes = b"") -> None:
+        self.agent = {key: started["agent"][key] for key in ("pid", "create_time")}
+        self.ranks = {int(rank): pid for rank, pid in started["ranks"].items()}
+        self.handle = f"processes://{self.agent['pid']}"
+        self.exit_codes: dict[int, int] = {}
+        self._born = {pid: _create_time(pid) for pid in self.ranks.values()}
+        self._connection, self._received, self._ended = connection, received, ""
+        self._lock = threading.Lock()
+
+    def poll(self) -> str:
+        """How it is now: running, succeeded, failed or cancelled."""
+        with self._lock:
+            return self._poll(0.0)
+
+    def cancel(self) -> None:
+        """End it, and return when it has ended: SIGTERM to every rank, SIGKILL to what is left after the grace."""
+        with self._lock:
+            if self._poll(0.0) != "running":
+                return
+            with contextlib.suppress(OSError):
+                self._connection.sendall(b"cancel\n")
+            if self._poll(GRACE_S + 2.0) == "running":
+                self._kill()
+                self._end("cancelled")
+
+    def _poll(self, wait_s: float) -> str:
+        deadline = time.monotonic() + wait_s
+        while not self._ended:
+            if b"\n" in self._received:
+                said = json.loads(self._received.partition(b"\n")[0])
+                self.exit_codes = {int(rank): code for rank, code in said["exit_codes"].items()}
+                self._end(said["ended"])
+                break
+            if not select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return "running"
+            got = _received(self._connection)
+            self._received += got
+            if not got:  # the agent died before the ranks, which die with it
+                self._kill()
+                self._end("failed")
+        return self._ended
+
+    def _end(self, state: str) -> None:
+        self._ended = state
+        self._connection.close()
+        _going_on.discard(self)
+
+    def _kill(self) -> None:
+        """SIGKILL to what is left, by pid and start time."""
+        for pid, born in {self.agent["pid"]: self.agent["create_time"], **self._born}.items():
+            if process_alive(pid, born):
+                with contextlib.suppress(psutil.Error):
+                    psutil.Process(pid).kill()
+
+
+def start(run: RunDirectory, world_size: int, placement: Placement, *, project: Path,
+          worker: str = WORKER) -> ProcessJob:
+    """Start the ranks of a run as children of the fork server; returns when they are there.
+
+    Args:
+        run: what they execute.
+        world_size: how many.
+        placement: their device.
+        project: folder that relative paths in the spec begin at.
+        worker: module whose `main` every rank runs.
+
+    Raises:
+        LaunchError: the server does not start, or the worker cannot be imported.
+    """
+    environment = {**os.environ, **environment_of(run.path, placement)}
+    environment.pop("WB_PARENT_PID", None)  # of a torchx job that this process may be in
+    launcher = {key: value for key, value in this_process().items() if key in ("pid", "create_time")}
+    request = Request(run=str(run.path.resolve()), world_size=world_size, worker=worker, project=str(project.resolve()),
+                      folder=str(Path.cwd()), environment=environment, launcher=launcher)
+    connection = _server().connect()
+    connection.sendall(f"{environment['PYTHONPATH']}\n{json.dumps(asdict(request))}\n".encode())
+    answer, rest = _answer(connection)
+    if "agent" not in answer:
+        connection.close()
+        raise LaunchError(f"start {world_size} ranks of run {run.name}",
+                          found=answer.get("refused") or "the agent ended without a word",
+                          rule=f"the module {worker} can be imported, and its main is what a rank runs",
+                          fix="read ranks/agent.log in the run directory")
+    job = ProcessJob(connection, answer, rest)
+    _going_on.add(job)
+    return job
+
+
+def warm_up() -> None:
+    """Start the server and return when it is ready, so that the first run need not wait.
+
+    Raises:
+        LaunchError: it does not start.
+    """
+    _server().wait()
+
+
+def shut_down() -> None:
+    """End the server and what goes on in its copies; the next run starts another."""
+    global _started
+    with _lock:
+        server, _started = _started, None
+    if server is None or server.owner != os.getpid():
+        return
+    for job in list(_going_on):
+        job.cancel()
+    server.close()
+
+
+def server_process() -> dict[str, Any] | None:
+    """The server as {"pid", "create_time"}; None if there is none."""
+    server = _started
+    return None if server is None else {"pid": server.process.pid, "create_time": _create_time(server.process.pid)}
+
+
+class _Server:
+    """The fork server as its owner knows it."""
+
+    def __init__(self) -> None:
+        self.owner, self.environment = os.getpid(), _read_on_import()
+        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
+        self.control, there = socket.socketpair()
+        self.ready, self.lock = False, threading.Lock()
+        # -P: the folder of the program is no place to import from. OMP_NUM_THREADS: no pool of threads beside a fork.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(forkserver.__file__)), *PRELOAD], stdin=there, stdout=subprocess.DEVNULL,
+            stderr=self.errors, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd="/", start_new_session=True)
+        there.close()
+
+    def connect(self) -> socket.socket:
+        """A connection to a new copy."""
+        self.wait()
+        here, there = socket.socketpair()
+        with there:
+            socket.send_fds(self.control, [b"c"], [there.fileno()])
+        return here
+
+    def wait(self) -> None:
+        """Until everything is loaded."""
+        with self.lock:
+            if self.ready:
+                return
+            self.control.settimeout(START_S)
+            with contextlib.suppress(OSError):
+                self.ready = self.control.recv(1) == forkserver.READY
+        if not self.ready:
+            self.errors.seek(0)
+            said = self.errors.read().decode(errors="replace").splitlines()
+            shut_down()
+            raise LaunchError("start the server of ready processes", found=" | ".join(said[-3:]) or "no answer",
+                              rule=f"it loads {', '.join(PRELOAD)} within {START_S:g} s",
+                              fix="check the installation and the memory, or launch torchx jobs instead")
+
+    def fits(self) -> bool:
+        """Whether it lives, and has loaded what it would load now."""
+        return self.process.poll() is None and self.environment == _read_on_import()
+
+    def close(self) -> None:
+        """End it: it leaves when its standard input does."""
+        self.control.close()
+        self.errors.close()
+        try:
+            self.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+_lock = threading.Lock()
+_started: _Server | None = None
+_going_on: set[ProcessJob] = set()
+atexit.register(shut_down)
+
+
+def _server() -> _Server:
+    """The server of this process, started if there is none."""
+    global _started
+    with _lock:
+        if _started is not None and _started.owner == os.getpid() and not _started.fits():
+            _started.close()  # its copies go on
+            _started = None
+        if _started is None or _started.owner != os.getpid():
+            _started = _Server()
+        return _started
+
+
+def _read_on_import() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(READ_ON_IMPORT)}
+
+
+def _answer(connection: socket.socket) -> tuple[dict[str, Any], bytes]:
+    """The first line that an agent says, {} if it ends before, and what came after it."""
+    received = b""
+    while b"\n" not in received:
+        got = _received(connection)
+        if not got:
+            return {}, b""
+        received += got
+    line, _, rest = received.partition(b"\n")
+    return json.loads(line), rest
+
+
+def _received(connection: socket.socket) -> bytes:
+    with contextlib.suppress(ConnectionError):
+        return connection.recv(65536)
+    return b""
+
+
+def _create_time(pid: int) -> float:
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).create_time()
+    return 0.0

@@ -1,0 +1,109 @@
+"""Do ranks on this machine find each other? Two new processes meet as those of a job do, and sum a number.
+
+The first of them also says what torch is built with, so that whoever asks need not load it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import LaunchError
+from workbench.runs.store import without_machine_paths
+
+RANKS = 2
+
+
+def meet(*, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Let two processes join a job through gloo and sum a number.
+
+    Args:
+        timeout_s: for all of it; loading torch from a cold disk is slow.
+
+    Returns:
+        ``met_s``, how long finding each other took once torch was loaded; ``loaded_s``, how long that took; and what
+        torch says of itself: ``torch`` (version and build), ``cuda``, ``nccl`` (versions, "" without), ``gloo``
+        (whether it is there), ``gpus`` (name and capability of each).
+
+    Raises:
+        LaunchError: they did not meet, with the last line that each printed.
+    """
+    environment = os.environ | {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
+                                "OMP_NUM_THREADS": "1", "PYTHONPATH": _with_this_package()}
+    command = [sys.executable, "-P", "-m", "workbench.launch.rendezvous", str(timeout_s)]
+    deadline = time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory(prefix="rendezvous-") as scratch:
+        logs = [Path(scratch) / f"rank{rank}" for rank in range(RANKS)]
+        ranks = []
+        try:
+            for rank, log in enumerate(logs):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                with log.open("wb") as file:
+                    ranks.append(subprocess.Popen(command, env=environment | own, stdin=subprocess.DEVNULL, stdout=file,
+                                                  stderr=subprocess.STDOUT))
+            codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            codes = [None]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        said = [log.read_text(encoding="utf8", errors="replace").strip().splitlines() for log in logs if log.exists()]
+    if any(codes):
+        found = "; ".join(f"rank {rank}: {lines[-1]}" for rank, lines in enumerate(said) if lines)
+    elif codes == [None]:
+        found = f"no end after {timeout_s:.0f} s"
+    else:
+        return json.loads(said[0][-1])
+    raise LaunchError(f"let {RANKS} ranks meet on this machine", found=without_machine_paths(found) or "no word",
+                      rule="processes reach each other through 127.0.0.1; gloo finds an interface by the host's name",
+                      fix="see that the host's own name resolves (/etc/hosts) and that nothing closes the loopback; "
+                          "GLOO_SOCKET_IFNAME=lo names the interface")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _with_this_package() -> str:
+    places = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, places))
+
+
+def main(timeout_s: float) -> None:
+    """A rank."""
+    began = time.monotonic()
+    import torch
+    import torch.distributed as dist
+
+    from workbench.sharding.mesh import join, leave
+
+    loaded = time.monotonic()
+    join("cpu", timeout_s=timeout_s)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    assert total.item() == RANKS, f"the sum of {RANKS} ones is {total.item()}"
+    met_s = time.monotonic() - loaded
+    leave()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else ""
+    facts = {"met_s": met_s, "loaded_s": loaded - began, "torch": str(torch.__version__),
+             "cuda": torch.version.cuda or "", "nccl": nccl or ("built in" if dist.is_nccl_available() else ""),
+             "gloo": dist.is_gloo_available(),
+             "gpus": [f"{torch.cuda.get_device_name(i)} ({'.'.join(map(str, torch.cuda.get_device_capability(i)))})"
+                      for i in gpus]}
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

@@ -1,0 +1,374 @@
+"""A sweep: the runs of an ablation on their way, watched by a thread, and all of it on disk.
+
+`launch` gives a `Sweep` back at once. A daemon thread starts what fits on the machine, watches it, and lets every run
+directory say how its run ended. Whatever happens to this process, nothing is lost by it: the jobs leave with it, the
+records stay, and launching the same again does only what is missing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from workbench.errors import LaunchError, RecordError
+from workbench.launch.ablation import Planned
+from workbench.launch.deaths import settle
+from workbench.launch.devices import Placement
+from workbench.launch.jobs import Job
+from workbench.launch.slots import Lease, take
+from workbench.runs.store import ENDED, RunDirectory, StepTail, failure_in_short
+
+_POLL_S = 0.1
+_GRACE_S = 20.0
+
+Starter = Callable[[RunDirectory, int, Placement], Job]
+"""How a run is started: its directory, its ranks, and where they go."""
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """Something that happened to a run.
+
+    Attributes:
+        number: of the run, from 1, in the order in which runs end; 0 while it goes on.
+        total: runs in all.
+        name: of the run.
+        state: running or an ended state; "reused" if an earlier run's record was taken.
+        world_size: its ranks.
+        device: where it runs.
+        device_note: why it runs there, "" if as asked.
+        steps_done: optimizer steps recorded so far.
+        steps: optimizer steps in all.
+        seconds: since it was started.
+        why: what failed, asked and found in a line; "" if nothing did.
+    """
+
+    number: int
+    total: int
+    name: str
+    state: str
+    world_size: int
+    device: str
+    device_note: str
+    steps_done: int
+    steps: int
+    seconds: float
+    why: str = ""
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        width = len(str(self.total))
+        count = f"[{self.number or '.':>{width}}/{self.total}]"
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ' '}"
+        note = f" ({self.device_note})" if self.device_note else ""
+        why = f": {self.why}" if self.why else ""
+        return (f"{count} {self.name:<28} {ranks} {self.device}  {self.steps_done}/{self.steps} steps  "
+                f"{self.state} {self.seconds:.1f} s{why}{note}")
+
+
+@dataclass
+class Task:
+    """One run of a sweep, as the process that watches it knows it.
+
+    Attributes:
+        plan: what was asked for.
+        run: its directory.
+        placement: device of its ranks.
+        reused: an earlier run stands for it, so there is nothing to do.
+    """
+
+    plan: Planned
+    run: RunDirectory
+    placement: Placement
+    reused: bool = False
+    job: Job | None = None
+    lease: Lease | None = None
+    started: float = 0.0
+    steps_done: int = -1
+    noted: bool = False
+    tail: StepTail = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tail = StepTail(self.run)
+
+
+class Sweep:
+    """Runs on their way. It is made by `workbench.launch.run.launch`.
+
+    Attributes:
+        runs: the run directories, in the order of the ablation.
+        planned: what each of them was asked to do, in the same order.
+        experiment_dir: the folder that holds their ``runs`` folder.
+        question: what the ablation asks, one sentence.
+        saved_in: where comparison and report go.
+
+    Example:
+        >>> sweep = launch(ablation, experiment_dir)   # doctest: +SKIP
+        >>> sweep.states()                             # doctest: +SKIP
+        {'one_rank': 'succeeded', 'cp2_zigzag': 'running'}
+        >>> sweep.cancel("cp2_zigzag")                 # doctest: +SKIP
+    """
+
+    def __init__(self, tasks: Sequence[Task], experiment_dir: Path, *,
+                 on_event: Callable[[RunEvent], None] | None = None) -> None:
+        self.experiment_dir = experiment_dir
+        self.runs = [task.run for task in tasks]
+        self.planned = [task.plan for task in tasks]
+        self.question, self.saved_in = "", experiment_dir
+        self._tasks = list(tasks)
+        self._told = on_event or (lambda event: None)
+        self._events: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
+        self._ended = 0
+        self._stop, self._finished = threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+
+    # ---- what a user asks ----------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        """Whether every run has ended."""
+        return self._finished.is_set()
+
+    def states(self) -> dict[str, str]:
+        """The state of every run, by name."""
+        return {plan.name: run.status for plan, run in zip(self.planned, self.runs, strict=True)}
+
+    def wait(self, timeout_s: float | None = None) -> Sweep:
+        """Wait until every run has ended. Interrupting it (Ctrl-C) leaves the runs going.
+
+        Raises:
+            LaunchError: the time is over and runs go on.
+        """
+        if not self._finished.wait(timeout_s):
+            going_on = [name for name, state in self.states().items() if state not in ENDED]
+            raise LaunchError(f"wait {timeout_s:g} s for {self.experiment_dir.name}", found=", ".join(going_on),
+                              rule="every run has ended", fix="wait longer, or cancel()")
+        if self._error is not None:
+            raise self._error
+        return self
+
+    def follow(self, on_event: Callable[[RunEvent], None]) -> Sweep:
+        """Wait until every run has ended, and tell about everything that happens meanwhile, on this thread."""
+        while (event := self._events.get()) is not None:
+            on_event(event)
+        return self.wait()
+
+    def cancel(self, *names: str) -> None:
+        """Ask for the end of runs, all of them if none is named; returns before they have ended.
+
+        A run that waits never starts; a run that has ended stays as it is.
+
+        Raises:
+            LaunchError: a name that is not in the sweep; then nothing is cancelled.
+        """
+        known = {plan.name: run for plan, run in zip(self.planned, self.runs, strict=True)}
+        if strangers := [name for name in names if name not in known]:
+            raise LaunchError(f"cancel {', '.join(strangers)}", found=", ".join(known),
+                              rule="names of runs of this sweep", fix="choose among them, or name none for all")
+        for name in names or known:
+            if known[name].state["state"] not in ENDED:
+                known[name].request_cancel("the process that launched it")
+
+    def __iter__(self) -> Iterator[RunDirectory]:
+        return iter(self.runs)
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __repr__(self) -> str:
+        """Say the state and progress of every run in a line."""
+        width = max((len(plan.name) for plan in self.planned), default=0)
+        lines = [f"  {plan.name:<{width}}  {run.status:<9}  {len(run.steps())}/{run.spec.steps} steps"
+                 for plan, run in zip(self.planned, self.runs, strict=True)]
+        return "\n".join([f"Sweep of {len(self.runs)} runs in {self.experiment_dir.name}", *lines])
+
+    # ---- how it goes ---------------------------------------------------------------------------------
+
+    def in_jobs(self, start: Starter, *, gpus: Sequence[str] = (), leased: bool = True) -> Sweep:
+        """Start the thread that makes a job of every run, and return at once.
+
+        Args:
+            start: starts the job of one run.
+            gpus: ids of the GPUs that runs may share out among them.
+            leased: the jobs run on this machine, and share its devices with whoever else launches here.
+        """
+        atexit.register(self._leave)
+        threading.Thread(target=self._watch, args=(start, gpus, leased), name=f"sweep {self.experiment_dir.name}",
+                         daemon=True).start()
+        return self
+
+    def here(self, run_here: Callable[[Task], None]) -> Sweep:
+        """Do every run in this process and thread, one after another, and return when the last has ended."""
+        try:
+            self._tell_reused()
+            left = [task for task in self._tasks if not task.reused]
+            while task := _ready(left, []):
+                left.remove(task)
+                task.started = time.monotonic()
+                self._going_on(task)
+                try:
+                    run_here(task)
+                except KeyboardInterrupt:
+                    task.run.set_state("cancelled")
+                    raise
+                except Exception as error:
+                    if 0 not in task.run.exits():
+                        task.run.write_exit(0, {}, error)
+                    task.run.set_state("failed")
+                self._over(task, task.run.state["state"])
+        finally:
+            self._close()
+        return self
+
+    def _watch(self, start: Starter, gpus: Sequence[str], leased: bool) -> None:
+        try:
+            self._tell_reused()
+            waiting, active = [task for task in self._tasks if not task.reused], []
+            while (waiting or active) and not self._stop.is_set():
+                self._drop_cancelled(waiting)
+                while (task := _ready(waiting, active)) and (not leased or _lease(task, gpus)):
+                    waiting.remove(task)
+                    if self._begin(task, start):
+                        active.append(task)
+                for task in list(active):
+                    state = self._look(task)
+                    if state != "running":
+                        active.remove(task)
+                        self._over(task, settle(task.run, state))
+                self._stop.wait(_POLL_S)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._close()
+
+    def _begin(self, task: Task, start: Starter) -> bool:
+        task.started = time.monotonic()
+        try:
+            task.job = start(task.run, task.plan.world_size, task.placement)
+        except LaunchError as error:
+            task.run.write_exit(None, {}, error, cause="start")
+            self._over(task, task.run.set_state("failed"))
+            return False
+        task.run.note(handle=task.job.handle)
+        self._going_on(task)
+        return True
+
+    def _look(self, task: Task) -> str:
+        assert task.job is not None, "an active task has a job"
+        if task.run.cancel_requested:
+            task.job.cancel()
+        state = task.job.poll()
+        if state == "running":
+            self._going_on(task)
+            _note_user(task)
+        return state
+
+    def _drop_cancelled(self, waiting: list[Task]) -> None:
+        for task in [task for task in waiting if task.run.cancel_requested]:
+            waiting.remove(task)
+            task.run.set_state("cancelled")
+            self._over(task, "cancelled")
+
+    def _leave(self) -> None:
+        """At the end of the interpreter: end the jobs in order, rather than let them find out."""
+        self._stop.set()
+        self._finished.wait(_GRACE_S)
+
+    def _close(self) -> None:
+        """Leave nothing open: stop jobs, cancel runs, remove the folder of a run that never started."""
+        for task in self._tasks:
+            if task.reused:
+                continue
+            if task.job:
+                task.job.cancel()
+            _release(task)
+            if task.run.state["state"] in ENDED:
+                continue
+            if task.started:
+                settle(task.run, "cancelled")
+            else:
+                shutil.rmtree(task.run.path)
+        atexit.unregister(self._leave)
+        self._finished.set()
+        self._events.put(None)
+
+    # ---- telling -------------------------------------------------------------------------------------
+
+    def _tell_reused(self) -> None:
+        for task in self._tasks:
+            if task.reused:
+                self._over(task, "reused")
+
+    def _going_on(self, task: Task) -> None:
+        """Tell about a step, once."""
+        done = self._steps_done(task)
+        if done != task.steps_done:
+            task.steps_done = done
+            self._tell(task, 0, "running", "")
+
+    def _over(self, task: Task, state: str) -> None:
+        """Tell about an end."""
+        _release(task)
+        self._ended += 1
+        task.steps_done = self._steps_done(task)
+        failure = task.run.failure() if state in ("failed", "lost") else None
+        self._tell(task, self._ended, state, failure_in_short(failure) if failure else "")
+
+    def _steps_done(self, task: Task) -> int:
+        with contextlib.suppress(RecordError):
+            return max(task.steps_done, 0) + len(task.tail.new())
+        return max(task.steps_done, 0)
+
+    def _tell(self, task: Task, number: int, state: str, why: str) -> None:
+        seconds = time.monotonic() - task.started if task.started else 0.0
+        event = RunEvent(number, len(self._tasks), task.run.name, state, task.plan.world_size, task.placement.device,
+                         task.placement.note, task.steps_done, task.run.spec.steps, seconds, why)
+        self._events.put(event)
+        self._told(event)
+
+
+def cores() -> list[str]:
+    """The cores that this process may use, by number."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return [str(core) for core in sorted(usable)]
+
+
+def _ready(waiting: Sequence[Task], active: Sequence[Task]) -> Task | None:
+    """The first run that needs no record of a run that has not ended."""
+    unfinished = {task.run.name for task in [*waiting, *active]}
+    return next((task for task in waiting if task.run.spec.frozen_clip not in unfinished), None)
+
+
+def _lease(task: Task, gpus: Sequence[str]) -> bool:
+    """Take the devices of a run, or say that they are not free: they are used here, or by another process."""
+    ranks = task.plan.world_size
+    if task.placement.device == "cuda":
+        task.lease = take("gpu", ranks, gpus, who=str(task.run.path))
+        if task.lease is not None:
+            task.placement = replace(task.placement, gpus=task.lease.ids)
+    else:
+        task.lease = take("core", ranks, cores(), who=str(task.run.path))
+    return task.lease is not None
+
+
+def _note_user(task: Task) -> None:
+    """Let the devices of a run stay taken while its processes live, even after this one."""
+    if task.lease is not None and not task.noted:
+        agent = task.run.state.get("agent")
+        if agent is not None:
+            task.lease.note(agent["pid"], agent["create_time"])
+            task.noted = True
+
+
+def _release(task: Task) -> None:
+    if task.lease is not None:
+        task.lease.release()
+        task.lease = None
