@@ -17,6 +17,7 @@ Names are imported when they are first used, so that `import workbench` takes no
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -28,8 +29,18 @@ _PLACES = {
     "RunDirectory": "workbench.runs.store",
     "RunSpec": "workbench.runs.spec",
     "WorkbenchError": "workbench.errors",
+    "Sweep": "workbench.launch.sweep",
+    "attach": "workbench.report.panel",
     "compare_runs": "workbench.compare.align",
+    "conclude": "workbench.cli.run",
+    "launch_ablation": "workbench.cli.run",
+    "cancel_runs": "workbench.cli.cancel:cancel",
+    "describe_runs": "workbench.cli.status:describe",
+    "doctor": "workbench.cli.doctor:examine",
+    "export_runs": "workbench.cli.export:export",
+    "list_runs": "workbench.cli.ls",
     "load_ablation": "workbench.launch.ablation",
+    "load_comparison": "workbench.compare.comparison",
     "load_rollouts": "workbench.rollouts.files:load",
     "project_root": "workbench.runs.store",
     "run_ablation": "workbench.cli.run",
@@ -54,3 +65,15 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PLACES])
+
+
+def _tell_ipython() -> None:
+    """Where IPython runs, tell it how our nouns look; where it does not, nothing is imported."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    if get_ipython is not None and (shell := get_ipython()) is not None:
+        from workbench.report.rich import register
+
+        register(shell)
+
+
+_tell_ipython()

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "workbench"
 TESTS = Path(__file__).parents[1]
 STOREYS = ("errors", "shapes", "rollouts", "sharding", "policy|losses", "reproducible", "reduction", "metrics",
-           "runs|adapters", "launch|compare", "report", "cli|bench")
+           "runs|adapters", "launch|compare", "report", "bench", "cli")
 DOORS = {
     "torch.distributed": {"sharding", "reproducible", "launch"},
     "triton": {"policy", "reproducible", "bench"},
@@ -18,6 +18,10 @@ DOORS = {
     "matplotlib": {"report"},
     "ipywidgets": {"report"},
     "IPython": {"report"},
+    "wandb": {"report"},
+    "trackio": {"report"},
+    "mlflow": {"report"},
+    "tensorboard": {"report"},
 }
 PURE = {"losses": {"errors", "shapes", "rollouts"}}
 LEVEL = {name: level for level, names in enumerate(STOREYS) for name in names.split("|")}

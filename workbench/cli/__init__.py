@@ -13,14 +13,22 @@ import sys
 from collections.abc import Sequence
 
 import workbench
+from workbench.cli.terminal import safe_lines
 from workbench.errors import WorkbenchError
 
 VERBS = {
     "run": "run an ablation (or one spec), compare its runs and write the report",
+    "ls": "every run of the experiments: state, steps, when, how long, where, why it failed",
+    "status": "all that is known of a run, or how an experiment stands",
+    "logs": "what the ranks of a run print; -f goes on until it has ended",
+    "cancel": "end a run, or all runs of an experiment",
     "report": "write an experiment's report page again, from its saved comparison",
     "compare": "print the verdicts of an experiment",
+    "export": "write runs for W&B, trackio, MLflow or TensorBoard",
     "rollouts": "import, check or record rollouts",
     "lab": "open JupyterLab on the notebooks",
+    "bench": "measure what is claimed of speed, and write it down",
+    "doctor": "what is here, what is missing, and what to do about it",
 }
 """Verb -> what it does. Each is a module of this package, with `main(arguments) -> exit code`."""
 
@@ -59,7 +67,8 @@ def _do(given: list[str]) -> int:
         return importlib.import_module(f"workbench.cli.{verb}").main(rest)
     except WorkbenchError as error:
         notes = [f"  {note}" for note in getattr(error, "__notes__", [])]
-        print("\n".join([f"{type(error).__name__}: {error}", *notes]), file=sys.stderr)
+        said = "\n".join([f"{type(error).__name__}: {error}", *notes])
+        print("\n".join(safe_lines(said)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -8,11 +8,12 @@ from pathlib import Path
 import tyro
 
 
-def rebuild_report(experiment_dir: tyro.conf.Positional[Path]) -> Path:
-    """Write an experiment's report page again, from its saved comparison.
+def rebuild_report(experiment_dir: tyro.conf.Positional[Path], *, notebook: bool = True) -> Path:
+    """Write an experiment's report page and notebook again, from its saved comparison.
 
     Args:
         experiment_dir: folder that holds comparison.json.
+        notebook: also execute the report as a notebook, beside the page.
 
     Raises:
         RecordError: there is no comparison, or it is damaged.
@@ -20,7 +21,12 @@ def rebuild_report(experiment_dir: tyro.conf.Positional[Path]) -> Path:
     from workbench.compare.comparison import Comparison
     from workbench.report.page import write_report
 
-    return write_report(Comparison.load(experiment_dir / "comparison.json"), experiment_dir / "report.html")
+    page = write_report(Comparison.load(experiment_dir / "comparison.json"), experiment_dir / "report.html")
+    if notebook:
+        from workbench.report.notebook import write_notebook
+
+        write_notebook(experiment_dir / "comparison.json")
+    return page
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,13 +7,15 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from workbench.errors import SpecError
-from workbench.launch.ablation import AblationSpec, load_ablation, select
-from workbench.launch.run import RunEvent, launch
+from workbench.launch.ablation import AblationSpec, Planned, load_ablation, select
+from workbench.launch.run import Where, launch, requests
+from workbench.launch.sweep import RunEvent, Sweep
+from workbench.runs.lookup import experiment_folder
 from workbench.runs.spec import RunSpec, merge, parse_spec
 from workbench.runs.store import project_root, provenance
 
@@ -21,52 +23,145 @@ if TYPE_CHECKING:
     from workbench.compare.comparison import Comparison
 
 
-def run_ablation(path: Path | str, *, where: Literal["torchx", "here"] = "torchx", only: Sequence[str] = (),
-                 changes: Mapping[str, Any] | None = None, project: Path | None = None, reuse: bool = False,
-                 on_event: Callable[[RunEvent], None] | None = None) -> tuple[Comparison, Path]:
-    """Run an ablation, hold every run against its reference, save the comparison and write the report.
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What a file asks for, made ready to launch."""
+
+    question: str
+    experiment_dir: Path
+    chosen: list[Planned]
+    trial: bool
+    whole: bool
+
+
+def _plan(path: Path, only: Sequence[str], changes: Mapping[str, Any]) -> _Plan:
+    whole = load_ablation(path)
+    ablation = _changed(whole, changes, where=str(path))
+    planned = ablation.expand(where=str(path))
+    chosen = select(planned, only) if only else planned
+    asked = {plan.name: plan.spec for plan in whole.expand()}
+    return _Plan(ablation.question, experiment_folder(path), chosen, whole=chosen == whole.expand(),
+                 trial=any(asked.get(plan.name) != plan.spec for plan in chosen))
+
+
+def launch_ablation(path: Path | str, *, where: Where = "torchx", only: Sequence[str] = (),
+                    changes: Mapping[str, Any] | None = None, project: Path | None = None, fresh: bool = False,
+                    force: bool = False, options: Mapping[str, str] | None = None) -> Sweep:
+    """Set the runs of an ablation going and return at once; runs that are there already are not run again.
+
+    Watch them with `attach`, end some with ``sweep.cancel(...)``, and call `conclude` for verdicts and report.
 
     Args:
         path: YAML of an ablation, or of one run's spec.
-        where: "torchx" makes a job of each run; "here" runs one rank in this process.
+        where: how the ranks come to life: "torchx", "processes", "here", "slurm" or "kubernetes"; see
+            `workbench.launch.run`.
+        only: names of configurations or runs; all that they need is added.
+        changes: settings laid over the ablation's base.
+        project: folder that relative paths in specs begin at; None takes `project_root`.
+        fresh: run everything anew; otherwise only what is missing: a run that succeeded with the same settings,
+            recording, checkpoint and code stands for a new one.
+        force: run anew what changed since the last time, instead of refusing.
+        options: of the cluster's scheduler.
+
+    Raises:
+        SpecError: the file cannot be used, a configuration changed since it was last run, or it is being run already.
+        LaunchError: nothing could be started.
+
+    Example:
+        >>> sweep = wb.launch_ablation("experiments/layout_parity/ablation.yaml")   # doctest: +SKIP
+        >>> wb.attach(sweep)                                                        # doctest: +SKIP
+        >>> comparison, page = wb.conclude(sweep)                                   # doctest: +SKIP
+    """
+    plan = _plan(Path(path), only, changes or {})
+    sweep = launch(plan.chosen, plan.experiment_dir, where=where, project=project, fresh=fresh, force=force,
+                   trial=plan.trial, options=options)
+    sweep.question, sweep.saved_in = plan.question, _saved_in(plan)
+    return sweep
+
+
+def conclude(sweep: Sweep, *, on_event: Callable[[RunEvent], None] | None = None, project: Path | None = None,
+             notebook: bool = False) -> tuple[Comparison, Path]:
+    """Wait for the end of a sweep, hold every run against its reference, save the comparison and write the report.
+
+    Args:
+        sweep: from `launch_ablation`.
+        on_event: told about every step and end of a run, on this thread.
+        project: as it was launched with.
+        notebook: also execute the report as a notebook, ``report.ipynb`` beside the page.
+
+    Returns:
+        The comparison, and the path of the report page.
+    """
+    sweep.follow(on_event or (lambda event: None))
+
+    from workbench.compare.align import Subject, compare_runs
+    from workbench.report.page import write_report
+
+    subjects = [Subject(plan.name, run, plan.reference, plan.truth)
+                for plan, run in zip(sweep.planned, sweep.runs, strict=True)]
+    comparison = compare_runs(subjects, question=sweep.question, experiment=sweep.experiment_dir.name,
+                              provenance=provenance((project or project_root()).resolve()))
+    comparison.save(sweep.saved_in / "comparison.json")
+    page = write_report(comparison, sweep.saved_in / "report.html")
+    if notebook:
+        from workbench.report.notebook import write_notebook
+
+        write_notebook(sweep.saved_in / "comparison.json")
+    return comparison, page
+
+
+def run_ablation(path: Path | str, *, where: Where = "torchx", only: Sequence[str] = (),
+                 changes: Mapping[str, Any] | None = None, project: Path | None = None, fresh: bool = False,
+                 force: bool = False, options: Mapping[str, str] | None = None, notebook: bool = False,
+                 on_event: Callable[[RunEvent], None] | None = None) -> tuple[Comparison, Path]:
+    """Run an ablation, hold every run against its reference, save the comparison and write the report.
+
+    `launch_ablation` and `conclude` in one call; interrupting it (Ctrl-C) cancels what runs.
+
+    Args:
+        path: YAML of an ablation, or of one run's spec.
+        where: how the ranks come to life, see `launch_ablation`.
         only: names of configurations or runs; all that they need is added.
         changes: settings laid over the ablation's base. Comparison and report of anything but the file's own runs are
             saved under the experiment's ``runs`` folder: neither a part nor a variation replaces the whole.
         project: folder that relative paths in specs begin at; None takes `project_root`.
-        reuse: take earlier runs that succeeded with the same settings, recording, checkpoint and code.
+        fresh: run everything anew, not only what is missing.
+        force: run anew what changed since the last time, instead of refusing.
+        options: of the cluster's scheduler.
+        notebook: also execute the report as a notebook, ``report.ipynb`` beside the page.
         on_event: told about every step and end of a run.
 
     Returns:
         The comparison, and the path of the report page.
 
     Raises:
-        SpecError: the file cannot be used.
+        SpecError: the file cannot be used, a configuration changed since it was last run, or it is being run already.
         LaunchError: nothing could be started.
     """
-    path, project = Path(path), (project or project_root()).resolve()
-    whole = load_ablation(path)
-    ablation = _changed(whole, changes or {}, where=str(path))
-    planned = ablation.expand(where=str(path))
-    chosen = select(planned, only) if only else planned
-    experiment_dir = experiment_folder(path)
-    runs = launch(chosen, experiment_dir, where=where, project=project, reuse=reuse, on_event=on_event)
-
-    from workbench.compare.align import Subject, compare_runs
-    from workbench.report.page import write_report
-
-    subjects = [Subject(plan.name, run, plan.reference, plan.truth)
-                for plan, run in zip(chosen, runs, strict=True)]
-    comparison = compare_runs(subjects, question=ablation.question, experiment=experiment_dir.name,
-                              provenance=provenance(project))
-    saved_in = experiment_dir if chosen == whole.expand() else experiment_dir / "runs"
-    comparison.save(saved_in / "comparison.json")
-    return comparison, write_report(comparison, saved_in / "report.html")
+    sweep = launch_ablation(path, where=where, only=only, changes=changes, project=project, fresh=fresh, force=force,
+                            options=options)
+    try:
+        return conclude(sweep, on_event=on_event, project=project, notebook=notebook)
+    except KeyboardInterrupt:
+        sweep.cancel()
+        sweep.wait()
+        raise
 
 
-def experiment_folder(path: Path) -> Path:
-    """Where the runs and report of a file go: beside ``ablation.yaml``, else in a folder of its name."""
-    path = path.resolve()
-    return path.parent if path.stem == "ablation" else path.parent / path.stem
+def dry_run(path: Path | str, *, where: Where, only: Sequence[str] = (), changes: Mapping[str, Any] | None = None,
+            project: Path | None = None, options: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What would be submitted, word for word, by name of the run. Nothing is made, started or contacted.
+
+    Raises:
+        SpecError: the file cannot be used.
+        LaunchError: a run cannot be placed, or an option that the scheduler does not know.
+    """
+    plan = _plan(Path(path), only, changes or {})
+    return requests(plan.chosen, plan.experiment_dir, where=where, project=project, options=options)
+
+
+def _saved_in(plan: _Plan) -> Path:
+    return plan.experiment_dir if plan.whole else plan.experiment_dir / "runs"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,10 +175,15 @@ def main(arguments: Sequence[str]) -> int:
     if path is None:
         raise SpecError(f"run {options.file}", found="another kind of file",
                         rule="a file that ends in .yaml or .yml", fix="experiments/ holds examples")
-    changes = _given(arguments, options.settings.model_dump(mode="json"))
+    asked: dict[str, Any] = {"where": options.where, "only": options.only, "options": _options(options.scheduler),
+                             "changes": _given(arguments, options.settings.model_dump(mode="json"))}
+    if options.dry_run:
+        for name, request in dry_run(path, **asked).items():
+            print(f"# {name}\n{request}\n")
+        return 0
     progress = _Progress()
-    comparison, report = run_ablation(path, where=options.where, only=options.only, changes=changes,
-                                      reuse=options.reuse, on_event=progress)
+    comparison, report = run_ablation(path, fresh=options.fresh, force=options.force, notebook=options.notebook,
+                                      on_event=progress, **asked)
     progress.clear()
     print()
     print(verdict_table(comparison))
@@ -109,12 +209,22 @@ def _described(base: RunSpec) -> type[Any]:
     return dataclasses.make_dataclass("RunOptions", [
         ("file", Annotated[Path, tyro.conf.Positional, tyro.conf.arg(
             help="YAML of an ablation or of one run's spec.", metavar="ABLATION_OR_SPEC.yaml")]),
-        ("where", Annotated[Literal["torchx", "here"], tyro.conf.arg(
-            help="A torchx job for each run, or one rank in this process.")], "torchx"),
+        ("where", Annotated[Where, tyro.conf.arg(
+            help="A torchx job for each run, ranks of a process pool, one rank in this process, or a cluster.")],
+         "torchx"),
         ("only", Annotated[tuple[str, ...], tyro.conf.arg(
             help="Only these configurations or runs, and all that they need.")], ()),
-        ("reuse", Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(
-            help="Take earlier runs that succeeded with the same settings, recording, checkpoint and code.")], False),
+        ("fresh", Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(
+            help="Run everything anew, not only what is missing.")], False),
+        ("force", Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(
+            help="Run what changed since the last time anew, beside the old runs, instead of refusing.")], False),
+        ("dry_run", Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(
+            help="Print the exact request of every job, and do nothing.")], False),
+        ("notebook", Annotated[bool, tyro.conf.arg(
+            help="Execute the report as a notebook too, beside the page.")], True),
+        ("scheduler", Annotated[tuple[str, ...], tyro.conf.arg(
+            help="Options of the cluster's scheduler, such as partition=gpu or queue=default.", metavar="KEY=VALUE")],
+         ()),
         ("settings", settings, dataclasses.field(default=base)),
     ])
 
@@ -148,6 +258,13 @@ def _given(arguments: Sequence[str], settings: Mapping[str, Any]) -> dict[str, A
         if name in value:
             into[name] = value[name]
     return given
+
+
+def _options(pairs: Sequence[str]) -> dict[str, str]:
+    if bad := [pair for pair in pairs if "=" not in pair]:
+        raise SpecError(f"--scheduler {' '.join(bad)}", rule="options are KEY=VALUE, such as partition=gpu",
+                        fix="write an equals sign between option and value")
+    return dict(pair.split("=", 1) for pair in pairs)
 
 
 class _Progress:

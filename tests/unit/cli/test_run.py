@@ -53,7 +53,8 @@ class TestArguments:
     def test_flags_are_changes_against_the_file(self, file, called):
         assert verb.main([str(file), "--steps", "2", "--loss.clip-low", "0.3", "--where", "here"]) == 0
         assert called["changes"] == {"steps": 2, "loss": {"clip_low": 0.3}}
-        assert (called["path"], called["where"], called["reuse"]) == (file, "here", False)
+        assert (called["path"], called["where"], called["fresh"], called["force"]) == (file, "here", False, False)
+        assert called["notebook"]
 
     def test_without_flags_nothing_changes(self, file, called):
         verb.main([str(file), "--only", "b", "a-float32"])
@@ -72,6 +73,24 @@ class TestArguments:
     def test_a_flag_may_give_back_a_default(self, file, called):
         verb.main([str(file), "--steps", "1"])
         assert called["changes"] == {"steps": 1}
+
+    def test_words_of_the_launcher_are_no_settings(self, file, called):
+        verb.main([str(file), "--fresh", "--force", "--no-notebook", "--scheduler", "queue=a", "partition=b=c"])
+        assert called["changes"] == {}
+        assert (called["fresh"], called["force"], called["notebook"]) == (True, True, False)
+        assert called["options"] == {"queue": "a", "partition": "b=c"}
+
+    def test_an_option_without_a_value_is_refused(self, file, called):
+        with pytest.raises(SpecError, match="--scheduler queue"):
+            verb.main([str(file), "--scheduler", "queue"])
+
+    def test_a_dry_run_prints_every_request_and_runs_nothing(self, file, called, capsys):
+        assert verb.main([str(file), "--where", "slurm", "--dry-run", "--only", "a"]) == 0
+        out = capsys.readouterr().out
+        assert "# a-float32" in out
+        assert out.count("--nproc-per-node=1") == out.count("# a-float") == 2
+        assert called == {}
+        assert not (file.parent / "runs").exists()
 
     def test_another_kind_of_file_is_refused(self, called):
         with pytest.raises(SpecError, match=r"ends in \.yaml"):
@@ -115,6 +134,23 @@ class TestChanges:
             verb.main([str(file), "--precision", "float32"])
 
 
+class Ended:
+    """A sweep whose runs have all ended; names stand for the run directories."""
+
+    def __init__(self, planned, experiment_dir):
+        self.planned, self.runs, self.experiment_dir = planned, [plan.name for plan in planned], experiment_dir
+        self.cancelled = False
+
+    def follow(self, on_event):
+        on_event("ended")
+
+    def cancel(self):
+        self.cancelled = True
+
+    def wait(self):
+        assert self.cancelled
+
+
 class TestRunAblation:
     @pytest.fixture
     def saved(self, monkeypatch, comparison):
@@ -124,9 +160,10 @@ class TestRunAblation:
 
         seen = {}
 
-        def launch(chosen, folder, **_):
-            (folder / "runs").mkdir(parents=True)
-            return [run.name for run in chosen]  # stand for the run directories
+        def launch(chosen, folder, **options):
+            (folder / "runs").mkdir(parents=True, exist_ok=True)
+            seen["trial"] = options["trial"]
+            return Ended(chosen, folder)
 
         def compare_runs(subjects, **named):
             assert all(subject.run == subject.name for subject in subjects)
@@ -149,16 +186,45 @@ class TestRunAblation:
         _, page = verb.run_ablation(file, only=["b-float64"])
         assert page == file.parent / "runs" / "report.html"
         assert not (file.parent / "comparison.json").exists()
+        assert not saved["trial"]  # its runs answer for the experiment's
         assert saved["subjects"] == [("a-float64", ""), ("b-float64", "a-float64")]
 
     def test_a_variation_never_replaces_the_whole(self, file, saved):
         _, page = verb.run_ablation(file, changes={"steps": 2})
         assert page == file.parent / "runs" / "report.html"
         assert not (file.parent / "comparison.json").exists()
+        assert saved["trial"]
 
     def test_what_the_file_says_anyway_is_no_variation(self, file, saved):
         _, page = verb.run_ablation(file, changes={"steps": 4}, only=["a", "b"])
         assert page == file.parent / "report.html"
+        assert not saved["trial"]
+
+    def test_launching_is_back_before_anything_is_compared_and_concluding_waits(self, file, saved):
+        sweep, told = verb.launch_ablation(file), []
+        assert "subjects" not in saved
+        _, page = verb.conclude(sweep, on_event=told.append)
+        assert (told, len(saved["subjects"]), page) == (["ended"], 4, file.parent / "report.html")
+
+    def test_an_interrupt_cancels_what_runs(self, file, saved, monkeypatch):
+        sweeps = []
+
+        def interrupted(sweep, on_event):
+            sweeps.append(sweep)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Ended, "follow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            verb.run_ablation(file)
+        assert sweeps[0].cancelled
+
+    def test_the_notebook_is_executed_if_asked(self, file, saved, monkeypatch):
+        written = []
+        monkeypatch.setattr("workbench.report.notebook.write_notebook", written.append)
+        verb.run_ablation(file)
+        assert written == []
+        verb.run_ablation(file, notebook=True)
+        assert written == [file.parent / "comparison.json"]
 
     def test_a_spec_of_one_run_gets_a_folder_of_its_name(self, tmp_path, saved):
         path = tmp_path / "mine.yaml"

@@ -1,0 +1,260 @@
+"""`workbench doctor`: what is wrong with a machine is said with what to do, and names neither host nor user."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections import namedtuple
+
+import psutil
+import pytest
+
+from tests.helpers.hand_made import make_run
+from workbench.cli import doctor, main
+from workbench.cli.doctor import Finding, examine, lines_of
+from workbench.errors import LaunchError
+
+FACTS = {"met_s": 0.02, "loaded_s": 2.0, "torch": "2.13.0+cpu", "cuda": "", "nccl": "", "gloo": True, "gpus": []}
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def met(monkeypatch):
+    """What the ranks say when they meet; no process is started."""
+    facts = dict(FACTS)
+    monkeypatch.setattr(doctor, "meet", lambda: facts)
+    return facts
+
+
+@pytest.fixture
+def project(tmp_path):
+    for name in ("data", "experiments"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def about(what, found):
+    return next(finding for finding in found if finding.about == what)
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """A search path with nothing but what a test puts there."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def put(name, program):
+        file = folder / name
+        file.write_text(f"#!{sys.executable}\nimport sys\n{program}")
+        file.chmod(0o755)
+    return put
+
+
+class TestAllOfIt:
+    def test_is_looked_at(self, met, project):
+        found = examine(project)
+        assert [finding.about for finding in found][:4] == ["python", "packages", "torch", "rendezvous"]
+        assert {"triton", "cores", "memory", "GPUs", "project", "disk", "shared memory", "limits", "browser", "widgets",
+                "schedulers", "extras", "runs"} <= {finding.about for finding in found}
+        assert {finding.verdict for finding in found} <= {"ok", "note", "problem"}
+        assert all(finding.fix for finding in found if finding.verdict == "problem")
+
+    def test_names_no_host_and_no_user(self, met, project, monkeypatch):
+        monkeypatch.setenv("HOME", str(project))
+        text = json.dumps([vars(finding) for finding in examine(project / "experiments")])
+        assert os.uname().nodename not in text
+        assert str(project) not in text
+        assert '"~/experiments' in text
+
+    def test_one_thing_that_cannot_be_looked_at_does_not_hide_the_rest(self, met, project, monkeypatch):
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: 1 / 0)
+        found = examine(project)
+        broken = about("memory", found)
+        assert broken.verdict == "problem"
+        assert broken.says == "could not be looked at: ZeroDivisionError: division by zero"
+        assert about("runs", found).verdict == "ok"
+
+    def test_leaves_nothing_behind(self, met, project):
+        examine(project)
+        assert list((project / "experiments").iterdir()) == []
+
+
+class TestVerb:
+    def test_prints_a_line_each_and_what_to_do(self, monkeypatch, capsys):
+        monkeypatch.setattr(doctor, "_findings", lambda project: iter([
+            Finding("python", "ok", "3.12"), Finding("disk", "note", "full\x1b[2J", "make room")]))
+        assert main(["doctor"]) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            "ok       python         3.12", r"note     disk           full\x1b[2J", f"{'':24}do: make room"]
+
+    def test_a_problem_is_exit_code_1(self, monkeypatch, capsys):
+        found = Finding("disk", "problem", "full", "make room")
+        monkeypatch.setattr(doctor, "_findings", lambda project: iter([found]))
+        assert main(["doctor", "--json"]) == 1
+        assert json.loads(capsys.readouterr().out) == [
+            {"about": "disk", "verdict": "problem", "says": "full", "fix": "make room"}]
+
+    def test_a_line_without_anything_to_do(self):
+        assert lines_of(Finding("python", "ok", "3.12")) == ["ok       python         3.12"]
+
+
+class TestTorch:
+    def test_says_its_build(self, met, project):
+        assert about("torch", examine(project)) == Finding("torch", "ok", "2.13.0+cpu (for CPU only, no NCCL, gloo)")
+        assert about("rendezvous", examine(project)).says == (
+            "2 ranks met through gloo in 20 ms, after 2.0 s of loading torch")
+
+    def test_without_gloo_is_a_problem(self, met, project):
+        met["gloo"] = False
+        assert about("torch", examine(project)).verdict == "problem"
+
+    def test_ranks_that_do_not_meet_are_a_problem(self, project, monkeypatch):
+        def fail():
+            raise LaunchError("let 2 ranks meet", found="no end after 60 s", rule="they meet", fix="mend /etc/hosts")
+
+        monkeypatch.setattr(doctor, "meet", fail)
+        found = examine(project)
+        assert about("rendezvous", found) == Finding("rendezvous", "problem", "no end after 60 s", "mend /etc/hosts")
+        assert about("torch", found).verdict == "note"
+
+    def test_gpus_that_a_cpu_build_cannot_use_are_noted(self, met, project, path):
+        path("nvidia-smi", "print('NVIDIA X')\nprint('NVIDIA X')")
+        assert about("CUDA", examine(project)).says == "2 GPUs, and this torch is built for CPU"
+
+    def test_a_cuda_build_that_sees_no_gpu_is_a_problem(self, met, project, path):
+        path("nvidia-smi", "print('NVIDIA X')")
+        met["cuda"] = "13.0"
+        found = about("CUDA", examine(project))
+        assert (found.verdict, "the driver may be too old" in found.says) == ("problem", True)
+
+    def test_several_gpus_need_nccl(self, met, project):
+        met.update(cuda="13.0", gpus=["NVIDIA X (9.0)"] * 2)
+        found = examine(project)
+        assert about("CUDA", found).says == "NVIDIA X (9.0), NVIDIA X (9.0)"
+        assert about("NCCL", found).verdict == "problem"
+        met["nccl"] = "2.27"
+        assert not [finding for finding in examine(project) if finding.about == "NCCL"]
+
+    def test_a_missing_one_is_a_problem(self, met, project, monkeypatch):
+        versions = doctor._version
+        monkeypatch.setattr(doctor, "_version", lambda package: "" if package == "torch" else versions(package))
+        assert about("torch", examine(project)).verdict == "problem"
+
+
+class TestPackages:
+    def test_a_missing_one_is_a_problem(self, monkeypatch):
+        monkeypatch.setattr(doctor, "NEEDED", ("pydantic", "no-such-package"))
+        found = doctor._packages()
+        assert (found.verdict, found.says.endswith("no-such-package missing")) == ("problem", True)
+
+    def test_extras_say_how_to_get_them(self, monkeypatch):
+        monkeypatch.setattr(doctor, "_version", lambda package: "1.0" if package == "mlflow-skinny" else "")
+        found = doctor._extras()
+        assert (found.verdict, "mlflow 1.0" in found.says) == ("ok", True)
+        assert found.fix == "if you need them: pip install 'workbench[wandb,trackio,tensorboard,kubernetes]'"
+
+    def test_a_folder_of_its_name_is_not_a_package(self, tmp_path, monkeypatch):
+        (tmp_path / "emptyname").mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
+        assert doctor._version("emptyname") == ""
+
+    def test_jupyterlab_without_its_part_of_ipywidgets_is_a_problem(self, monkeypatch):
+        monkeypatch.setattr(doctor, "_version", lambda package: "" if package == "jupyterlab_widgets" else "1.0")
+        assert doctor._widgets().verdict == "problem"
+        monkeypatch.undo()
+        assert doctor._widgets().verdict == "ok"
+
+    @pytest.mark.parametrize(("version", "verdict"), [((3, 10), "problem"), ((3, 11), "ok"), ((3, 14), "problem")])
+    def test_of_python_only_some(self, version, verdict, monkeypatch):
+        monkeypatch.setattr(doctor.sys, "version_info", (*version, 0))
+        assert doctor._python().verdict == verdict
+
+
+class TestMachine:
+    def test_gpus_with_memory_and_who_computes_on_them(self, path):
+        path("nvidia-smi", "print('0, NVIDIA X, 10 MiB, 80 GiB' if 'query-gpu' in sys.argv[1] else '77, 5 GiB')")
+        first, busy = doctor._gpus()
+        assert (first.about, first.says) == ("GPU 0", "NVIDIA X, 10 MiB of 80 GiB used")
+        assert (busy.verdict, busy.says) == ("note", "computing: process 77 (5 GiB)")
+
+    @pytest.mark.parametrize("program", ["sys.exit(9)", "print('')"])
+    def test_a_driver_that_says_nothing_is_no_gpu(self, path, program):
+        path("nvidia-smi", program)
+        assert [finding.says for finding in doctor._gpus()] == ["none: runs take the CPU and gloo"]
+
+    @pytest.mark.parametrize(("free", "verdict"), [(2**28, "problem"), (2**31, "note"), (2**40, "ok")])
+    def test_room_on_the_disk(self, project, monkeypatch, free, verdict):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: Usage(2**41, 0, free))
+        monkeypatch.setattr(doctor, "_write_speed", lambda folder: (2**28, 1.0))
+        assert doctor._disk(project).verdict == verdict
+
+    def test_a_disk_that_is_slow_to_keep_a_record_is_noted(self, project, monkeypatch):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: Usage(2**41, 0, 2**40))
+        monkeypatch.setattr(doctor, "_write_speed", lambda folder: (2**28, 250.0))
+        found = doctor._disk(project)
+        assert (found.verdict, found.says) == ("note", "1.0 TiB free, 256 MiB/s written, 250.0 ms for a record")
+
+    def test_a_folder_that_cannot_be_written_is_a_problem(self, project, monkeypatch):
+        def refuse(folder):
+            raise PermissionError(13, "Permission denied", str(folder))
+
+        monkeypatch.setattr(doctor, "_write_speed", refuse)
+        found = doctor._disk(project)
+        assert (found.verdict, found.says) == ("problem", "experiments cannot be written: Permission denied")
+
+    def test_speed_is_measured(self, project):
+        speed, flush_ms = doctor._write_speed(project)
+        assert speed > 2**20
+        assert 0 < flush_ms < 5000
+
+    @pytest.mark.parametrize(("files", "processes", "verdict"), [
+        (100, 10**5, "problem"), (512, 10**5, "note"), (4096, 100, "note"), (4096, resource.RLIM_INFINITY, "ok")])
+    def test_limits(self, monkeypatch, files, processes, verdict):
+        limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_NPROC: processes}
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], 10**6))
+        assert doctor._limits().verdict == verdict
+
+    @pytest.mark.parametrize(("free", "verdict"), [(2**26, "note"), (2**30, "ok")])
+    def test_shared_memory(self, monkeypatch, free, verdict):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: Usage(2**30, 0, free))
+        assert doctor._shared_memory().verdict == verdict
+
+    def test_a_busy_machine_is_noted(self, monkeypatch):
+        monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0, 0))
+        assert doctor._processors().verdict == "note"
+        monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0, 0))
+        assert doctor._processors().verdict == "ok"
+
+    def test_little_memory_is_noted(self, monkeypatch):
+        Memory = namedtuple("Memory", "total available")
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(2**34, 2**30))
+        assert doctor._memory() == Finding("memory", "note", "1.0 GiB of 16.0 GiB free",
+                                           "a rank of the default ablation takes 0.5 GiB; run fewer at a time")
+
+    def test_browsers_and_schedulers_are_found_by_their_commands(self, path):
+        assert doctor._browser().verdict == "note"
+        assert doctor._schedulers().says == "this machine"
+        for name in ("chromium-browser", "sbatch"):
+            path(name, "")
+        assert doctor._browser() == Finding("browser", "ok", "chromium-browser")
+        assert doctor._schedulers().says == "this machine, Slurm"
+
+
+class TestProject:
+    def test_lost_and_unreadable_runs_are_noted(self, project):
+        parity = project / "experiments" / "parity"
+        make_run(parity, "a")
+        assert doctor._runs(project) == Finding("runs", "ok", "1 under experiments")
+        lost = make_run(parity, "b", state="lost")
+        broken = make_run(parity, "c")
+        (broken.path / "config.json").write_text("{")
+        found = doctor._runs(project)
+        assert found.says == (f"3 under experiments; 1 lost: parity/{lost.path.name}; "
+                              f"1 unreadable: parity/{broken.path.name}")
+        assert (found.verdict, found.fix) == ("note", "running the ablation again does what is missing")
+
+    def test_a_place_that_is_no_project_is_noted(self, tmp_path):
+        assert doctor._project(tmp_path).says == f"{tmp_path}, without a folder data and experiments"

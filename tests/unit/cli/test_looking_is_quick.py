@@ -1,0 +1,58 @@
+"""Whoever only looks waits for nothing: neither torch nor pandas nor matplotlib is loaded for it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import workbench
+from tests.helpers.hand_made import make_run
+
+HEAVY = ("torch", "torchx", "pandas", "matplotlib", "transformers", "numpy", "IPython", "wandb", "trackio", "mlflow",
+         "tensorboard")
+BOUND_S = 1.0  # of a core: 0.35 s on a quiet machine, where loading torch alone takes 2 s
+
+LOOKING = (["ls"], ["ls", "--json"], ["status", "parity"], ["status", "cp2"], ["logs", "cp2"], ["--help"],
+           *([verb, "--help"] for verb in ("ls", "status", "logs", "cancel", "export", "doctor")))
+
+PROGRAM = """
+import sys
+from workbench.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    pass
+print("loaded:", *sorted(set({heavy!r}).intersection(sys.modules)))
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "data").mkdir()
+    for number in range(20):
+        make_run(folder / "experiments" / "parity", f"run{number}", at_s=number, seed=number, logs={0: "line\n" * 100})
+    make_run(folder / "experiments" / "parity", "cp2", at_s=99, layout={"cp": 2}, logs={0: "x\n"})
+    return folder
+
+
+@pytest.mark.parametrize("arguments", LOOKING, ids=" ".join)
+def test_looking_loads_nothing_heavy_and_answers_at_once(project, arguments):
+    command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(Path(workbench.__file__).parents[1])}
+    before = _seconds_of_children()
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded:"
+    assert _seconds_of_children() - before < BOUND_S
+
+
+def _seconds_of_children():
+    """Of a core, whatever else this machine does."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

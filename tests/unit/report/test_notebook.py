@@ -1,0 +1,46 @@
+"""The notebook beside the page: executed, whole, about this comparison, and quiet about the machine."""
+
+import re
+from dataclasses import replace
+
+import nbformat
+import pytest
+
+from tests.helpers.comparisons import layout_parity
+from workbench.errors import RecordError
+from workbench.report import notebook as module
+from workbench.report.notebook import write_notebook
+
+
+def test_every_cell_was_executed_and_shows_this_comparison(tmp_path, capfd):
+    hostile = replace(layout_parity(), question="<script>alert(1)</script> the same?")
+    hostile.save(tmp_path / "comparison.json")
+    path = write_notebook(tmp_path / "comparison.json")
+    assert path == tmp_path / "report.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    kinds = {cell.source: {kind for output in cell.outputs for kind in output.get("data", {})} for cell in cells}
+    assert "image/svg+xml" in kinds["wb.figures.verdicts(comparison)"]
+    assert "text/html" in kinds["wb.show(comparison)"]
+    shown = next(cell for cell in cells if cell.source == "wb.show(comparison)")
+    assert "fault_missing_cp_factor" in shown.outputs[0].data["text/html"]
+    drawn = [output.data.get(kind, "") for cell in cells for output in cell.outputs
+             for kind in ("text/html", "image/svg+xml")]
+    assert "<script" not in "".join([*drawn, notebook.cells[0].source])
+    assert "&lt;script&gt;" in notebook.cells[0].source
+    assert not re.search(r"(?<![\w.])/(?:home|root|tmp|work)/", path.read_text())
+    assert capfd.readouterr().err == ""
+
+
+def test_a_cell_that_fails_leaves_no_notebook(tmp_path, monkeypatch):
+    layout_parity().save(tmp_path / "comparison.json")
+    monkeypatch.setattr(module, "_cells", lambda comparison, file: iter([("code", "1 / 0")]))
+    with pytest.raises(RecordError, match="ZeroDivisionError"):
+        write_notebook(tmp_path / "comparison.json")
+    assert not (tmp_path / "report.ipynb").exists()
+
+
+def test_without_a_comparison_there_is_none(tmp_path):
+    with pytest.raises(RecordError, match=r"comparison\.json"):
+        write_notebook(tmp_path / "comparison.json")

@@ -1,0 +1,354 @@
+"""`workbench doctor`: what is here, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tyro
+
+from workbench.cli.terminal import safe, say, size
+from workbench.errors import WorkbenchError
+from workbench.launch.rendezvous import meet
+from workbench.report.exporters import TRACKERS
+from workbench.runs.lookup import experiments, runs_of
+from workbench.runs.store import project_root, to_json
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+
+NEEDED = ("transformers", "torchx", "safetensors", "pydantic", "tyro", "pandas", "pyarrow", "psutil", "matplotlib",
+          "jupyterlab", "ipywidgets", "nbclient", "nbformat")
+"""Packages that the workbench does not work without, besides torch."""
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+_GIB, _MIB = 2**30, 2**20
+_DISK_NOTE, _DISK_PROBLEM = 5 * _GIB, _GIB // 2
+_MEMORY_NOTE = 4 * _GIB
+_SHARED_NOTE = 128 * _MIB
+_FILES_NOTE, _FILES_PROBLEM = 1024, 256
+_PROCESSES_NOTE = 512
+_WRITTEN = 16 * _MIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        about: what, in a word or two.
+        verdict: "ok", "note" or "problem": runs fail, or records are lost.
+        says: what was found.
+        fix: what to do, "" if nothing.
+    """
+
+    about: str
+    verdict: str
+    says: str
+    fix: str = ""
+
+
+def examine(project: Path | None = None) -> list[Finding]:
+    """Look at this machine and this project; takes some seconds, because two ranks meet.
+
+    Nothing that it says names a host or a user, so that it can be shown to others.
+
+    Args:
+        project: the folder that holds ``experiments``; None takes `project_root`.
+    """
+    return list(_findings(project or project_root()))
+
+
+def _findings(project: Path) -> Iterator[Finding]:
+    checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
+        _python, _packages, _torch_and_rendezvous, _triton, _processors, _memory, _gpus,
+        lambda: _project(project), lambda: _disk(project), _shared_memory, _limits, _browser, _widgets, _schedulers,
+        _extras, lambda: _runs(project))
+    for check in checks:
+        try:
+            found = check()
+            yield from [found] if isinstance(found, Finding) else found
+        except Exception as error:  # whatever is wrong with this machine, the rest of it is still looked at
+            yield Finding(getattr(check, "__name__", "check").strip("_<>"), PROBLEM,
+                          f"could not be looked at: {type(error).__name__}: {error}")
+
+
+# ---- software ------------------------------------------------------------------------------------------
+
+
+def _python() -> Finding:
+    version, kept = platform.python_version(), sys.version_info[:2]
+    if not (3, 11) <= kept <= (3, 13):
+        return Finding("python", PROBLEM, version, "use Python 3.11, 3.12 or 3.13: make PYTHON=python3.12")
+    return Finding("python", OK, version)
+
+
+def _packages() -> Finding:
+    versions = {name: _version(name) for name in NEEDED}
+    missing = [name for name, version in versions.items() if not version]
+    says = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    if missing:
+        return Finding("packages", PROBLEM, says, "install the project: pip install -e .")
+    return Finding("packages", OK, says)
+
+
+def _torch_and_rendezvous() -> Iterator[Finding]:
+    if not _version("torch"):
+        yield Finding("torch", PROBLEM, "missing", "install the project: pip install -e .")
+        return
+    try:
+        facts = meet()
+    except WorkbenchError as error:
+        yield Finding("torch", NOTE, f"{_version('torch')}; not asked further, as its ranks did not meet")
+        yield Finding("rendezvous", PROBLEM, error.parts["found"], error.parts["fix"])
+        return
+    build = [f"CUDA {facts['cuda']}" if facts["cuda"] else "for CPU only",
+             f"NCCL {facts['nccl']}" if facts["nccl"] else "no NCCL", "gloo" if facts["gloo"] else "no gloo"]
+    yield Finding("torch", OK if facts["gloo"] else PROBLEM, f"{facts['torch']} ({', '.join(build)})",
+                  "" if facts["gloo"] else "install a build of torch with gloo: CPU ranks cannot talk without it")
+    yield Finding("rendezvous", OK, f"2 ranks met through gloo in {facts['met_s'] * 1e3:.0f} ms, after "
+                                    f"{facts['loaded_s']:.1f} s of loading torch")
+    yield from _gpus_of_torch(facts)
+
+
+def _gpus_of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
+    present = len(_smi("name"))
+    if facts["gpus"]:
+        yield Finding("CUDA", OK, ", ".join(facts["gpus"]))
+        if not facts["nccl"] and len(facts["gpus"]) > 1:
+            yield Finding("NCCL", PROBLEM, "missing, and there are several GPUs", "install a build of torch with NCCL")
+    elif present:
+        why = "this torch is built for CPU" if not facts["cuda"] else "torch sees none; the driver may be too old"
+        yield Finding("CUDA", PROBLEM if facts["cuda"] else NOTE, f"{present} GPUs, and {why}",
+                      "install a torch that fits the driver: make TORCH_INDEX=<address of CUDA builds>")
+
+
+def _triton() -> Finding:
+    version = _version("triton")
+    return Finding("triton", OK if version else NOTE, version or "not installed",
+                   "" if version else "only GPU kernels need it")
+
+
+def _browser() -> Finding:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found:
+        return Finding("browser", OK, Path(found).name)
+    return Finding("browser", NOTE, "no Chromium: its tests are skipped", "apt-get install chromium")
+
+
+def _widgets() -> Finding:
+    manager = _version("jupyterlab_widgets")
+    if _version("jupyterlab") and _version("ipywidgets") and not manager:
+        return Finding("widgets", PROBLEM, "JupyterLab's part of ipywidgets is missing: panels stay blank",
+                       "pip install jupyterlab_widgets, in the environment that starts JupyterLab")
+    return Finding("widgets", OK, f"jupyterlab_widgets {manager}")
+
+
+def _schedulers() -> Finding:
+    found = [name for name, command in (("Slurm", "sbatch"), ("Kubernetes", "kubectl")) if shutil.which(command)]
+    return Finding("schedulers", OK, ", ".join(["this machine", *found]))
+
+
+def _extras() -> Finding:
+    packages = {name: tracker.package for name, tracker in TRACKERS.items()} | {"kubernetes": "kubernetes"}
+    here = {name: _version(f"{package}-skinny") or _version(package) for name, package in packages.items()}
+    missing = [name for name, version in here.items() if not version]
+    says = ", ".join(f"{name} {version}" if version else f"{name} not installed" for name, version in here.items())
+    fix = f"if you need them: pip install 'workbench[{','.join(missing)}]'" if missing else ""
+    return Finding("extras", OK, says, fix)
+
+
+def _version(package: str) -> str:
+    """Its version; "" if it cannot be imported."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    found = find_spec(package) if package.isidentifier() else None
+    return "of unknown version" if found is not None and found.origin else ""
+
+
+# ---- machine -------------------------------------------------------------------------------------------
+
+
+def _processors() -> Finding:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    says = f"{usable} cores of {os.cpu_count()} may be used, load {load:.1f}"
+    if load > 2 * usable:
+        return Finding("cores", NOTE, says, "the machine is busy: times in records say little")
+    return Finding("cores", OK, says)
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    says = f"{size(memory.available)} of {size(memory.total)} free"
+    if memory.available < _MEMORY_NOTE:
+        return Finding("memory", NOTE, says, "a rank of the default ablation takes 0.5 GiB; run fewer at a time")
+    return Finding("memory", OK, says)
+
+
+def _gpus() -> Iterator[Finding]:
+    gpus = _smi("index,name,memory.used,memory.total")
+    if not gpus:
+        yield Finding("GPUs", OK, "none: runs take the CPU and gloo")
+        return
+    for index, name, used, total in (row[:4] for row in gpus):
+        yield Finding(f"GPU {index}", OK, f"{name}, {used} of {total} used")
+    busy = _smi("pid,used_memory", what="compute-apps")
+    if busy:
+        says = ", ".join(f"process {row[0]} ({row[1]})" for row in busy)
+        yield Finding("on the GPUs", NOTE, f"computing: {says}", "runs share these GPUs with them")
+
+
+def _smi(query: str, what: str = "gpu") -> list[list[str]]:
+    """Rows that nvidia-smi gives; [] without a driver."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        done = subprocess.run(["nvidia-smi", f"--query-{what}={query}", "--format=csv,noheader"], capture_output=True,
+                              text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def _disk(project: Path) -> Finding:
+    folder = project / "experiments"
+    folder = folder if folder.is_dir() else project
+    free = shutil.disk_usage(folder).free
+    try:
+        speed, flush_ms = _write_speed(folder)
+    except OSError as error:
+        return Finding("disk", PROBLEM, f"{folder.name} cannot be written: {error.strerror}",
+                       "make the folder writable, or work in a clone that is yours")
+    says = f"{size(free)} free, {speed / _MIB:.0f} MiB/s written, {flush_ms:.1f} ms for a record"
+    if free < _DISK_PROBLEM:
+        return Finding("disk", PROBLEM, says, "make room: a run that cannot write its record fails")
+    if free < _DISK_NOTE:
+        return Finding("disk", NOTE, says, "the default ablation takes some 200 MiB; remove old runs/")
+    if flush_ms > 100:
+        return Finding("disk", NOTE, says, "each step waits for its record; keep experiments on a local disk")
+    return Finding("disk", OK, says)
+
+
+def _write_speed(folder: Path) -> tuple[float, float]:
+    """Bytes a second of one large file that is flushed, and the milliseconds that a small one takes."""
+    with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:
+        began = time.perf_counter()
+        file.write(os.urandom(_MIB) * (_WRITTEN // _MIB))
+        file.flush()
+        os.fsync(file.fileno())
+        speed = _WRITTEN / (time.perf_counter() - began)
+        times = []
+        for _ in range(5):
+            began = time.perf_counter()
+            file.write(b"x" * 2048)
+            file.flush()
+            os.fsync(file.fileno())
+            times.append(time.perf_counter() - began)
+    return speed, 1e3 * sorted(times)[2]
+
+
+def _shared_memory() -> Finding:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        return Finding("shared memory", OK, "not used on this system")
+    usage = shutil.disk_usage(shared)
+    says = f"{size(usage.free)} of {size(usage.total)} free"
+    if usage.free < _SHARED_NOTE:
+        return Finding("shared memory", NOTE, says, "NCCL needs some; give a container more: --shm-size=1g")
+    return Finding("shared memory", OK, says)
+
+
+def _limits() -> Finding:
+    import resource
+
+    files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    files, processes = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (files, processes))
+    says = ", ".join(f"{'any number of' if limit == math.inf else limit} {what}"
+                     for limit, what in ((files, "open files"), (processes, "processes")))
+    if files < _FILES_PROBLEM:
+        return Finding("limits", PROBLEM, says, "ulimit -n 4096: every rank opens a socket to each other")
+    if files < _FILES_NOTE:
+        return Finding("limits", NOTE, says, "ulimit -n 4096")
+    if processes < _PROCESSES_NOTE:
+        return Finding("limits", NOTE, says, "ulimit -u 4096: each rank brings threads of its own")
+    return Finding("limits", OK, says)
+
+
+# ---- project -------------------------------------------------------------------------------------------
+
+
+def _project(project: Path) -> Finding:
+    shown = str(project)
+    home = str(Path.home())
+    if home != "/" and (shown == home or shown.startswith(f"{home}/")):
+        shown = f"~{shown[len(home):]}"
+    missing = [name for name in ("data", "experiments") if not (project / name).is_dir()]
+    if missing:
+        return Finding("project", NOTE, f"{shown}, without a folder {' and '.join(missing)}",
+                       "change to a clone of the project, or run files by their path")
+    return Finding("project", OK, shown)
+
+
+def _runs(project: Path) -> Finding:
+    found = [run for folder in experiments(project) for run in runs_of(folder, every=True)]
+    broken = [f"{run.experiment_dir.name}/{run.path.name}" for run in found if run.run is None]
+    lost = [f"{run.experiment_dir.name}/{run.path.name}" for run in found if run.run and run.run.status == "lost"]
+    says = f"{len(found)} under experiments"
+    if lost:
+        says += f"; {len(lost)} lost: {_some(lost)}"
+    if broken:
+        says += f"; {len(broken)} unreadable: {_some(broken)}"
+    fix = "running the ablation again does what is missing" if lost else ""
+    return Finding("runs", NOTE if lost or broken else OK, says, fix)
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# ---- the verb ------------------------------------------------------------------------------------------
+
+
+def lines_of(finding: Finding) -> list[str]:
+    """A finding as lines of text."""
+    first = f"{finding.verdict:<8} {finding.about:<14} {safe(finding.says)}"
+    return [first, f"{'':<24}do: {safe(finding.fix)}"] if finding.fix else [first]
+
+
+def _doctor(*, json: bool = False) -> int:
+    """What is here, what is missing, and what to do about it.
+
+    Exit code 1 if there is a problem.
+
+    Args:
+        json: Print a JSON list.
+    """
+    found = []
+    for finding in _findings(project_root()):
+        found.append(finding)
+        if not json:
+            say(lines_of(finding))
+            sys.stdout.flush()
+    if json:
+        print(to_json([asdict(finding) for finding in found]).decode(), end="")
+    return 1 if any(finding.verdict == PROBLEM for finding in found) else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do `workbench doctor`."""
+    return tyro.cli(_doctor, args=list(arguments), prog="workbench doctor", config=(tyro.conf.FlagCreatePairsOff,))

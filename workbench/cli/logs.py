@@ -1,0 +1,191 @@
+"""`workbench logs`: what the ranks of a run print, also while it runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from workbench.cli.terminal import safe, say
+from workbench.errors import RecordError
+from workbench.runs.lookup import look_up, spelled
+from workbench.runs.store import ENDED, RunDirectory
+
+_BLOCK = 64 * 1024
+_POLL_S = 0.2
+
+
+def tail_lines(run: RunDirectory, *, ranks: Sequence[int] | None = None, lines: int = -1) -> list[tuple[int, str]]:
+    """(rank, line) of what ranks have printed so far, rank after rank.
+
+    Args:
+        run: whose.
+        ranks: which; None for all that have a log.
+        lines: how many of each rank's last lines; -1 for all of them.
+
+    Raises:
+        RecordError: a rank that has no log, though the run has ended.
+    """
+    logs = _Logs(run, ranks)
+    logs.open_new(lines)
+    logs.refuse_missing()
+    return [*logs.read(), *logs.rest()]
+
+
+def follow_lines(run: RunDirectory, *, ranks: Sequence[int] | None = None,
+                 lines: int = -1) -> Iterator[tuple[int, str]]:
+    """(rank, line) as ranks print, until the run has ended; of what there is already, the last lines first.
+
+    Args:
+        run: whose.
+        ranks: which; None for all.
+        lines: how many of each rank's last lines to begin with; -1 for all of them.
+    """
+    logs = _Logs(run, ranks)
+    logs.open_new(lines)
+    while True:
+        ended = run.status in ENDED  # asked first: what was printed before the end is then surely read
+        yield from logs.read()
+        if ended:
+            yield from logs.rest()
+            logs.refuse_missing()
+            return
+        time.sleep(_POLL_S)
+        logs.open_new(-1)
+
+
+class _Logs:
+    """The logs of some ranks, each read from where the last look stopped."""
+
+    def __init__(self, run: RunDirectory, ranks: Sequence[int] | None) -> None:
+        self.run, self.ranks = run, ranks
+        self.offset: dict[int, int] = {}
+        self.unfinished: dict[int, bytes] = {}
+
+    def open_new(self, lines: int) -> None:
+        """Begin with logs that are there and were not before, so many lines from their ends."""
+        for rank in self.ranks if self.ranks is not None else _ranks_with_logs(self.run):
+            path = self.run.log_path(rank)
+            if rank not in self.offset and path.is_file():
+                self.offset[rank], self.unfinished[rank] = _begin(path, lines), b""
+
+    def read(self) -> Iterator[tuple[int, str]]:
+        """Whole lines that are new."""
+        for rank in sorted(self.offset):
+            path = self.run.log_path(rank)
+            if not path.is_file():
+                continue
+            if path.stat().st_size < self.offset[rank]:  # begun anew
+                self.offset[rank], self.unfinished[rank] = 0, b""
+            with path.open("rb") as file:
+                file.seek(self.offset[rank])
+                while block := file.read(_BLOCK):
+                    self.offset[rank] += len(block)
+                    *whole, self.unfinished[rank] = (self.unfinished[rank] + block).split(b"\n")
+                    yield from ((rank, _text(line)) for line in whole)
+
+    def rest(self) -> Iterator[tuple[int, str]]:
+        """Last lines that nobody finished."""
+        for rank, line in sorted(self.unfinished.items()):
+            if line:
+                yield rank, _text(line)
+        self.unfinished = dict.fromkeys(self.unfinished, b"")
+
+    def refuse_missing(self) -> None:
+        """Refuse ranks that were asked for and have no log."""
+        missing = [rank for rank in self.ranks or () if rank not in self.offset]
+        if missing:
+            there = ", ".join(map(str, _ranks_with_logs(self.run))) or "none"
+            raise RecordError(f"read the log of rank {missing[0]} of {self.run.path.name}",
+                              found=f"ranks with a log: {there}; the run is {self.run.status}",
+                              rule="a rank has a log once it has begun",
+                              fix=f"`workbench status {spelled(self.run.path)}` says how each rank does")
+
+
+def _ranks_with_logs(run: RunDirectory) -> list[int]:
+    names = (path.stem.removeprefix("rank") for path in (run.path / "ranks").glob("rank*.log"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _begin(path: Path, lines: int) -> int:
+    """Where the last so many lines of a file begin."""
+    if lines < 0:
+        return 0
+    end = place = path.stat().st_size
+    wanted = lines
+    with path.open("rb") as file:
+        if end:
+            file.seek(end - 1)
+            wanted += file.read(1) == b"\n"  # the break that ends the last line begins no other
+        while place:
+            size = min(_BLOCK, place)
+            file.seek(place - size)
+            block = file.read(size)
+            while (found := block.rfind(b"\n")) >= 0 and wanted > 0:
+                wanted -= 1
+                if not wanted:
+                    return place - size + found + 1
+                block = block[:found]
+            place -= size
+    return 0 if lines else end
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf8", errors="backslashreplace")
+
+
+def _shown(rank: int, line: str, *, prefix: bool, escape: bool) -> str:
+    shown = safe(line.removesuffix("\r")) if escape else line
+    return f"[rank {rank}] {shown}" if prefix else shown
+
+
+def _logs(run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], *,
+          follow: Annotated[bool, tyro.conf.arg(aliases=["-f"])] = False, rank: str = "all", lines: int = 50) -> int:
+    """What the ranks of a run print.
+
+    On a terminal control characters are written out, because a terminal would obey them; anywhere else lines come as
+    they are.
+
+    Args:
+        run: Its folder, or the beginning of its name.
+        follow: Go on until the run has ended. Ctrl-C detaches, and the run goes on.
+        rank: The number of a rank, or all.
+        lines: How many of each rank's last lines to begin with; -1 for all.
+    """
+    if rank != "all" and not rank.isdecimal():
+        raise RecordError(f"read the log of rank {rank!r}", found=rank, rule="the number of a rank, or all",
+                          fix="say --rank 0")
+    target = look_up(run)
+    if len(target.runs) > 1:
+        names = ", ".join(found.name for found in target.runs if found.name.isprintable())
+        raise RecordError(f"read the logs of {safe(run)}", found="an experiment of several runs",
+                          rule="logs are those of one run", fix=f"name one of its runs: {names}")
+    [directory] = target.opened()
+    ranks = None if rank == "all" else [int(rank)]
+    world_size = int(directory.state.get("world_size", directory.spec.layout.world_size))
+    prefix, escape = ranks is None and world_size > 1, sys.stdout.isatty()
+    if not follow:
+        printed = tail_lines(directory, ranks=ranks, lines=lines)
+        say(_shown(number, line, prefix=prefix, escape=escape) for number, line in printed)
+        if not printed and not _ranks_with_logs(directory):
+            print(f"no rank of {directory.path.name} has begun; it is {directory.status}", file=sys.stderr)
+        return 0
+    try:
+        for number, line in follow_lines(directory, ranks=ranks, lines=lines):
+            say([_shown(number, line, prefix=prefix, escape=escape)])
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        stop = f"workbench cancel {safe(spelled(directory.path))}"
+        print(f"\ndetached; the run goes on; `{stop}` stops it", file=sys.stderr)
+        return 130
+    print(f"{directory.path.name} has ended: {directory.status}", file=sys.stderr)
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do `workbench logs`."""
+    return tyro.cli(_logs, args=list(arguments), prog="workbench logs", config=(tyro.conf.FlagCreatePairsOff,))

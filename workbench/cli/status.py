@@ -1,0 +1,354 @@
+"""`workbench status`: all that is known of a run, or how an experiment stands."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import tyro
+
+from workbench.cli.ls import lines_of, listing, seconds
+from workbench.cli.terminal import safe, safe_lines, say, size, table, when, width
+from workbench.errors import RecordError, WorkbenchError
+from workbench.launch.ablation import load_ablation
+from workbench.launch.waits import find_waits
+from workbench.report.numbers import significant
+from workbench.report.trial import GRADIENT_NORM, LOSS, duration
+from workbench.runs.lookup import Found, Target, look_up, runs_of, spelled, steps_recorded
+from workbench.runs.spec import flatten
+from workbench.runs.store import ENDED, STATES, RunDirectory, failure_in_short, from_json, to_json
+from workbench.sharding import flight
+
+_TAIL_BYTES = 16 * 1024
+_PATIENCE_S = 5.0
+_CLUSTERS = ("slurm", "kubernetes")
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """How one rank does.
+
+    Attributes:
+        rank: its number.
+        log_bytes: size of its log; None if there is none.
+        last_line: the last line of its log that is not empty.
+        ended: how it ended: "well", one of `workbench.runs.store.CAUSES`, or "" if it has not said.
+        inside: the collective that it entered and has not left, "" if none is known.
+    """
+
+    rank: int
+    log_bytes: int | None
+    last_line: str
+    ended: str
+    inside: str
+
+
+@dataclass(frozen=True)
+class WaitStatus:
+    """A rank that others wait for.
+
+    Attributes:
+        rank: who is waited for.
+        words: where, by whom, for how long, and what it did instead.
+        stack: its Python stack, if whoever watches the run took it; "" otherwise.
+    """
+
+    rank: int
+    words: str
+    stack: str
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """All that is known of a run.
+
+    Attributes:
+        experiment: name of the folder that holds its ``runs``.
+        name: of the configuration.
+        folder: name of the run's own folder.
+        state: one of `workbench.runs.store.STATES`.
+        cancel_requested: somebody asked for its end.
+        created_ns: when it was asked for.
+        started_ns: when its first rank spoke; None before.
+        ended_ns: when it ended; None before.
+        seconds: it took, or has been at it.
+        steps_done: optimizer steps recorded.
+        steps: optimizer steps in all.
+        world_size: its ranks.
+        device: where it computes.
+        device_note: why there, "" if as asked.
+        backend: how its ranks came to life.
+        handle: the scheduler's name of the job, "" if none.
+        compared_with: name of the run whose settings are the usual ones here; "" if it is this one.
+        settings: setting -> its value there and here, where they differ.
+        step_ms: median time of a step, without the first, which warms up; None if there is no other.
+        last: the last step's record; {} if there is none.
+        ranks: how each rank does.
+        waiting: who is waited for; only while it runs.
+        failure: the root cause, as `RunDirectory.failure` gives it.
+        problem: what of the record cannot be read, "" if all can.
+
+    Units: ``_ns`` counts nanoseconds since 1970.
+    """
+
+    experiment: str
+    name: str
+    folder: str
+    state: str
+    cancel_requested: bool
+    created_ns: int
+    started_ns: int | None
+    ended_ns: int | None
+    seconds: float | None
+    steps_done: int
+    steps: int
+    world_size: int
+    device: str
+    device_note: str
+    backend: str
+    handle: str
+    compared_with: str
+    settings: dict[str, list[Any]]
+    step_ms: float | None
+    last: dict[str, Any]
+    ranks: list[RankStatus]
+    waiting: list[WaitStatus]
+    failure: dict[str, Any] | None
+    problem: str
+
+
+def describe(asked: str | Path, *, project: Path | None = None) -> list[RunStatus]:
+    """All that is known of a run, or of every run of an experiment, oldest first.
+
+    Args:
+        asked: see `workbench.runs.lookup.look_up`.
+        project: the folder that holds ``experiments``; None takes `project_root`.
+
+    Raises:
+        RecordError: nothing of that name, or runs that cannot be opened.
+    """
+    target = look_up(asked, project)
+    return [_describe(run, found.experiment_dir)
+            for found, run in zip(target.runs, target.opened(), strict=True)]
+
+
+def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
+    status, state = run.status, run.state  # before the records: what came before an end is then surely seen
+    problem, steps = "", []
+    try:
+        steps = run.steps()
+    except RecordError as error:
+        problem = error.parts["found"]
+    try:
+        failure, exits = run.failure(), run.exits()
+    except (WorkbenchError, KeyError) as error:
+        failure, exits, problem = None, {}, f"how its ranks ended: {error}"
+    usual = _usual(run, experiment_dir)
+    world_size = int(state.get("world_size", run.spec.layout.world_size))
+    times = [record["time/step_ms"] for record in steps[1:] if "time/step_ms" in record]
+    return RunStatus(
+        experiment=experiment_dir.name, name=run.name, folder=run.path.name, state=status,
+        cancel_requested=run.cancel_requested, created_ns=int(state.get("created_ns", 0)),
+        started_ns=state.get("started_ns"), ended_ns=state.get("ended_ns"), seconds=seconds(state, status),
+        steps_done=len(steps) if not problem else steps_recorded(run), steps=run.spec.steps, world_size=world_size,
+        device=str(state.get("device", "")), device_note=str(state.get("device_note", "")),
+        backend=str(state.get("backend", "")), handle=str(state.get("handle", "")),
+        compared_with=usual.name if usual else "", settings=settings_that_differ(usual, run) if usual else {},
+        step_ms=median(times) if times else None, last=steps[-1] if steps else {},
+        ranks=_ranks(run, world_size, exits), waiting=[] if status in ENDED else _waiting(run, world_size, exits),
+        failure=failure, problem=problem)
+
+
+def settings_that_differ(usual: RunDirectory, run: RunDirectory) -> dict[str, list[Any]]:
+    """Setting -> its value in one run and in another, where they differ."""
+    theirs, ours = (flatten(each.spec.model_dump(mode="json")) for each in (usual, run))
+    return {key: [theirs.get(key), ours.get(key)] for key in sorted(theirs.keys() | ours.keys())
+            if theirs.get(key) != ours.get(key)}
+
+
+def _usual(run: RunDirectory, experiment_dir: Path) -> RunDirectory | None:
+    """The run that this one is held against, by the ablation's own word, or else the experiment's first."""
+    name: str | None = None
+    for file in (experiment_dir / "ablation.yaml", experiment_dir.with_suffix(".yaml")):
+        if file.is_file():
+            try:
+                name = {plan.name: plan.reference for plan in load_ablation(file).expand()}.get(run.name)
+            except WorkbenchError:
+                continue
+    if name == "":
+        return None
+    others = [found.run for found in runs_of(experiment_dir, every=True) if found.run]
+    if name is not None:
+        others = [other for other in others if other.name == name][-1:]
+    first = others[0] if others else None
+    return None if first is None or first.path == run.path else first
+
+
+def _ranks(run: RunDirectory, world_size: int, exits: dict[int | None, dict[str, Any]]) -> list[RankStatus]:
+    views = flight.read_all(run.path / "ranks")
+    numbers = sorted({*range(world_size), *(rank for rank in exits if rank is not None)})
+    found = []
+    for rank in numbers:
+        log, record = run.log_path(rank), exits.get(rank)
+        inside = views[rank].inside if rank in views else None
+        found.append(RankStatus(rank, log.stat().st_size if log.is_file() else None, _last_line(log),
+                                "" if record is None else "well" if record["ok"] else str(record.get("cause")),
+                                str(inside) if inside else ""))
+    return found
+
+
+def _last_line(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode("utf8", errors="backslashreplace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _waiting(run: RunDirectory, world_size: int, exits: dict[int | None, dict[str, Any]]) -> list[WaitStatus]:
+    """Who is waited for, for longer than among ranks that are well; with what the run's watchdog took down of them."""
+    views, now = flight.read_all(run.path / "ranks"), time.time_ns()
+    waits = find_waits(views, range(world_size), [rank for rank in exits if rank is not None])
+    stacks = _stacks(run)
+    return [WaitStatus(wait.rank, wait.in_words(now), stacks.get(wait.rank, ""))
+            for wait in waits if now - wait.entry.entered_ns > _PATIENCE_S * 1e9]
+
+
+def _stacks(run: RunDirectory) -> dict[int, str]:
+    try:
+        noted = from_json((run.path / "ranks" / "waiting.json").read_bytes())["waiting"]
+        return {int(each["rank"]): str(each.get("stack", "")) for each in noted}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+# ---- as text -------------------------------------------------------------------------------------------
+
+
+def lines_of_run(status: RunStatus) -> list[str]:
+    """One run as lines of text."""
+    return [f"{safe(status.experiment)}/{safe(status.folder)}", *_in_columns(_facts(status)),
+            *_ranks_in_words(status), *_stacks_in_words(status),
+            *_failure_in_words(status.failure)]
+
+
+def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
+    asked = ", its end was asked for" if status.cancel_requested and status.state not in ENDED else ""
+    took = f", {duration(round(status.seconds, 1))}" if status.seconds is not None else ""
+    yield "state", f"{status.state}{asked}, {status.steps_done} of {status.steps} steps{took}"
+    if status.state == "lost":
+        yield "", "nobody is left who could end it; running it again does what is missing"
+    moments = (("asked for", status.created_ns), ("began", status.started_ns), ("ended", status.ended_ns))
+    yield "when", ", ".join(f"{what} {when(moment)}" for what, moment in moments if moment)
+    device = f" on {status.device}" if status.device else ""
+    yield "where", "".join([f"{status.world_size} rank{'s' if status.world_size > 1 else ''}{device}",
+                            f", {status.backend}" if status.backend else "",
+                            f", {status.handle}" if status.backend in _CLUSTERS else "",
+                            f" ({status.device_note})" if status.device_note else ""])
+    if status.last:
+        loss, norm = (significant(status.last.get(key), 6) for key in (LOSS, GRADIENT_NORM))
+        yield f"step {status.last.get('step', '?')}", f"loss {loss}, gradient norm {norm}"
+    if status.step_ms is not None:
+        yield "step time", f"{status.step_ms:.1f} ms (median without the first)"
+    if status.compared_with:
+        changes = [f"{key}: {theirs} -> {ours}" for key, (theirs, ours) in status.settings.items()]
+        yield "settings", f"as {status.compared_with}" + (", but" if changes else "")
+        yield from (("", change) for change in changes)
+    yield from (("waiting", wait.words) for wait in status.waiting)
+    if status.problem:
+        yield "damaged", status.problem
+
+
+def _in_columns(facts: Iterator[tuple[str, str]]) -> list[str]:
+    return [f"  {line}" for line in table(list(facts))]
+
+
+def _ranks_in_words(status: RunStatus) -> list[str]:
+    rows = [[f"rank {rank.rank}", _how_it_does(rank),
+             "no log" if rank.log_bytes is None else f"log {size(rank.log_bytes)}", rank.last_line]
+            for rank in status.ranks]
+    return [f"  {line}" for line in table(rows)]
+
+
+def _how_it_does(rank: RankStatus) -> str:
+    if rank.ended:
+        return f"ended: {rank.ended}"
+    return f"in {rank.inside}" if rank.inside else ""
+
+
+def _stacks_in_words(status: RunStatus) -> list[str]:
+    return [line for wait in status.waiting if wait.stack
+            for line in ["", f"where rank {wait.rank} is:", *_indented(wait.stack)]]
+
+
+def _indented(text: str) -> list[str]:
+    return [f"  {line}" for line in safe_lines(text.rstrip("\n"))]
+
+
+def _failure_in_words(failure: dict[str, Any] | None) -> list[str]:
+    if failure is None:
+        return []
+    place = ", ".join(f"{axis}={number}" for axis, number in failure.get("coordinates", {}).items())
+    also = ", ".join("the agent" if rank is None else str(rank) for rank in failure.get("also_failed", []))
+    lines = ["", f"failed: {safe(failure_in_short(failure))}"]
+    lines += [line for line in (
+        f"  cause: {failure['cause']}" if failure.get("cause") else "",
+        f"  place: {place}" if place else "",
+        f"  in:    {safe(failure['waited_in'])}" if failure.get("waited_in") else "",
+        f"  after it: {also}" if also else "") if line]
+    for title, text in (("where it hung", failure.get("stack")), ("traceback", failure.get("traceback"))):
+        if text:
+            lines += ["", f"{title}:", *_indented(str(text))]
+    return lines
+
+
+def lines_of_experiment(target: Target, *, letters: int | None = None) -> list[str]:
+    """How an experiment stands, as lines of text: counts, its runs, and what to do about those that failed."""
+    listed = [listing(found) for found in target.runs]
+    count = Counter(run.state for run in listed)
+    tally = ", ".join(f"{count[state]} {state}" for state in (*STATES, "unreadable") if count[state])
+    lines = [f"{safe(target.runs[0].experiment_dir.name)}: {len(listed)} runs, {tally}", "",
+             *lines_of(listed, letters=letters)]
+    lines += [f"{safe(found.name)}: {safe(wait.words)}" for found in target.runs for wait in _waits_of(found)]
+    if broken := next((found for found, run in zip(target.runs, listed, strict=True) if run.state == "failed"), None):
+        lines += ["", f"`workbench status {safe(spelled(broken.path))}` shows a failure with its traceback"]
+    return lines
+
+
+def _waits_of(found: Found) -> list[WaitStatus]:
+    if found.run is None or found.run.status in ENDED:
+        return []
+    world_size = int(found.state.get("world_size", found.run.spec.layout.world_size))
+    return _waiting(found.run, world_size, found.run.exits())
+
+
+def _status(run_or_experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_EXPERIMENT")], *,
+            json: bool = False) -> int:
+    """All that is known of a run, or how an experiment stands.
+
+    Args:
+        run_or_experiment: A folder, an experiment's name, or the beginning of a run's name.
+        json: Print a JSON list, of an experiment with all that is known of every run.
+    """
+    if json:
+        print(to_json([asdict(status) for status in describe(run_or_experiment)]).decode(), end="")
+        return 0
+    target = look_up(run_or_experiment)
+    if target.experiment is not None:
+        say(lines_of_experiment(target, letters=width()))
+    else:
+        [run] = target.opened()
+        say(lines_of_run(_describe(run, target.runs[0].experiment_dir)))
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do `workbench status`."""
+    return tyro.cli(_status, args=list(arguments), prog="workbench status", config=(tyro.conf.FlagCreatePairsOff,))

@@ -1,0 +1,87 @@
+"""What a terminal is given: tables, and text that cannot command it.
+
+Names, messages and logs come from disks and from other people. A terminal obeys control sequences in them: they can
+hide lines, rename the window, or answer as if somebody had typed. So whatever was read is printed through `safe`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+
+def safe(text: str) -> str:
+    r"""The text with everything that a terminal would obey written out; tabs stay.
+
+    Example:
+        >>> safe("done\x1b[2J"), safe("a\tb")
+        ('done\\x1b[2J', 'a\tb')
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter == "\t" else letter.encode("unicode_escape").decode()
+                   for letter in text)
+
+
+def safe_lines(text: str) -> list[str]:
+    """The lines of a text, each `safe`."""
+    return [safe(line) for line in text.split("\n")]
+
+
+def table(rows: Sequence[Sequence[str]], heads: Sequence[str] = (), *, width: int | None = None) -> list[str]:
+    """Rows as lines whose cells stand in columns; the last column is as long as it is.
+
+    Args:
+        rows: cells; they are made `safe`.
+        heads: of the columns; a column without any content is left out.
+        width: letters that a line may have, and the rest is cut off with an ellipsis; None cuts nothing.
+    """
+    clean = [[safe(cell).replace("\t", " ") for cell in row] for row in rows]
+    kept = [index for index in range(len(heads) or max(map(len, clean), default=0)) if any(row[index] for row in clean)]
+    lines = [[heads[index] for index in kept]] if heads else []
+    lines += [[row[index] for index in kept] for row in clean]
+    widths = [max((len(line[column]) for line in lines), default=0) for column in range(len(kept))]
+    padded = ("  ".join(f"{cell:<{size}}" for cell, size in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return [line if width is None or len(line) <= width else f"{line[:max(0, width - 1)]}…" for line in padded]
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print lines, whatever letters this terminal's encoding lacks."""
+    for line in lines:
+        try:
+            print(line)
+        except UnicodeEncodeError:
+            encoding = sys.stdout.encoding or "ascii"
+            print(line.encode(encoding, errors="backslashreplace").decode(encoding))
+
+
+def width() -> int | None:
+    """Letters in a line of the terminal; None if the output goes elsewhere, where nothing is cut."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def when(time_ns: int | None) -> str:
+    """A moment in this machine's time, to the second; "" if there was none.
+
+    Units: nanoseconds since 1970.
+    """
+    return "" if time_ns is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns / 1e9))
+
+
+def size(count: int) -> str:
+    """A number of bytes as a person says it.
+
+    Example:
+        >>> size(0), size(2047), size(5 * 2**30)
+        ('0 B', '2.0 KiB', '5.0 GiB')
+    """
+    if count < 1024:
+        return f"{count} B"
+    amount = float(count)
+    for unit in ("KiB", "MiB", "GiB"):
+        amount /= 1024
+        if amount < 1024:
+            return f"{amount:.1f} {unit}"
+    return f"{amount / 1024:.1f} TiB"

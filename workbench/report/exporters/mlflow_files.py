@@ -1,0 +1,110 @@
+"""MLflow's file store: folder/mlruns, one file a metric, in which nan and inf stay what they are.
+
+MLflow 3 keeps this store in maintenance mode, and reads it where MLFLOW_ALLOW_FILE_STORE says true; `mlflow
+migrate-filestore` makes a database of it. Its databases need packages that mlflow-skinny does not bring, and have no
+room for an infinity.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from workbench.report.exporters.tracked import TrackedRun, as_text
+
+ID = "workbench.run"
+"""Tag by which a run is known."""
+
+_ENDS = {"succeeded": "FINISHED", "cancelled": "KILLED"}
+_ILLEGAL = re.compile(r"[^\w.\- :/]")
+_KEY_LETTERS, _TEXT_LETTERS = 250, 5000
+_METRICS_AT_ONCE, _PARAMS_AT_ONCE = 1000, 100
+
+
+class Mlflow:
+    """Runs in an experiment called project/experiment.
+
+    Args:
+        folder: gets ``mlruns``.
+        project: what experiments are filed under.
+    """
+
+    def __init__(self, folder: Path, project: str) -> None:
+        self.project = project
+        self.client = MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
+
+    def has(self, run: TrackedRun) -> bool:
+        """Whether the run is there, whole; what an interrupted export left of it is removed."""
+        experiment = self.client.get_experiment_by_name(self._experiment(run))
+        if experiment is None:
+            return False
+        found = self.client.search_runs([experiment.experiment_id], filter_string=f"tags.`{ID}` = '{run.id}'")
+        whole = [each for each in found if each.info.end_time]
+        for unfinished in (each for each in found if not each.info.end_time):
+            self.client.delete_run(unfinished.info.run_id)
+        return bool(whole)
+
+    def write(self, run: TrackedRun) -> list[str]:
+        """Write a run, and say what could not be taken as it is. The end time comes last, and says that it is whole."""
+        notes: list[str] = []
+        experiment = self.client.get_experiment_by_name(self._experiment(run))
+        number = experiment.experiment_id if experiment else self.client.create_experiment(self._experiment(run))
+        tags = {ID: run.id, "run.tags": " ".join(run.tags)} | {key: as_text(value) for key, value in run.facts.items()}
+        made = self.client.create_run(number, start_time=_ms(run.began_s), run_name=run.name,
+                                      tags={key: _cut(key, text, notes) for key, text in tags.items()})
+        names = _names({key for step in run.steps for key in step.values}, notes)
+        metrics = (Metric(names[key], float(value), _ms(step.time_s), step.number)
+                   for step in run.steps for key, value in step.values.items() if key in names)
+        params = (Param(key, _cut(key, as_text(value), notes)) for key, value in run.config.items())
+        for some in _chunks(metrics, _METRICS_AT_ONCE):
+            self.client.log_batch(made.info.run_id, metrics=some)
+        for some in _chunks(params, _PARAMS_AT_ONCE):
+            self.client.log_batch(made.info.run_id, params=some)
+        self.client.set_terminated(made.info.run_id, _ENDS.get(run.state, "FAILED"), _ms(run.ended_s))
+        return notes
+
+    def close(self) -> None:
+        """Nothing is left running."""
+
+    def _experiment(self, run: TrackedRun) -> str:
+        return f"{self.project}/{run.experiment}"
+
+
+def _names(keys: set[str], notes: list[str]) -> dict[str, str]:
+    """Metric -> what it is called there: a path of legal letters, which no other one lies under."""
+    folders = {str(parent) for key in keys for parent in Path(_legal(key)).parents}
+    names: dict[str, str] = {}
+    for key in sorted(keys, key=lambda key: (_legal(key) != key, key)):  # those that keep their names come first
+        name = _legal(key) + (".value" if _legal(key) in folders else "")
+        if not name or len(name) > _KEY_LETTERS or name in names.values():
+            notes.append(f"metric {key} has no name that MLflow takes: left out")
+            continue
+        if name != key:
+            notes.append(f"metric {key} is called {name} there")
+        names[key] = name
+    return names
+
+
+def _legal(key: str) -> str:
+    return "/".join(part for part in _ILLEGAL.sub("_", key).split("/") if part not in ("", ".", ".."))
+
+
+def _cut(key: str, text: str, notes: list[str]) -> str:
+    if len(text) > _TEXT_LETTERS:
+        notes.append(f"{key} is cut to {_TEXT_LETTERS} letters")
+    return text[:_TEXT_LETTERS]
+
+
+def _chunks(items: Iterable, size: int) -> Iterator[Sequence]:
+    left = iter(items)
+    while some := list(itertools.islice(left, size)):
+        yield some
+
+
+def _ms(time_s: float) -> int:
+    return round(time_s * 1000)

@@ -1,0 +1,100 @@
+"""TensorBoard's event files: folder/<project>/<experiment>/<run>, one file a run.
+
+Scalars are what every reader of event files understands, and have 32 bits: values are rounded to about seven digits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import tempfile
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from workbench.report.exporters.tracked import TrackedRun, as_text
+
+
+class TensorBoard:
+    """Event files, written without a host name in them.
+
+    Args:
+        folder: what `tensorboard --logdir` is given.
+        project: first folder below it.
+    """
+
+    def __init__(self, folder: Path, project: str) -> None:
+        self.folder, self.project = folder, project
+
+    def has(self, run: TrackedRun) -> bool:
+        """Whether the run's folder is there; it gets its name when it is whole."""
+        return self._place(run).exists()
+
+    def write(self, run: TrackedRun) -> list[str]:
+        """Write a run, and say what could not be taken as it is."""
+        rounded, beyond = False, set()
+        place = self._place(run)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".unfinished-{os.getpid()}-", dir=place.parent) as scratch:
+            whole = Path(scratch) / "run"
+            whole.mkdir()
+            with (whole / f"events.out.tfevents.{int(run.began_s)}.workbench").open("wb") as file:
+                events = RecordWriter(file)
+                for event in _head(run):
+                    events.write(event.SerializeToString())
+                for step in run.steps:
+                    summary = Summary()
+                    for key, value in step.values.items():
+                        kept = _as_32_bits(value)
+                        rounded |= kept != value and not math.isnan(value)
+                        beyond |= {key} if math.isinf(kept) and math.isfinite(value) else set()
+                        summary.value.add(tag=key, simple_value=kept)
+                    events.write(Event(wall_time=step.time_s, step=step.number, summary=summary).SerializeToString())
+                events.flush()
+            whole.rename(place)
+        notes = ["numbers are rounded to some seven digits: scalars have 32 bits there"] if rounded else []
+        return notes + [f"metric {key} is beyond 32 bits: infinite there" for key in sorted(beyond)]
+
+    def close(self) -> None:
+        """Nothing is left running."""
+
+    def _place(self, run: TrackedRun) -> Path:
+        return self.folder / self.project / run.experiment / run.id
+
+
+def _head(run: TrackedRun) -> list[Event]:
+    """Version, settings as hyperparameters, and all texts as a table."""
+    known = {key: value if isinstance(value, bool | int | float | str) else as_text(value)
+             for key, value in (run.config | run.facts).items()}
+    rows = [f"| {_cell(key)} | {_cell(as_text(value))} |" for key, value in known.items()]
+    text = "\n".join(["| | |", "|---|---|", *rows])
+    return [Event(wall_time=run.began_s, file_version="brain.Event:2"),
+            Event(wall_time=run.began_s, summary=hparams_pb(known, trial_id=run.id, start_time_secs=run.began_s)),
+            Event(wall_time=run.began_s, summary=_text("run", text))]
+
+
+def _text(tag: str, text: str) -> Summary:
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    tensor = TensorProto(dtype=DT_STRING, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
+                         string_val=[text.encode()])
+    return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)])
+
+
+def _cell(text: str) -> str:
+    r"""A text for a table in Markdown, in which nothing means anything."""
+    plain = " ".join(text.split())
+    return "".join(f"\\{letter}" if letter in r"\`*_{}[]<>()#+-.!|~&" else letter for letter in plain)
+
+
+def _as_32_bits(value: float) -> float:
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")

@@ -1,0 +1,94 @@
+"""The executed notebook beside the report: every table and figure of the page as a cell that can be run again.
+
+The page is for reading; the notebook is for asking the next question. Both are made from the same saved comparison.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import workbench
+from workbench.compare.comparison import Comparison
+from workbench.compare.seeds import seed_groups
+from workbench.errors import RecordError
+from workbench.runs.store import without_machine_paths, write_whole
+
+NAME = "report.ipynb"
+
+
+def write_notebook(comparison_path: Path, *, timeout_s: float = 300.0) -> Path:
+    """Make a notebook from a saved comparison, execute it, and keep it beside the comparison, outputs included.
+
+    Args:
+        comparison_path: ``comparison.json`` of an experiment.
+        timeout_s: of a cell.
+
+    Returns:
+        The notebook.
+
+    Raises:
+        RecordError: there is no comparison, or a cell failed; then no notebook is written.
+    """
+    import nbformat
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
+
+    comparison = Comparison.load(comparison_path)
+    notebook = nbformat.v4.new_notebook(metadata={
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}})
+    for number, (kind, source) in enumerate(_cells(comparison, comparison_path.name)):
+        make = nbformat.v4.new_markdown_cell if kind == "text" else nbformat.v4.new_code_cell
+        notebook.cells.append(make(source, id=f"report-{number:02d}"))
+    with _source_tree_first():
+        try:
+            # what a kernel writes to standard error is about itself; what a cell writes there is in its outputs
+            NotebookClient(notebook, timeout=timeout_s, kernel_name="python3", record_timing=False,
+                           resources={"metadata": {"path": str(comparison_path.parent)}}
+                           ).execute(stderr=subprocess.DEVNULL)
+        except CellExecutionError as error:
+            raise RecordError(f"execute the notebook of {comparison_path.parent.name}",
+                              found=without_machine_paths(str(error)), rule="every cell runs on the saved comparison",
+                              fix="run the experiment again if its comparison is of another version") from None
+    notebook.metadata.pop("language_info", None)
+    return write_whole(comparison_path.with_name(NAME), nbformat.writes(notebook).encode())
+
+
+def _cells(comparison: Comparison, file: str) -> Iterator[tuple[str, str]]:
+    yield "text", f"# {html.escape(comparison.question or comparison.experiment)}"
+    yield "code", f'import workbench as wb\n\ncomparison = wb.load_comparison("{file}")'
+    yield "code", "wb.show(comparison)"
+    yield "text", "## What differs between configurations"
+    yield "code", "comparison.settings_that_differ()"
+    yield "text", "## Verdicts"
+    yield "code", "comparison.table()"
+    yield "code", "wb.figures.verdicts(comparison)"
+    if seed_groups(comparison):
+        yield "text", "## Across seeds"
+        yield "code", "from workbench.report.seeds import seeds_by_step\n\nseeds_by_step(comparison)"
+    for title, figure in (("Gradient norm by step", "gradient_norm_by_step"),
+                          ("Per-parameter norm ratios", "norm_ratios"), ("Importance ratios", "importance_ratios"),
+                          ("Loss", "loss_by_step")):
+        yield "text", f"## {title}"
+        yield "code", f"wb.figures.{figure}(comparison)"
+    yield "text", "## Provenance"
+    yield "code", "comparison.provenance"
+
+
+@contextlib.contextmanager
+def _source_tree_first() -> Iterator[None]:
+    """Let the kernel import this source tree, and print tables that fit."""
+    before = os.environ.get("PYTHONPATH")
+    here = str(Path(workbench.__file__).resolve().parent.parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [before])])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
