@@ -14,9 +14,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference, flatten
+from workbench.compare.seeds import seed_groups
 from workbench.report import figures
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, moment, near_one, share, significant
+from workbench.report.seeds import seeds_by_step, seeds_table
 from workbench.report.show import show
 from workbench.report.style import VERDICT_STYLES, inline_svg
 from workbench.report.summary import (
@@ -49,6 +51,8 @@ CAPTIONS = {
     "loss_by_step":
         "The loss of the whole optimizer step. It can look right while gradients are wrong; no verdict rests "
         "on it alone.",
+    "seeds_by_step":
+        "The mean over seeds is the line, one standard deviation to each side the band.",
     "time_and_memory":
         "A mark for every step; the first one, which also warms up, is hollow. The bar is the median of the "
         "others.",
@@ -83,6 +87,7 @@ def page(comparison: Comparison) -> str:
     sections = [
         ("What differs between configurations", differences),
         ("Verdicts", verdicts),
+        *([("Across seeds", across_seeds)] if seed_groups(comparison) else []),
         ("Gradient norm by step", gradient_norm),
         ("Per-parameter norm ratios", norm_ratios),
         ("Importance ratios", importance_ratios),
@@ -151,6 +156,11 @@ def verdicts(comparison: Comparison) -> Markup:
                                  "bitwise equal", "flipped clips"], steps, numbers=(1, 2, 3, 4, 5, 7))]))
     return join([table(["configuration", "verdict", "against", "why", "where it ran"], rows, class_="prose"),
                  more if steps else None])
+
+
+def across_seeds(comparison: Comparison) -> Markup:
+    """Configurations of several seeds, by mean and spread."""
+    return join([seeds_table(comparison), _figure(comparison, seeds_by_step)])
 
 
 def gradient_norm(comparison: Comparison) -> Markup:

@@ -1,0 +1,223 @@
+"""The real JupyterLab in a real browser: a person runs the first notebook, watches, cancels, reloads, and finds again.
+
+One test, because each thing that it does is the next thing that a person does. Pictures of every station are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.jupyterlab import ROOT, jupyterlab
+
+pytestmark = pytest.mark.browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE_MS = 120_000  # on a busy machine; a quiet one needs a tenth
+TWO_TRIALS = """
+question: Is anybody watching?
+base: {precision: float64, steps: 5000}
+reference: patient
+configurations: {patient: {}, stopped: {seed: 1}}
+"""
+
+
+@pytest.fixture
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def notebook(browser, tmp_path):
+    """A copy of the first notebook, open in JupyterLab."""
+    served = tmp_path / "served"
+    served.mkdir()
+    shutil.copy(ROOT / "notebooks/01_quickstart.ipynb", served)
+    (served / "two_trials.yaml").write_text(TWO_TRIALS)
+    with jupyterlab(served, tmp_path / "private", WORKBENCH_FAST="1", HF_HUB_OFFLINE="1") as lab:
+        opened = Notebook(browser.new_page(viewport={"width": 1280, "height": 1000}), lab, tmp_path)
+        yield opened
+        opened.picture("the-end")  # also of a test that failed
+
+
+class Notebook:
+    """What a person does with a notebook on the page."""
+
+    def __init__(self, page, lab, pictures):
+        self.page, self.lab = page, lab
+        kept = os.environ.get("WORKBENCH_SCREENSHOTS")
+        self.folders = [pictures, *([Path(kept)] if kept else [])]
+        self.frames, self.number, self.dialogs = 0, 0, []
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("websocket", self._listen)
+        page.on("dialog", lambda dialog: (self.dialogs.append(dialog.message), dialog.accept()))
+
+    def _listen(self, socket):
+        if "/channels" in socket.url:
+            socket.on("framereceived", self._count)
+
+    def _count(self, _frame):
+        self.frames += 1
+
+    def open(self, *, reset=True):
+        """Open it, and wait until its kernel answers: before that, what is run is silently dropped."""
+        self.frames = 0
+        self.page.goto(self.lab.address("01_quickstart.ipynb", reset=reset))
+        self.page.locator("#jupyterlab-splash").wait_for(state="detached")
+        self.page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
+        for _ in range(PATIENCE_MS // 100):
+            if self.frames:
+                break
+            self.page.wait_for_timeout(100)
+        assert self.frames, "no word from the kernel"
+        self.until("Idle")
+
+    def until(self, word):
+        """Wait for what the kernel is."""
+        self.page.locator(".jp-StatusBar-Widget", has_text=f"| {word}").wait_for()
+
+    @property
+    def busy(self):
+        return self.page.locator(".jp-StatusBar-Widget", has_text="| Busy").count() == 1
+
+    def run_all(self):
+        self.page.get_by_role("menuitem", name="Run", exact=True).click()
+        self.page.locator(".lm-Menu-item[data-command='runmenu:run-all']").click()
+
+    def run_new_cell(self, code):
+        """Write a cell below the last one and run it; gives the cell."""
+        cells = self.page.locator(".jp-Notebook .jp-Cell")
+        count = cells.count()
+        self.page.locator(".jp-Notebook-footer").click()
+        cell = cells.nth(count)  # and not the last, which another one will be
+        cell.locator(".cm-content").click()
+        self.page.keyboard.insert_text(code)
+        self.page.keyboard.press("Control+Enter")
+        return cell
+
+    def save(self):
+        self.page.keyboard.press("Control+s")
+        self.page.locator(".jp-mod-dirty").first.wait_for(state="detached")
+
+    def picture(self, name, of=None):
+        """Keep what is to be seen, with a part of it in the middle."""
+        if of is not None:
+            of.scroll_into_view_if_needed()
+        self.number += 1
+        for folder in self.folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.page.screenshot(path=folder / f"{self.number}-{name}.png")
+
+    def errors(self):
+        """What cells raised."""
+        return self.page.locator("[data-mime-type='application/vnd.jupyter.error']").all_inner_texts()
+
+
+class Trials:
+    """A panel on the page, inside an output."""
+
+    def __init__(self, inside):
+        self.panel = inside.locator(".workbench-live.widget-vbox").last
+
+    def row(self, name):
+        return self.panel.locator(".trial[role=group]", has=self.panel.page.locator("b", has_text=name))
+
+    def wait_for(self, name, state):
+        self.row(name).locator(f".chip.{state}").wait_for()
+
+    def steps(self, name):
+        return int(self.row(name).get_by_role("progressbar").get_attribute("aria-valuenow"))
+
+    def button(self, name, words):
+        row = self.panel.locator(".workbench-row", has=self.panel.page.locator("b", has_text=name))
+        return row.get_by_role("button", name=words, exact=True)
+
+
+@pytest.mark.timeout(600)
+def test_a_person_runs_watches_cancels_reloads_and_finds_again(notebook):
+    page = notebook.page
+    notebook.open()
+    notebook.run_all()
+    page.get_by_text("two_ranks: 1 cancelled", exact=False).first.wait_for()
+    notebook.until("Idle")
+    assert notebook.errors() == []
+    first = Trials(page.locator(".jp-CodeCell", has=page.get_by_text("wb.attach(sweep)", exact=True)).first)
+    for name in ("one_rank", "cp2_zigzag", "fault"):
+        first.wait_for(name, "succeeded")
+    notebook.picture("run-all", first.panel)
+
+    # a widget of the notebook's own: the slider redraws the figure
+    slider = page.locator(".widget-slider").first
+    drawing = page.locator(".widget-interact .jp-RenderedSVG img").first
+    before = drawing.get_attribute("src")
+    slider.locator(".noUi-handle").focus()
+    slider.locator(".noUi-handle").press("ArrowRight")
+    page.locator(".widget-readout", has_text="0.32").wait_for()
+    page.wait_for_function("before => document.querySelector('.widget-interact .jp-RenderedSVG img').src !== before",
+                           arg=before)
+    notebook.picture("slider", slider)
+
+    # a panel that moves while another cell keeps the kernel busy
+    trials = Trials(notebook.run_new_cell(
+        'two = wb.launch_ablation("two_trials.yaml", where="processes")\nwb.attach(two)'))
+    trials.wait_for("patient", "running")
+    notebook.until("Idle")
+    notebook.run_new_cell("begun = len(two.runs[0].steps())\n"
+                          "while len(two.runs[0].steps()) < begun + 8:\n    time.sleep(0.1)")
+    notebook.until("Busy")
+    seen = set()
+    while notebook.busy:
+        now = trials.steps("patient")
+        if notebook.busy and now not in seen:  # still busy, so the panel moved meanwhile
+            seen.add(now)
+            if len(seen) == 3:
+                notebook.picture("live", trials.panel)
+        page.wait_for_timeout(100)
+    assert len(seen) > 3, f"steps seen while a cell ran: {sorted(seen)}"
+
+    # one of the two is cancelled by its button, which asks once more
+    trials.button("stopped", "Cancel").click()
+    again = trials.button("stopped", "Really? Again")
+    again.wait_for()
+    page.wait_for_timeout(300)
+    again.click()
+    trials.wait_for("stopped", "cancelled")
+    trials.wait_for("patient", "running")
+    notebook.picture("cancelled", trials.panel)
+    assert trials.button("stopped", "Cancel").is_disabled()
+
+    # the tab is reloaded: the panel on the page comes back, and a new one says the same
+    notebook.save()
+    at_reload = trials.steps("patient")
+    notebook.open(reset=False)
+    old = Trials(page.locator(".jp-CodeCell", has=page.get_by_text("two_trials.yaml", exact=False)).first)
+    old.wait_for("stopped", "cancelled")
+    found = Trials(notebook.run_new_cell('wb.attach("two_trials.yaml")'))
+    found.wait_for("stopped", "cancelled")
+    found.wait_for("patient", "running")
+    assert found.steps("patient") >= at_reload
+    notebook.picture("found-again", found.panel)
+    assert re.search(r"[▁-█]|\d", found.row("patient").inner_text())
+
+    # and it is not only looked at: all that goes on is ended from the new panel
+    found.panel.get_by_role("button", name="Cancel all", exact=True).click()
+    again = found.panel.get_by_role("button", name="Really? Again", exact=True)
+    again.wait_for()
+    page.wait_for_timeout(300)
+    again.click()
+    found.wait_for("patient", "cancelled")
+    notebook.picture("all-cancelled", found.panel)
+    assert notebook.errors() == []
+    assert notebook.dialogs == []

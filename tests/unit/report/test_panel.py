@@ -1,0 +1,479 @@
+"""The panel: built from disk, fed by one thread, cheap, quiet in the kernel, and gone when it is closed."""
+
+import gc
+import io
+import shutil
+import threading
+import time
+import weakref
+
+import pytest
+from ipywidgets.widgets import widget as registry
+
+from tests.helpers.trials import HOSTILE, Writer, make_run, make_sweep, rename, wait_for, write_steps
+from workbench.errors import RecordError
+from workbench.report import panel as module
+from workbench.report.panel import Panel, attach
+from workbench.runs.store import to_json, write_whole
+
+FAST_S = 0.02
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    return tmp_path / "exp"
+
+
+@pytest.fixture
+def attached():
+    """Attach quickly, and close in the end."""
+    panels = []
+
+    def attach_it(target, **how):
+        panels.append(attach(target, poll_s=how.pop("poll_s", FAST_S), **how))
+        return panels[-1]
+
+    yield attach_it
+    for each in panels:
+        each.close()
+
+
+def button(panel, name):
+    """The cancel button of a trial."""
+    [index] = [i for i, trial in enumerate(panel.trials) if trial.name == name]
+    return panel._cancels[index].button
+
+
+def confirm(which):
+    """Click, and click again as a person does."""
+    which.click()
+    time.sleep(module._DOUBLE_CLICK_S + 0.05)
+    which.click()
+
+
+# ---- what it is about -------------------------------------------------------------------------------------
+
+
+def test_an_experiment_is_what_was_launched_last_in_its_order(experiment, attached):
+    names = ["c", "a", "b"]
+    runs = {name: make_run(experiment, name) for name in sorted(names)}
+    make_run(experiment, "older")
+    record = {"identity": "0", "created_ns": 5, "latest": {name: runs[name].path.name for name in names}, "runs": {}}
+    write_whole(experiment / "runs/sweep.json", to_json(record))
+    assert [trial.name for trial in attached(experiment).trials] == names
+
+
+def test_an_experiment_that_no_launcher_described_shows_the_newest_of_each_name(experiment, attached):
+    first = make_run(experiment, "a")
+    second = make_run(experiment, "a")
+    make_run(experiment, "b")
+    assert [trial.name for trial in attached(experiment).trials] == ["a", "b"]
+    assert attached(str(experiment)).trials[0].folder == second.path.name != first.path.name
+
+
+def test_one_run_or_several_in_whatever_form(experiment, attached):
+    a, b = make_run(experiment, "a"), make_run(experiment, "b")
+    assert [t.name for t in attached(a.path).trials] == ["a"]
+    assert [t.name for t in attached(a).trials] == ["a"]
+    assert [t.name for t in attached([b, a.path, str(b.path)]).trials] == ["b", "a"]
+
+
+def test_a_sweep_shows_its_runs(experiment, attached):
+    shown = attached(make_sweep(experiment, "a", "b"))
+    assert [trial.name for trial in shown.trials] == ["a", "b"]
+    assert repr(shown).startswith("exp: 2 pending, 0 s")
+
+
+def test_time_is_counted_from_the_launch_and_not_from_an_earlier_run_that_is_taken_again(experiment, attached):
+    sweep = make_sweep(experiment, "a", "b")
+    sweep.runs[0].note(created_ns=time.time_ns() - 3600 * 10**9)
+    assert repr(attached(sweep)).startswith("exp: 2 pending, 1 h 0 min")
+    latest = {run.name: run.path.name for run in sweep.runs}
+    record = {"identity": "0", "created_ns": time.time_ns() - 120 * 10**9, "latest": latest, "runs": latest}
+    write_whole(experiment / "runs/sweep.json", to_json(record))
+    assert repr(attached(sweep)).startswith("exp: 2 pending, 2 min ")
+    assert repr(attached(experiment)).startswith("exp: 2 pending, 2 min ")
+
+
+@pytest.mark.parametrize("target", ["nowhere-to-be-found", []])
+def test_what_holds_no_run_is_refused_in_words(target):
+    with pytest.raises(RecordError, match=r"do: "):
+        attach(target)
+
+
+def test_a_run_that_cannot_be_opened_is_named_and_hides_no_other(experiment, attached):
+    broken, whole = make_run(experiment, "broken"), make_run(experiment, "whole")
+    (broken.path / "config.json").write_text('{"nonsense": 1}')
+    shown = attached(experiment)
+    assert [trial.name for trial in shown.trials] == ["whole"]
+    assert broken.path.name in shown._trouble.value
+    assert whole.path.name not in shown._trouble.value
+
+
+def test_it_names_the_command_that_cancels_from_a_terminal(experiment, attached):
+    make_run(experiment, "a")
+    assert f"workbench cancel {experiment}" in all_markup(attached(experiment))
+
+
+# ---- following --------------------------------------------------------------------------------------------
+
+
+def test_it_moves_by_itself_until_all_have_ended_and_then_its_thread_is_gone(experiment, attached, monkeypatch):
+    monkeypatch.setattr(module, "_AFTER_THE_END_S", 0.1)
+    writer = Writer(make_run(experiment, "a", steps=6))
+    shown = attached(experiment)
+    fed_by = set()
+    shown._rows[0].observe(lambda change: fed_by.add(threading.current_thread().name), names="value")
+    writer.start()
+    assert wait_for(lambda: shown.trials[0].state == "succeeded")
+    assert shown.trials[0].steps_done == 6
+    assert len(shown.trials[0].loss) == 6
+    assert wait_for(lambda: not shown._thread.is_alive())
+    assert not shown.live
+    assert fed_by == {"panel of exp"}
+    assert "6/6" in shown._rows[0].value
+
+
+def test_attaching_again_shows_the_same(experiment, attached):
+    run = make_run(experiment, "a")
+    run.set_state("running")
+    write_steps(run, [0.5, 0.25])
+    first = attached(experiment)
+    second = attached(experiment)
+    assert second.trials == first.trials
+    assert second.trials[0].loss == (0.5, 0.25)
+
+
+def test_the_text_twin_has_a_line_for_each_trial(experiment, attached):
+    for name in ("a", "longer"):
+        make_run(experiment, name).set_state("cancelled")
+    shown = attached(experiment)
+    lines = shown.as_text().splitlines()
+    assert lines[0] == "exp: 2 cancelled, 0 s"
+    assert [line.split()[:2] for line in lines[1:]] == [["a", "cancelled"], ["longer", "cancelled"]]
+    assert repr(shown) == shown.as_text()
+
+
+def test_a_page_without_widgets_gets_the_rows_and_a_terminal_the_text(experiment, attached):
+    make_run(experiment, "a")
+    shown = attached(experiment)
+    bundle = shown._repr_mimebundle_()
+    assert set(bundle) == {"text/plain", "text/html", "application/vnd.jupyter.widget-view+json"}
+    assert bundle["text/plain"] == shown.as_text()
+    assert bundle["text/html"].startswith('<div class="workbench-live"><style>')
+
+
+def test_nothing_is_sent_while_nothing_changes(experiment, attached):
+    for name in ("a", "b"):
+        make_run(experiment, name).set_state("succeeded")
+    shown = attached(experiment, poll_s=60)
+    sent = []
+    for each in every_widget(shown):
+        each.observe(sent.append)
+    for _ in range(5):
+        shown.look()
+    assert sent == []
+
+
+def test_only_the_row_that_changed_is_sent(experiment, attached):
+    run, _ = make_run(experiment, "a"), make_run(experiment, "b")
+    shown = attached(experiment, poll_s=60)
+    sent = []
+    for each in every_widget(shown):
+        each.observe(sent.append)
+    write_steps(run, [0.5])
+    shown.look()
+    assert [change["owner"] for change in sent if change["owner"] is not shown._heading] == [shown._rows[0]]
+
+
+def test_many_looks_at_runs_that_ended_read_nothing(experiment, attached, monkeypatch):
+    for index in range(20):
+        run = make_run(experiment, f"run{index}")
+        write_steps(run, [0.5] * 4)
+        run.set_state("succeeded")
+    shown = attached(experiment, poll_s=60)
+    read = []
+    for name in ("read_bytes", "read_text", "open"):
+        monkeypatch.setattr(f"pathlib.Path.{name}", lambda path, *how, **more: read.append(path))
+    for _ in range(100):
+        shown.look()
+    assert read == []
+    assert shown._trouble.value == ""
+
+
+def test_a_look_at_runs_that_go_on_reads_their_state_and_what_is_new(experiment, attached, monkeypatch):
+    run = make_run(experiment, "a", steps=3000)
+    run.set_state("running")
+    write_steps(run, [0.5] * 200)
+    shown = attached(experiment, poll_s=60)
+    monkeypatch.setattr("pathlib.Path.open", lambda path, *how, **more: io.BufferedReader(Counted(path)))
+    monkeypatch.setattr(Counted, "bytes_read", 0)
+    for _ in range(50):
+        shown.look()
+    small = (run.path / "state.json").stat().st_size
+    assert (run.path / "metrics.jsonl").stat().st_size > 10 * small
+    assert 50 * small <= Counted.bytes_read <= 100 * small
+    monkeypatch.undo()
+    write_steps(run, [0.25], begin=200)
+    shown.look()
+    assert shown.trials[0].loss[-1] == 0.25
+
+
+# ---- troubles ---------------------------------------------------------------------------------------------
+
+
+def test_hostile_names_notes_and_logs_are_only_text(experiment, attached):
+    run = make_run(experiment, "a")
+    rename(run, HOSTILE)
+    run.write_exit(0, {}, ValueError(HOSTILE))
+    run.set_state("failed")
+    run.log_path(0).write_text(f"{HOSTILE}\n</pre>{HOSTILE}\n")
+    shown = attached(experiment)
+    shown._chosen.value = 0
+    markup = all_markup(shown) + shown.as_html()
+    assert "&lt;script&gt;" in markup
+    assert "<script" not in markup
+    assert "<img" not in markup
+    assert shown._ranks.children[0].value.count("</pre>") == 1
+
+
+def test_a_folder_that_disappears_breaks_nothing(experiment, attached):
+    a, _ = make_run(experiment, "a"), make_run(experiment, "b")
+    shown = attached(experiment)
+    shutil.rmtree(a.path)
+    assert wait_for(lambda: [t.state for t in shown.trials] == ["gone", "pending"])
+    assert shown.live
+
+
+def test_what_goes_wrong_is_said_in_the_panel_and_passes(experiment, attached, monkeypatch):
+    make_run(experiment, "a")
+    shown = attached(experiment, poll_s=60)
+
+    def fail(*_):
+        raise RuntimeError(f"no {HOSTILE}")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module, "row", fail)
+        broken.setattr(module, "heading", fail)
+        shown.look()
+    assert "RuntimeError" in shown._trouble.value
+    assert "<script" not in shown._trouble.value
+    shown.look()
+    assert shown._trouble.value == ""
+
+
+# ---- logs -------------------------------------------------------------------------------------------------
+
+
+def test_logs_are_read_when_a_trial_is_chosen_and_only_then(experiment, attached, monkeypatch):
+    run = make_run(experiment, "a", cp=2)
+    run.log_path(0).write_text("zero\n")
+    run.log_path(1).write_text("one\n")
+    shown = attached(experiment, poll_s=60)
+    assert (shown._logs, shown._ranks.children) == ([], ())
+    shown._chosen.value = 0
+    assert shown._ranks.titles == ("rank 0", "rank 1")
+    assert [shown._ranks.children[rank].value for rank in (0, 1)] == ["<pre>zero</pre>", "<pre>one</pre>"]
+    shown._chosen.value = None
+    assert (shown._logs, shown._ranks.children) == ([], ())
+
+
+def test_the_rank_in_view_is_followed_at_every_look_and_the_others_now_and_then(experiment, attached):
+    run = make_run(experiment, "a", cp=2)
+    shown = attached(experiment, poll_s=60)
+    shown._chosen.value = 0
+    shown._ranks.selected_index = 1
+    for rank in (0, 1):
+        run.log_path(rank).write_text("words\n")
+    shown.look()
+    assert ["words" in each.value for each in shown._ranks.children] == [False, True]
+    for _ in range(module._EVERY_RANK):
+        shown.look()
+    assert ["words" in each.value for each in shown._ranks.children] == [True, True]
+
+
+def test_a_log_that_is_not_followed_stands_still(experiment, attached):
+    run = make_run(experiment, "a")
+    shown = attached(experiment, poll_s=60)
+    shown._chosen.value = 0
+    shown._follow.value = False
+    run.log_path(0).write_text("words\n")
+    for _ in range(2 * module._EVERY_RANK):
+        shown.look()
+    assert "words" not in shown._ranks.children[0].value
+    shown._follow.value = True
+    assert "words" in shown._ranks.children[0].value
+
+
+# ---- cancelling -------------------------------------------------------------------------------------------
+
+
+def test_one_click_asks_again_and_is_forgotten(experiment, attached, monkeypatch):
+    monkeypatch.setattr(module, "CONFIRM_S", 0.3)
+    run = make_run(experiment, "a")
+    shown = attached(experiment)
+    button(shown, "a").click()
+    assert button(shown, "a").description == "Really? Again"
+    assert not run.cancel_requested
+    assert wait_for(lambda: button(shown, "a").description == "Cancel")
+    button(shown, "a").click()
+    assert not run.cancel_requested
+
+
+def test_a_double_click_is_one_click(experiment, attached):
+    run = make_run(experiment, "a")
+    shown = attached(experiment)
+    button(shown, "a").click()
+    button(shown, "a").click()
+    assert not run.cancel_requested
+
+
+def test_a_confirmed_click_cancels_that_trial_and_no_other(experiment, attached):
+    writers = [Writer(make_run(experiment, name, steps=1000)) for name in "ab"]
+    for writer in writers:
+        writer.start()
+    shown = attached(experiment)
+    assert wait_for(lambda: [t.state for t in shown.trials] == ["running", "running"])
+    confirm(button(shown, "b"))
+    assert wait_for(lambda: [t.state for t in shown.trials] == ["running", "cancelled"])
+    assert wait_for(lambda: button(shown, "b").disabled)
+    assert not button(shown, "a").disabled
+    assert not writers[0].run_directory.cancel_requested
+    writers[0].leave.set()
+
+
+def test_cancel_all_ends_all_that_go_on(experiment, attached):
+    writers = [Writer(make_run(experiment, name, steps=1000)) for name in "ab"]
+    ended = make_run(experiment, "c")
+    ended.set_state("succeeded")
+    for writer in writers:
+        writer.start()
+    shown = attached(experiment)
+    assert wait_for(lambda: [t.state for t in shown.trials] == ["running", "running", "succeeded"])
+    confirm(shown._cancel_all.button)
+    assert wait_for(lambda: [t.state for t in shown.trials] == ["cancelled", "cancelled", "succeeded"])
+    assert not ended.cancel_requested
+    assert wait_for(lambda: shown._cancel_all.button.disabled)
+
+
+def test_what_cannot_be_cancelled_is_said(experiment, attached, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(HOSTILE)
+
+    monkeypatch.setattr(module, "cancel_run", fail)
+    make_run(experiment, "a")
+    shown = attached(experiment)
+    confirm(button(shown, "a"))
+    assert wait_for(lambda: "could not be cancelled. OSError" in shown._trouble.value)
+    assert "<script" not in shown._trouble.value
+
+
+def test_a_callback_that_fails_raises_nothing_and_says_so_until_the_next(experiment, attached, monkeypatch):
+    make_run(experiment, "a")
+    shown = attached(experiment, poll_s=60)
+
+    def fail(*_):
+        raise RuntimeError("no logs today")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(module, "LogTail", fail)
+        shown._chosen.value = 0
+    shown.look()
+    assert "RuntimeError: no logs today" in shown._trouble.value
+    shown._chosen.value = None
+    assert shown._trouble.value == ""
+
+
+def test_one_that_cannot_be_asked_keeps_no_other_going(experiment, attached, monkeypatch):
+    gone, there = make_run(experiment, "a"), make_run(experiment, "b")
+    shown = attached(experiment, poll_s=60)
+    shutil.rmtree(gone.path)
+    confirm(shown._cancel_all.button)
+    assert wait_for(lambda: there.cancel_requested)
+    there.set_state("cancelled")
+    assert wait_for(lambda: gone.path.name in shown._trouble.value)
+    assert there.path.name not in shown._trouble.value
+
+
+def test_buttons_say_what_they_do_and_when(experiment, attached):
+    make_run(experiment, "a")
+    assert button(attached(experiment), "a").tooltip == (
+        "Cancel a: click, and click again within 3 s. A busy kernel answers when its cell has ended.")
+
+
+# ---- nothing left behind ----------------------------------------------------------------------------------
+
+
+def test_closing_ends_the_thread_and_every_widget(experiment):
+    make_run(experiment, "a", cp=2)
+    before = set(registry._instances)
+    shown = attach(experiment, poll_s=FAST_S)
+    shown._chosen.value = 0
+    shown._repr_mimebundle_()
+    thread = shown._thread
+    shown.close()
+    assert not thread.is_alive()
+    assert set(registry._instances) == before
+    shown.close()
+    assert set(shown._repr_mimebundle_()) == {"text/plain", "text/html"}
+    assert repr(shown).startswith("exp: 1 pending")
+
+
+def test_a_panel_that_nobody_holds_or_shows_ends(experiment):
+    make_run(experiment, "a")
+    before = set(registry._instances)
+    shown = attach(experiment, poll_s=FAST_S)
+    thread, ghost = shown._thread, weakref.ref(shown)
+    del shown
+    gc.collect()
+    assert wait_for(lambda: ghost() is None and not thread.is_alive())
+    assert set(registry._instances) == before
+
+
+def test_a_panel_on_a_page_lives_without_a_name(experiment):
+    make_run(experiment, "a")
+    shown = attach(experiment, poll_s=FAST_S)
+    shown._repr_mimebundle_()
+    thread, ghost = shown._thread, weakref.ref(shown)
+    del shown
+    gc.collect()
+    assert ghost() is not None
+    assert thread.is_alive()
+    ghost().close()
+    assert wait_for(lambda: not thread.is_alive())
+
+
+def test_its_thread_does_not_hold_the_interpreter(experiment, attached):
+    make_run(experiment, "a")
+    assert attached(experiment)._thread.daemon
+
+
+# ---- helpers ----------------------------------------------------------------------------------------------
+
+
+def every_widget(panel: Panel):
+    left = [panel._box]
+    while left:
+        each = left.pop()
+        left += getattr(each, "children", ())
+        yield each
+
+
+def all_markup(panel: Panel) -> str:
+    return "".join(str(each.value) for each in every_widget(panel) if isinstance(getattr(each, "value", None), str))
+
+
+class Counted(io.FileIO):
+    """A file that counts what is read of it and of all others like it."""
+
+    bytes_read = 0
+
+    def readall(self):
+        content = super().readall()
+        Counted.bytes_read += len(content)
+        return content
+
+    def readinto(self, buffer):
+        count = super().readinto(buffer)
+        Counted.bytes_read += count
+        return count

@@ -1,0 +1,49 @@
+"""How the nouns of the workbench look in a notebook. Each has a plain-text twin, its own ``repr``.
+
+Batches, plans and specs lie storeys below this one and know nothing of it: IPython is told by the names of their types
+how to draw them, and nothing is imported before the first one is shown.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+DRAWN = {
+    ("workbench.rollouts.batch", "RolloutBatch"): "workbench.report.rich.batch",
+    ("workbench.sharding.plan", "ShardPlan"): "workbench.report.rich.plan",
+    ("workbench.runs.spec", "RunSpec"): "workbench.report.rich.spec",
+    ("workbench.launch.ablation", "AblationSpec"): "workbench.report.rich.ablation",
+    ("workbench.runs.store", "RunDirectory"): "workbench.report.rich.run",
+    ("workbench.launch.sweep", "Sweep"): "workbench.report.rich.sweep",
+    ("workbench.compare.comparison", "Comparison"): "workbench.report.show",
+}
+"""(module, type) -> the module here whose ``as_html`` draws it."""
+
+
+def register(ipython: Any) -> None:
+    """Tell an IPython shell how to draw them.
+
+    Args:
+        ipython: what ``IPython.get_ipython()`` gives.
+    """
+    formatter = ipython.display_formatter.formatters["text/html"]
+    for (module, name), place in DRAWN.items():
+        formatter.for_type_by_name(module, name, functools.partial(_draw, place))
+
+
+def as_html(value: Any) -> str:
+    """One of them as an HTML fragment whose style touches nothing outside it.
+
+    Raises:
+        TypeError: there is no drawing of such a value.
+    """
+    for kind in type(value).__mro__:
+        if (place := DRAWN.get((kind.__module__, kind.__name__))) is not None:
+            return _draw(place, value)
+    raise TypeError(f"no drawing of a {type(value).__name__}; there are: {', '.join(name for _, name in DRAWN)}")
+
+
+def _draw(place: str, value: Any) -> str:
+    return str(importlib.import_module(place).as_html(value))

@@ -1,0 +1,22 @@
+"""An ablation: its question, and every run that it asks for with what sets it apart."""
+
+from __future__ import annotations
+
+from workbench.errors import SpecError
+from workbench.launch.ablation import AblationSpec, differs
+from workbench.report.markup import Markup, breakable, table, tag
+from workbench.report.rich.spec import said
+from workbench.report.rich.strips import framed
+
+
+def as_html(ablation: AblationSpec) -> Markup:
+    """A row for each run: what it is held against, and the settings in which it differs from that."""
+    head = tag("p", tag("strong", "AblationSpec"), " ", ablation.question or "(it asks no question)")
+    try:
+        planned = ablation.expand()
+    except SpecError as error:
+        return framed(head, tag("pre", str(error), class_="trouble"))
+    rows = [[tag("strong", breakable(run.name)), ablation.role(run, planned), str(run.world_size),
+             ", ".join(f"{key}: {said(value)}" for key, value in differs(run, planned).items()) or "nothing changed"]
+            for run in planned]
+    return framed(head, table(["run", "role", "ranks", "differs in"], rows, numbers=[2], class_="table"))

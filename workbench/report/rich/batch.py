@@ -1,0 +1,107 @@
+"""A batch as strips, one a document: what is prompt, what is trained and in which direction, what only pads."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.report.markup import Markup, table, tag
+from workbench.report.numbers import NONE, significant
+from workbench.report.rich.strips import Piece, framed, legend, runs, strip
+from workbench.rollouts.batch import PADDING, RolloutBatch
+
+AT_ONCE, AT_ALL = 16, 400
+"""Documents drawn at once, and drawn at all; the rest is counted."""
+
+_MEANING = {"prompt": "prompt", "up": "trained, advantage > 0", "down": "trained, advantage < 0",
+            "zero": "trained, advantage 0", "context": "after the prompt, not trained", "padding": "padding"}
+
+
+def as_html(batch: RolloutBatch) -> Markup:
+    """The documents from the first to the last, and a table of the fields."""
+    rows = _rows(batch)
+    said = (f"{batch.num_documents} documents, {batch.num_tokens} tokens, {batch.num_trained_tokens} of them trained; "
+            f"sampled at temperature {significant(batch.temperature)}")
+    shown = [tag("div", rows[:AT_ONCE], class_="strips")]
+    if len(rows) > AT_ONCE:
+        rest = rows[AT_ONCE:]
+        shown.append(tag("details", tag("summary", f"{len(rest)} more"), tag("div", rest, class_="strips")))
+    if batch.num_documents > AT_ALL:
+        shown.append(tag("p", f"{batch.num_documents - AT_ALL} more documents are not drawn.", class_="quiet"))
+    return framed(tag("p", tag("strong", "RolloutBatch"), f" {said}"), legend(_MEANING.items()), shown,
+                  tag("details", tag("summary", "fields"), _fields(batch)))
+
+
+def _rows(batch: RolloutBatch) -> list[list[Markup]]:
+    """(name, strip, what there is to say) of every document that is drawn, and of the padding."""
+    lengths = batch.lengths_N.tolist()
+    padding = batch.num_tokens - sum(lengths)
+    longest = max([*lengths, 1])
+    order = batch.document_ids_T.argsort(stable=True)
+    kinds = _kinds(batch)
+    kept = [kinds[index] for index in order.tolist()][padding:]
+    advantages = batch.advantages_T[order].tolist()[padding:]
+    made, begin = [], 0
+    for document, length in enumerate(lengths[:AT_ALL]):
+        inside = slice(begin, begin + length)
+        pieces = [Piece(b - a, kind, f"{_MEANING[kind]}: tokens {a} to {b - 1}") for kind, a, b in runs(kept[inside])]
+        trained = [value for value, kind in zip(advantages[inside], kept[inside], strict=True)
+                   if kind in ("up", "down", "zero")]
+        said = f"{length} tokens, {len(trained)} trained, advantage {_span(trained)}"
+        if batch.rewards_N is not None:
+            said += f", reward {significant(float(batch.rewards_N[document]))}"
+        made.append([tag("span", f"{document}"), strip(pieces, longest, label=f"document {document}: {said}"),
+                     tag("span", said, class_="quiet")])
+        begin += length
+    if padding:
+        said = f"{padding} tokens"
+        bar = strip([Piece(min(padding, longest), "padding", said)], longest, label=f"padding: {said}")
+        made.append([tag("span", "padding"), bar, tag("span", said, class_="quiet")])
+    return made
+
+
+def _kinds(batch: RolloutBatch) -> list[str]:
+    """What each token is, in the order of the row."""
+    found, opened = [], set()
+    for document, trains, advantage in zip(batch.document_ids_T.tolist(), batch.loss_mask_T.tolist(),
+                                           batch.advantages_T.tolist(), strict=True):
+        if document == PADDING:
+            found.append("padding")
+        elif trains:
+            opened.add(document)
+            found.append("up" if advantage > 0 else "down" if advantage < 0 else "zero")
+        else:
+            found.append("context" if document in opened else "prompt")
+    return found
+
+
+def _span(values: list[float]) -> str:
+    """One number if all are equal, with its sign, or else the lowest and the highest."""
+    if not values:
+        return NONE
+    ends = dict.fromkeys(f"{'+' if value > 0 else ''}{significant(value)}" for value in (min(values), max(values)))
+    return " to ".join(ends)
+
+
+def _fields(batch: RolloutBatch) -> Markup:
+    units = {f.name: f.metadata["unit"] for f in fields(batch) if "unit" in f.metadata}
+    units |= {name: extension.unit for name, extension in batch.extensions.items()}
+    rows: list[list[Any]] = []
+    for level, values in (("token", batch.token_fields()), ("document", batch.document_fields())):
+        for name, value in values.items():
+            counted = value[batch.loss_mask_T] if level == "token" and value.dtype != torch.bool else value
+            rows.append([tag("code", name), "×".join(map(str, value.shape)), str(value.dtype).removeprefix("torch."),
+                         units[name], _range(counted)])
+    return table(["field", "shape", "type", "unit", "range (of token fields, where trained)"], rows, class_="table")
+
+
+def _range(values: Tensor) -> str:
+    if not values.numel():
+        return NONE
+    if values.dtype == torch.bool:
+        return f"true on {int(values.sum())} of {values.numel()}"
+    write = (lambda end: significant(float(end))) if values.is_floating_point() else (lambda end: str(int(end)))
+    return " to ".join(dict.fromkeys([write(values.min()), write(values.max())]))

@@ -1,0 +1,32 @@
+"""A run's spec: what differs from the defaults at a glance, and everything on request."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from workbench.report.markup import Markup, table, tag
+from workbench.report.rich.strips import framed
+from workbench.runs.spec import RunSpec, flatten
+
+
+def as_html(spec: RunSpec) -> Markup:
+    """A table of the settings that were changed; every setting below it."""
+    everything = json.dumps(spec.model_dump(mode="json"), indent=1)
+    head = tag("p", tag("strong", "RunSpec"), f" {spec.content_hash()}: {spec.layout}, {spec.precision}, "
+               f"{spec.steps} step{'s' if spec.steps > 1 else ''}")
+    return framed(head, _changes(spec), tag("details", tag("summary", "every setting"), tag("pre", everything)))
+
+
+def said(value: Any) -> str:
+    """A setting as YAML would have it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _changes(spec: RunSpec) -> Markup:
+    default = flatten(RunSpec().model_dump(mode="json"))
+    rows = [[tag("code", key), said(value), said(default[key])]
+            for key, value in flatten(spec.model_dump(mode="json")).items() if value != default[key]]
+    if not rows:
+        return tag("p", "Every setting is as it is by default.", class_="quiet")
+    return table(["setting", "here", "by default"], rows, class_="table")

@@ -1,0 +1,16 @@
+"""A sweep as it stands: the rows of a panel, without its life."""
+
+from __future__ import annotations
+
+from workbench.launch.sweep import Sweep
+from workbench.report.markup import Markup, tag
+from workbench.report.rows import table_of
+from workbench.report.trial import TrialReader, elapsed_s
+
+
+def as_html(sweep: Sweep) -> Markup:
+    """A row for each run, and how to follow them."""
+    trials = [TrialReader(run).read() for run in sweep.runs]
+    going_on = not all(trial.ended for trial in trials)
+    hint = tag("p", "As it stood. ", tag("code", "wb.attach(sweep)"), " follows it.", class_="hint")
+    return table_of(sweep.experiment_dir.name, trials, elapsed_s(trials), more=hint if going_on else None)
