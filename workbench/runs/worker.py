@@ -81,7 +81,8 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
             result = flow.run_step(policy, loss, rows, totals,
                                    num_source=batch.num_tokens if spec.record.tokens else 0,
                                    frozen_clip_S=_frozen_clip(run, number),
-                                   keep_gradients=spec.record.gradients == "full")
+                                   keep_gradients=spec.record.gradients == "full", level=spec.record.metrics,
+                                   loss_spec=spec.loss)
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             optimizer.step()
         if mesh.is_first:
