@@ -67,7 +67,8 @@ def renamed(comparison: Comparison, old: str, new: str) -> Comparison:
 
 
 def _configuration(name: str, settings: dict) -> Configuration:
-    spec = RunSpec(steps=STEPS, loss={"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.05}, **settings)
+    spec = RunSpec(steps=STEPS, **settings, loss={"surrogate": {"clip_low": 0.2, "clip_high": 0.28},
+                                          "kl": {"coefficient": 0.05}})
     draw = random.Random(name)
     fault = name if name in FAULTS else ""
     reference = name.startswith("one_rank")

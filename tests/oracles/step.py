@@ -1,7 +1,9 @@
-"""One GRPO step the long way: a stock model, one document at a time, every logit, the formula from the paper.
+"""One optimizer step the long way: a stock model, one document at a time, every logit, the formula from the paper.
 
 Source: DeepSeekMath, arXiv 2402.03300, equation 3 (per-document mean) and equation 4 (KL estimate);
-DAPO, arXiv 2503.14476, equations 8 and 10 (per-token mean, two clip bounds).
+DAPO, arXiv 2503.14476, equations 8 and 10 (per-token mean, two clip bounds). Losses on whole documents: GSPO, arXiv
+2507.18071, equations 5 and 7; GMPO, arXiv 2507.20673; LUSPO, arXiv 2602.05261; VESPO, arXiv 2602.10693; DPO, arXiv
+2305.18290, equation 7; the sequence weight of a truncated importance sampling: verl and TRL.
 """
 
 from __future__ import annotations
@@ -116,3 +118,196 @@ def grpo_step(model, documents, *, clip_low, clip_high, kl_coefficient, denomina
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
                  for name, p in model.named_parameters()}
     return loss, gradients, kept_logprobs
+
+
+def document_logprobs(model, documents, *, temperature=1.0):
+    """Log-probability of every token, as scalars with a gradient: ``[d][t]``, None for a document's first token."""
+    logprobs = []
+    for document in documents:
+        logits = model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0] / temperature
+        logprobs.append([None] + [logits[t - 1][document["tokens"][t]] - torch.logsumexp(logits[t - 1], dim=0)
+                                  for t in range(1, len(document["tokens"]))])
+    return logprobs
+
+
+def policy_step(model, documents, logprobs, values, *, weight, gradient_weight=None):
+    """Loss and every gradient of a loss that may look at whole documents, and at several at once.
+
+    Args:
+        model: from `exact`.
+        documents: dicts of lists.
+        logprobs: from `document_logprobs`; may serve several losses.
+        values: a function of (documents, logprobs) that gives the per-token values to be minimised, ``[d][t]``, for
+            the trained tokens.
+        weight: a function of a document's number: what each of its trained tokens weighs in the loss.
+        gradient_weight: the same for the gradient; None: the same.
+
+    Returns:
+        loss (float), gradients by parameter name.
+    """
+    model.zero_grad(set_to_none=True)
+    found = values(documents, logprobs)
+    loss, driving = 0.0, []
+    for number in range(len(documents)):
+        for t in trained(documents[number]):
+            loss += weight(number) * found[number][t].item()
+            driving.append((gradient_weight or weight)(number) * found[number][t])
+    if driving:
+        torch.stack(driving).sum().backward(retain_graph=True)
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                 for name, p in model.named_parameters()}
+    return loss, gradients
+
+
+def trained(document):
+    """Places of the tokens that count."""
+    return [t for t, trains in enumerate(document["loss_mask"]) if trains]
+
+
+def log_ratios(document, logprobs, anchor="old_logprobs"):
+    """log(policy / anchor) of each trained token, by place."""
+    return {t: logprobs[t] - document[anchor][t] for t in trained(document)}
+
+
+def each_document(function):
+    """A loss that looks at one document at a time, for `policy_step`."""
+    return lambda documents, logprobs: [function(d, lp) for d, lp in zip(documents, logprobs, strict=True)]
+
+
+def clipped(ratio, advantage, low, high):
+    """PPO's pessimistic surrogate of one ratio."""
+    return -torch.minimum(ratio * advantage, torch.clamp(ratio, 1 - low, 1 + high) * advantage)
+
+
+def gspo(low, high):
+    """The clipped surrogate of the geometric mean of a document's ratios, on each of its tokens."""
+    @each_document
+    def values(document, logprobs):
+        ratios = log_ratios(document, logprobs)
+        if not ratios:
+            return {}
+        ratio = torch.exp(sum(ratios.values()) / len(ratios))
+        return {t: clipped(ratio, document["advantages"][t], low, high) for t in ratios}
+    return values
+
+
+def gspo_of_segments(low, high):
+    """The same with a ratio for each unbroken run of trained tokens."""
+    @each_document
+    def values(document, logprobs):
+        ratios, found, run = log_ratios(document, logprobs), {}, []
+        for t in range(len(document["tokens"]) + 1):
+            if t in ratios:
+                run.append(t)
+                continue
+            for member in run:
+                ratio = torch.exp(sum(ratios[other] for other in run) / len(run))
+                found[member] = clipped(ratio, document["advantages"][member], low, high)
+            run = []
+        return found
+    return values
+
+
+def luspo(low, high):
+    """GSPO times the length of the document."""
+    plain = gspo(low, high)
+    return lambda documents, logprobs: [
+        {t: len(trained(document)) * value for t, value in found.items()}
+        for document, found in zip(documents, plain(documents, logprobs), strict=True)]
+
+
+def gmpo(low, high):
+    """The geometric mean of ratios that were clipped, in logs, one by one."""
+    @each_document
+    def values(document, logprobs):
+        ratios = log_ratios(document, logprobs)
+        if not ratios:
+            return {}
+        kept = [torch.clamp(d, max=high) if document["advantages"][t] > 0 else torch.clamp(d, min=-low)
+                for t, d in ratios.items()]
+        ratio = torch.exp(sum(kept) / len(kept))
+        return {t: -document["advantages"][t] * ratio for t in ratios}
+    return values
+
+
+def vespo(k_positive, lambda_positive, k_negative, lambda_negative):
+    """A policy gradient weighed by a gamma-shaped function of the document's whole ratio."""
+    @each_document
+    def values(document, logprobs):
+        log_weight = sum(d.item() for d in log_ratios(document, logprobs).values())
+        found = {}
+        for t in trained(document):
+            advantage = document["advantages"][t]
+            k, rate = (k_positive, lambda_positive) if advantage >= 0 else (k_negative, lambda_negative)
+            phi = math.exp(rate + k * log_weight - rate * math.exp(log_weight))
+            found[t] = -phi * advantage * logprobs[t]
+        return found
+    return values
+
+
+def ppo_with_sequence_weight(low, high, bound, mean):
+    """The token surrogate times min(W, bound), W the sampler correction of the whole document (a sum or a mean)."""
+    @each_document
+    def values(document, logprobs):
+        gaps = [document["old_logprobs"][t] - document["sampler_logprobs"][t] for t in trained(document)]
+        found = {}
+        for t, d in log_ratios(document, logprobs).items():
+            weight = min(math.exp(sum(gaps) / (len(gaps) if mean else 1)), bound)
+            found[t] = weight * clipped(torch.exp(d), document["advantages"][t], low, high)
+        return found
+    return values
+
+
+def inside(document, low, high):
+    """Whether old / sampler of each token lies between two bounds, by place; untrained tokens too."""
+    return [low <= math.exp(o - s) <= high
+            for o, s in zip(document["old_logprobs"], document["sampler_logprobs"], strict=True)]
+
+
+def ppo_with_token_gate(low, high, smallest, greatest):
+    """The token surrogate times w = old / sampler, and 0 where w is outside its bounds (IcePop, arXiv 2510.18855)."""
+    @each_document
+    def values(document, logprobs):
+        kept, found = inside(document, smallest, greatest), {}
+        for t, d in log_ratios(document, logprobs).items():
+            weight = math.exp(document["old_logprobs"][t] - document["sampler_logprobs"][t]) if kept[t] else 0.0
+            found[t] = weight * clipped(torch.exp(d), document["advantages"][t], low, high)
+        return found
+    return values
+
+
+def ppo_with_normalised_weight(low, high, bound):
+    """The token surrogate times min(w, bound) over the mean of that over all trained tokens of the step (verl)."""
+    def values(documents, logprobs):
+        weights = [{t: min(math.exp(d["old_logprobs"][t] - d["sampler_logprobs"][t]), bound) for t in trained(d)}
+                   for d in documents]
+        mean = sum(sum(w.values()) for w in weights) / sum(map(len, weights))
+        return [{t: weight[t] / mean * clipped(torch.exp(d), document["advantages"][t], low, high)
+                 for t, d in log_ratios(document, said).items()}
+                for document, said, weight in zip(documents, logprobs, weights, strict=True)]
+    return values
+
+
+def dpo(beta):
+    """Minus log sigmoid of the margin of the chosen over the rejected document, on every token of both."""
+    def values(documents, logprobs):
+        found = []
+        for document in documents:
+            if not trained(document):
+                found.append({})
+                continue
+            pair = [d for d in range(len(documents)) if documents[d]["group_id"] == document["group_id"]]
+            chosen, rejected = sorted(pair, key=lambda d: -documents[d]["reward"])
+            margin = (sum(log_ratios(documents[chosen], logprobs[chosen], "ref_logprobs").values())
+                      - sum(log_ratios(documents[rejected], logprobs[rejected], "ref_logprobs").values()))
+            loss = torch.log(1 + torch.exp(-beta * margin))
+            found.append(dict.fromkeys(trained(document), loss))
+        return found
+    return values
+
+
+def ppo(low, high):
+    """The token surrogate."""
+    return each_document(lambda document, logprobs: {
+        t: clipped(torch.exp(d), document["advantages"][t], low, high)
+        for t, d in log_ratios(document, logprobs).items()})

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+
+import torch
 
 from workbench.policy.model import load_policy
-from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.runs import step as flow
 from workbench.runs.faults import planted
 from workbench.runs.spec import RunSpec
@@ -20,11 +23,12 @@ def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
     policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, tied=spec.model.tied,
                          seed=spec.model.seed, temperature=spec.policy.temperature or 1.0,
                          implementation=spec.policy.logprobs)
-    batch = RolloutBatch.from_documents(documents)
+    batch = as_batch(documents)
     with planted(spec.faults) if spec.faults else contextlib.nullcontext():
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
-                               frozen_clip_S=frozen_clip, keep_gradients=True)
+                               frozen_clip_S=frozen_clip, keep_gradients=True, level=spec.record.metrics,
+                               loss_spec=spec.loss)
     return {
         "loss": float(result.loss["total"]),
         "gradients": {name: g.double() for name, g in result.gradients.items()},
@@ -33,6 +37,16 @@ def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
         "metrics": dict(result.metrics),
         "trained_here": sum(int(local.row.loss_mask_T.sum()) for local in rows),
     }
+
+
+def as_batch(documents: list[dict]) -> RolloutBatch:
+    """The batch of documents that may name the rollout that each is a sample of."""
+    plain = [{key: value for key, value in document.items() if key != "rollout_id"} for document in documents]
+    batch = RolloutBatch.from_documents(plain)
+    if "rollout_id" not in documents[0]:
+        return batch
+    ids = Extension(torch.tensor([d["rollout_id"] for d in documents]), "document", "rollout index", "Whose sample.")
+    return replace(batch, extensions={"rollout_ids": ids})
 
 
 def many_steps(cases: list[tuple[dict, list[dict]]]) -> list[dict]:

@@ -1,40 +1,82 @@
-"""Each fault turns parity red, with the factor that its description states."""
+"""Each fault turns parity red, with the factor that its description states.
+
+What a fault needs to be seen (two micro-batches, a loss on whole documents) is its case; without it the fault is
+silent, which is a test too.
+"""
 
 import pytest
 import torch
 
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
-from tests.parity.cases import many_steps
+from tests.parity import sequence_cases
+from tests.parity.cases import many_steps, one_step
 from tests.parity.test_layouts import LAYOUTS, settings
 from tests.parity.test_oracle import documents_near, oracle
 from workbench.runs.faults import fault_names, load_fault
 
 WRONG_NUMBERS = [name for name in fault_names() if load_fault(name).changes_numbers]
 
+NEEDS = {"micro_batch_denominator": {"data": {"micro_batches": 2}}}
+"""Settings without which a fault cannot be seen."""
+TOKEN_LEVEL = [name for name in WRONG_NUMBERS if name != "document_sum_without_adjoint"]
+
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """The oracle's gradients, and those of each fault at cp=2, both orders."""
     documents = documents_near(11)
-    cases = {(fault, order): (settings(LAYOUTS[f"cp2_{order}"], faults=[fault]), documents)
-             for fault in WRONG_NUMBERS for order in ("contiguous", "zigzag")}
+    cases = {(fault, order): (settings(LAYOUTS[f"cp2_{order}"], faults=[fault], **NEEDS.get(fault, {})), documents)
+             for fault in TOKEN_LEVEL for order in ("contiguous", "zigzag")}
     found = run_ranks(many_steps, 2, tmp_path_factory.mktemp("faults"), list(cases.values()))[0]
     return documents, oracle(documents), dict(zip(cases, found, strict=True))
 
 
 def test_these_faults_exist():
-    assert WRONG_NUMBERS == ["local_denominator", "missing_cp_factor", "shift_after_shard"]
+    assert WRONG_NUMBERS == ["document_sum_without_adjoint", "local_denominator", "micro_batch_denominator",
+                             "missing_cp_factor", "shift_after_shard"]
     stalling = ["skipped_collective", "straggler"]  # held by tests/parity/test_hangs.py
     assert sorted([*WRONG_NUMBERS, *stalling]) == fault_names()
 
 
-@pytest.mark.parametrize("fault", WRONG_NUMBERS)
+@pytest.mark.parametrize("fault", TOKEN_LEVEL)
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_fault_breaks_parity(fault, order, answers):
     _, (_, expected, _), found = answers
     with pytest.raises(AssertionError, match="parameters differ"):
         assert_float64_parity(found[fault, order]["gradients"], expected, context=fault)
+
+
+def test_a_document_sum_without_its_adjoint_is_seen_by_losses_on_whole_documents_only(tmp_path):
+    truth = sequence_cases.Oracle(11)
+    layout, fault = LAYOUTS["cp2_contiguous"], ["document_sum_without_adjoint"]
+    chosen = [sequence_cases.LOSSES["gspo"], sequence_cases.DENOMINATORS["token"]]
+    cases = [(sequence_cases.settings(layout, case, faults=fault), truth.documents) for case in chosen]
+    sequence, token = run_ranks(many_steps, 2, tmp_path, cases)[0]
+    (loss, expected), (_, unharmed) = (truth(case) for case in chosen)
+    assert sequence["loss"] == pytest.approx(loss, rel=1e-12)
+    with pytest.raises(AssertionError, match="parameters differ"):
+        assert_float64_parity(sequence["gradients"], expected, context="gspo")
+    assert_float64_parity(token["gradients"], unharmed, context="a token-level loss")
+
+
+def test_token_counts_of_micro_batches_make_a_mean_of_means(answers):
+    """Micro-batches of at most 48 tokens until the step has its documents; tokens counted in each, documents in all."""
+    documents, _, _ = answers
+    size = {"data": {"micro_batch_tokens": 48}}
+    by_tokens, by_documents = ({"denominator": name} | size for name in ("token", "document"))
+    right = one_step(settings({}, **by_tokens), documents)
+    broken = one_step(settings({}, **by_tokens, faults=["micro_batch_denominator"]), documents)
+    _, expected, _ = oracle(documents)
+    assert_float64_parity(right["gradients"], expected, context="counts of the whole step")
+    with pytest.raises(AssertionError, match="parameters differ"):
+        assert_float64_parity(broken["gradients"], expected, context="tokens of each micro-batch")
+    ratio = (sum(g.square().sum() for g in broken["gradients"].values())
+             / sum(g.square().sum() for g in right["gradients"].values())) ** 0.5
+    assert 1.5 < float(ratio) < 4, "three micro-batches"
+    silent = one_step(settings({}, **by_documents, faults=["micro_batch_denominator"]), documents)
+    unharmed = one_step(settings({}, **by_documents), documents)
+    assert_float64_parity(silent["gradients"], unharmed["gradients"], context="documents were counted over the step")
 
 
 def test_missing_cp_factor_halves_every_gradient_and_not_the_loss(answers):

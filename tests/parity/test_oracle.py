@@ -13,12 +13,14 @@ from tests.oracles.step import exact, grpo_step
 from tests.parity.cases import one_step
 from workbench.policy.tiny import tiny_qwen3
 
-LOSS = {"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.07}
+LOSS = {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}, "kl": {"coefficient": 0.07}}
+PAPER = {"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.07}
+"""The same for the oracle."""
 
 
 def oracle(documents, *, denominator="token", tied=True, temperature=1.0, seed=3, **more):
     model = exact(tiny_qwen3(19, tied=tied, seed=seed))
-    return grpo_step(model, documents, **LOSS, denominator=denominator, temperature=temperature, **more)
+    return grpo_step(model, documents, **PAPER, denominator=denominator, temperature=temperature, **more)
 
 
 def documents_near(seed, *, tied=True, temperature=1.0):

@@ -4,7 +4,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.reduction.weights import step_weights
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.packing import pack
 from workbench.rollouts.targets import shift_targets
@@ -82,21 +81,6 @@ def test_every_trained_token_is_predicted_once_from_the_token_before_it(batch, r
         assert torch.equal(shifted.old_logprobs_T[at], batch.old_logprobs_T[source])
         assert not shifted.advantages_T[~shifted.loss_mask_T].any()
     assert sorted(predicted) == torch.nonzero(batch.loss_mask_T).squeeze(1).tolist()
-
-
-@given(batches(), st.integers(1, 4), st.sampled_from(["token", "document"]))
-def test_weights_belong_to_the_step_however_it_is_packed(batch, rows, denominator):
-    def by_source(count):
-        split = [shift_targets(row) for row in pack(batch, rows=count)]
-        weights, totals = step_weights(split, denominator)
-        found = {int(s): float(w) for row, w_T in zip(split, weights, strict=True)
-                 for s, w in zip(row.source_T, w_T, strict=True) if w}
-        return found, totals
-
-    assert by_source(rows) == by_source(1)
-    found, totals = by_source(rows)
-    assert len(found) == totals.tokens == batch.num_trained_tokens
-    assert not found or abs(sum(found.values()) - 1) < 1e-12
 
 
 @given(batches(), st.randoms(use_true_random=False))

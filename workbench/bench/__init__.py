@@ -1,5 +1,8 @@
 """Benchmarks: what is claimed of speed, measured on this machine and written down with every sample."""
 
-BENCHMARKS = {"launch_overhead": "what a torchx job costs over bare torch.distributed.run, and when ranks are ready"}
+BENCHMARKS = {
+    "launch_overhead": "what a torchx job costs over bare torch.distributed.run, and when ranks are ready",
+    "metrics_cost": "what share of a step the metrics take, on a GPU with the Qwen3-0.6B architecture",
+}
 """Name -> the question it answers. Each is a module of this package, with `measure() -> record` and `in_words(record)`,
 and a record's ``bars`` say what must hold."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,9 @@ from workbench.runs.store import project_root, provenance
 
 if TYPE_CHECKING:
     from workbench.compare.comparison import Comparison
+
+KINDS = ("--loss.name", "--loss.surrogate.kind", "--loss.correction.kind")
+"""Flags that decide which other settings there are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +173,8 @@ def main(arguments: Sequence[str]) -> int:
     # the file's own settings are the defaults of the options, so it is read first
     path = next((Path(a) for a in arguments if a.endswith((".yaml", ".yml"))), None)
     base = _base(load_ablation(path)) if path else RunSpec()
-    described = _described(base)
+    chosen = _kinds(arguments)
+    described = _described(base.merged(chosen) if chosen else base)
     options = tyro.cli(described, args=list(arguments), prog="workbench run",
                        description="Run an ablation (or one spec), compare its runs and write the report.")
     if path is None:
@@ -265,6 +270,20 @@ def _options(pairs: Sequence[str]) -> dict[str, str]:
         raise SpecError(f"--scheduler {' '.join(bad)}", rule="options are KEY=VALUE, such as partition=gpu",
                         fix="write an equals sign between option and value")
     return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _kinds(arguments: Sequence[str]) -> dict[str, Any]:
+    """Names and kinds among the arguments, nested: they decide which other settings there are, and their defaults."""
+    words = [word for a in arguments for word in (a.split("=", 1) if a.startswith("--") else [a])]
+    chosen: dict[str, Any] = {}
+    for flag, value in itertools.pairwise(words):
+        if flag in KINDS:
+            *groups, last = flag[2:].split(".")
+            into = chosen
+            for group in groups:
+                into = into.setdefault(group, {})
+            into[last] = value
+    return chosen
 
 
 class _Progress:

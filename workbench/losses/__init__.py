@@ -1,9 +1,40 @@
-"""Policy losses as pure per-token arithmetic: tensors in, named terms out; no ranks, no model, no files."""
+"""Policy losses as pure per-token arithmetic: tensors in, named terms out; no ranks, no model, no files.
 
-from workbench.losses.grpo import clipped_surrogate, grpo, kl_k3
-from workbench.losses.terms import Loss, LossInputs, Term
+Names are imported when they are first used: `workbench.losses.spec` needs no torch, and gets none.
+"""
 
-LOSSES = {"grpo": grpo}
-"""Losses by the name that a spec uses."""
+from __future__ import annotations
 
-__all__ = ["LOSSES", "Loss", "LossInputs", "Term", "clipped_surrogate", "grpo", "kl_k3"]
+import importlib
+from typing import Any
+
+_PLACES = {
+    "CorrectionSpec": "spec",
+    "DocumentSums": "document_sums",
+    "KLSpec": "spec",
+    "LocalSums": "document_sums",
+    "Loss": "terms",
+    "LossInputs": "terms",
+    "LossSpec": "spec",
+    "PRESETS": "presets",
+    "SURROGATES": "surrogates",
+    "SurrogateSpec": "spec",
+    "Term": "terms",
+    "make_loss": "build",
+    "ratio_curves": "curves",
+}
+"""Public name -> its module here."""
+
+__all__ = list(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'workbench.losses' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"workbench.losses.{_PLACES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PLACES])

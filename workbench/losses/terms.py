@@ -1,19 +1,24 @@
 """What a policy loss is made of: named per-token terms, and nothing else.
 
-A loss is a sum over tokens and terms, ``sum_k sum_t w_t * coefficient_k * values_k[t]``. This storey computes
+A loss is a sum over tokens and terms, ``sum_k sum_t w_kt * coefficient_k * values_k[t]``. This storey computes
 the values; the weights are data that `workbench.reduction` computes on the whole optimizer step. Losses know no
-ranks, no model and no files, so one written in a notebook cell is the same kind of object as these.
+ranks, no model and no files, so one written in a notebook cell is the same kind of object as these. What a loss
+must know of a document whose tokens lie on several ranks, it asks of `LossInputs.document_sums`.
 
 Letters: T packed tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from workbench.errors import SpecError
+from workbench.losses.document_sums import DocumentSums, LocalSums
 from workbench.shapes import check_shapes
 
 
@@ -30,6 +35,18 @@ class LossInputs:
         entropy_T: [T] nats, of the policy's distribution, or None.
         frozen_clip_T: [T] bool, clip decisions taken elsewhere (True: the clipped branch), or None to decide
             here. Comparing precisions needs it: a decision that flips is an O(1) change of one token.
+        loss_mask_T: [T] bool, the token counts; None: all do.
+        document_ids_T: [T] long, document of the token in this row; None: one document.
+        rewards_T: [T] the reward of the token's document, or None.
+        group_ids_T: [T] long, the prompt group of the token's document, or None.
+        lengths_T: [T] float, trained tokens of the token's whole document (over all ranks); None: counted with
+            `document_sums`.
+        logsumexp_T: [T] nats, log normaliser of the policy's logits, or None.
+        source_T: [T] long, index of the token in the source batch: a name of the token that no layout changes;
+            None: its place in this row.
+        sums: sums over documents that may straddle ranks; None: everything is here.
+        statistics: numbers of the whole optimizer step, found before it was split, by name; see
+            `workbench.losses.corrections.step_statistics`.
     """
 
     policy_logprobs_T: Tensor
@@ -39,9 +56,81 @@ class LossInputs:
     ref_logprobs_T: Tensor | None = None
     entropy_T: Tensor | None = None
     frozen_clip_T: Tensor | None = None
+    loss_mask_T: Tensor | None = None
+    document_ids_T: Tensor | None = None
+    rewards_T: Tensor | None = None
+    group_ids_T: Tensor | None = None
+    lengths_T: Tensor | None = None
+    logsumexp_T: Tensor | None = None
+    source_T: Tensor | None = None
+    sums: DocumentSums | None = None
+    statistics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_shapes("LossInputs", **self.__dict__)
+        check_shapes("LossInputs", **{name: value for name, value in self.__dict__.items()
+                                      if name not in ("sums", "statistics")})
+
+    @cached_property
+    def counts_T(self) -> Tensor:
+        """[T] bool: the token counts."""
+        if self.loss_mask_T is not None:
+            return self.loss_mask_T
+        return torch.ones_like(self.policy_logprobs_T, dtype=torch.bool)
+
+    @cached_property
+    def document_sums(self) -> DocumentSums:
+        """Sums over the token's own document: those handed in, or local ones."""
+        if self.sums is not None:
+            return self.sums
+        ids_T = self.document_ids_T
+        if ids_T is None:
+            ids_T = torch.zeros_like(self.counts_T, dtype=torch.long)
+        return LocalSums(ids_T, self.counts_T, group_ids_T=self.group_ids_T, rewards_T=self.rewards_T)
+
+    @cached_property
+    def document_lengths_T(self) -> Tensor:
+        """[T] trained tokens of the token's whole document, at least 1: a divisor. Data, in the policy's dtype."""
+        if self.lengths_T is not None:
+            return self.lengths_T.to(self.policy_logprobs_T.dtype).clamp_min(1)
+        ones_T = torch.ones_like(self.policy_logprobs_T, requires_grad=False)
+        return self.document_sums.document(ones_T).clamp_min(1)
+
+    def document_mean(self, values_T: Tensor) -> Tensor:
+        """[T] mean over the trained tokens of the token's own document, over all ranks, on each of its tokens.
+
+        Backward: 1 / length of the sum of the cotangents of the document's tokens, on its trained tokens.
+        """
+        return self.document_sums.document(values_T) / self.document_lengths_T
+
+    @property
+    def counted_logprobs_T(self) -> Tensor:
+        """[T] of the policy; 0, without gradient, where nothing counts (whatever stands there, NaN too)."""
+        return torch.where(self.counts_T, self.policy_logprobs_T, 0.0)
+
+    @property
+    def counted_advantages_T(self) -> Tensor:
+        """[T] advantages; 0 where nothing counts. A NaN there would reach a gradient through a document's sum."""
+        return torch.where(self.counts_T, self.advantages_T, 0.0)
+
+    def log_ratio(self, anchor: str = "old") -> Tensor:
+        """[T] log of policy / anchor; 0, without gradient, where nothing counts (whatever stands there).
+
+        Args:
+            anchor: "old", "sampler" or "ref".
+
+        Raises:
+            SpecError: the batch has no log-probabilities of that policy.
+        """
+        return torch.where(self.counts_T, self.policy_logprobs_T - self.logprobs(anchor), 0.0)
+
+    def logprobs(self, policy: str) -> Tensor:
+        """[T] log-probabilities of "old", "sampler" or "ref", or an error in words."""
+        values_T = getattr(self, f"{policy}_logprobs_T")
+        if values_T is None:
+            raise SpecError(f"a loss that looks at the {policy} policy", found=f"no {policy}_logprobs",
+                            rule=f"it needs the {policy} policy's log-probability of every token",
+                            fix="record them with the rollouts, or choose another loss")
+        return values_T
 
 
 @dataclass(frozen=True)
@@ -52,11 +141,17 @@ class Term:
         values_T: [T] per-token values, to be minimised. May be anything (NaN too) on tokens that do not count.
         coefficient: multiplies the term.
         clipped_T: [T] bool, tokens whose gradient this term cut off; None if it never does.
+        weight: which weights of the step the term is summed with. "policy": those of the spec's denominator. Or
+            another denominator by name: "token", "document", "raw", ...; "positive_token" is 1 / trained tokens
+            of the step that belong to a document with a reward above 0.
+        extras: detached [T] tensors for metrics, by name ("raw_weight", "applied_weight", "kept", "truncated").
     """
 
     values_T: Tensor
     coefficient: float = 1.0
     clipped_T: Tensor | None = None
+    weight: str = "policy"
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 Loss = Callable[[LossInputs], dict[str, Term]]

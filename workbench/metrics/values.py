@@ -3,177 +3,435 @@
 A mean of means is not a mean. Four tokens with ratios 1, 1, 1, 5 on two ranks as (1) and (1, 1, 5) average to
 1.67 if each rank averages first; the mean is 2. So a mean travels as (sum, count), and a maximum of nothing is
 minus infinity, not 0.
+
+A `Reducer` says how a number is put together; a `Value` is such a number while it is unfinished: parts that add, and
+parts of which the largest counts. Merging is associative and commutative, and every reducer has an identity: what a
+rank that holds nothing contributes. Which reducer a metric has is data (`workbench.metrics.definitions`); it is never
+read from the metric's name.
+
+Letters: T packed tokens | N documents of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from workbench.errors import SpecError
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis
 
+NOTHING = float("nan")
+"""What a mean of nothing is."""
 
-class Value(Protocol):
-    """A metric that is not finished: parts that add, and parts of which the largest counts."""
+Power = tuple[int, float]
+"""(exponent, pivot): a token adds weight * (value - pivot) ** exponent to a part."""
 
-    def sums(self) -> list[Tensor]:
-        """Parts that add up over ranks and micro-batches."""
-        ...
-
-    def maxima(self) -> list[Tensor]:
-        """Parts of which the largest counts."""
-        ...
-
-    def finish(self, sums: list[float], maxima: list[float]) -> float:
-        """The number, from the merged parts."""
-        ...
+COUNT: Power = (0, 0.0)
+"""The power whose sum is the weight of the tokens themselves."""
 
 
 @dataclass(frozen=True)
-class Sum:
+class Reducer:
+    """How a number is put together from tokens. Two that are equal make values that can be merged.
+
+    Attributes:
+        powers: for each part that adds, what a token adds to it.
+        signs: for each part of which the largest counts: +1 for the value, -1 for the negated value.
+        plain: powers and signs say it all; tokens of many such metrics are reduced together.
+    """
+
+    plain: ClassVar[bool] = True
+    powers: ClassVar[tuple[Power, ...]] = ()
+    signs: ClassVar[tuple[int, ...]] = ()
+
+    def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
+        """The unfinished number of the tokens under a mask; the mask is the population.
+
+        Args:
+            values_T: [T] anything where the mask is False.
+            mask_T: [T] bool.
+            weights_T: [T] how much each token weighs; None: 1.
+        """
+        values_T, weights_T = _masked(values_T, mask_T, weights_T)
+        sums = tuple((weights_T * (values_T - pivot) ** exponent).sum() for exponent, pivot in self.powers)
+        return Value(self, sums, tuple(_largest(sign * values_T, weights_T > 0) for sign in self.signs))
+
+    def identity(self, device: torch.device | str = "cpu") -> Value:
+        """The value that changes nothing it is merged with."""
+        empty_T = torch.zeros(0, dtype=torch.float64, device=device)
+        return self.over(empty_T, empty_T.bool())
+
+    def moved(self, sums: Sequence[Tensor], maxima: Sequence[Tensor], to: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Sums that were taken relative to ``maxima``, relative to the merged maxima ``to``. Mostly: as they are."""
+        return sums
+
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
+        """The number, from the merged parts (float64, on the CPU)."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return type(self).__name__.lower()
+
+
+@dataclass(frozen=True)
+class Value:
+    """A metric that is not finished. float64.
+
+    Attributes:
+        reducer: how it is put together.
+        sums: parts that add up over ranks and micro-batches.
+        maxima: parts of which the largest counts.
+    """
+
+    reducer: Reducer
+    sums: tuple[Tensor, ...]
+    maxima: tuple[Tensor, ...]
+
+    def merge(self, other: Value) -> Value:
+        """Both together. Associative and commutative.
+
+        Raises:
+            SpecError: values of two different reducers.
+        """
+        if other.reducer != self.reducer:
+            raise SpecError(f"merge {self.reducer!r} with {other.reducer!r}", rule="values of one reducer merge",
+                            fix="give the metric one declaration on all ranks and micro-batches")
+        maxima = tuple(torch.maximum(a, b) for a, b in zip(self.maxima, other.maxima, strict=True))
+        own, others = (v.reducer.moved(v.sums, v.maxima, maxima) for v in (self, other))
+        return Value(self.reducer, tuple(a + b for a, b in zip(own, others, strict=True)), maxima)
+
+    def finish(self) -> float:
+        """The number, if nothing is missing any more: one rank, one micro-batch (else `finish_metrics`)."""
+        return self.reducer.finish([part.cpu() for part in self.sums], [part.cpu() for part in self.maxima])
+
+
+@dataclass(frozen=True)
+class Sum(Reducer):
     """A total. Identity: 0."""
 
-    total: Tensor
+    powers = ((1, 0.0),)
 
-    def sums(self) -> list[Tensor]:
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
         """The total."""
-        return [self.total]
-
-    def maxima(self) -> list[Tensor]:
-        """Nothing."""
-        return []
-
-    def finish(self, sums: list[float], maxima: list[float]) -> float:
-        """The total."""
-        return sums[0]
+        return float(sums[0])
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A mean, as sum and count. Identity: 0 of 0, whose mean is NaN."""
+class SquaredSum(Reducer):
+    """A total of squares. Identity: 0."""
 
-    total: Tensor
-    count: Tensor
+    powers = ((2, 0.0),)
 
-    @classmethod
-    def over(cls, values_T: Tensor, mask_T: Tensor) -> Mean:
-        """Mean of the values under a mask; the mask is the population."""
-        return cls(torch.where(mask_T, values_T.double(), 0.0).sum(), mask_T.sum())
-
-    def sums(self) -> list[Tensor]:
-        """Sum and count."""
-        return [self.total, self.count]
-
-    def maxima(self) -> list[Tensor]:
-        """Nothing."""
-        return []
-
-    def finish(self, sums: list[float], maxima: list[float]) -> float:
-        """Sum over count; NaN if there was nothing."""
-        return sums[0] / sums[1] if sums[1] else float("nan")
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
+        """The total."""
+        return float(sums[0])
 
 
 @dataclass(frozen=True)
-class Deviation:
-    """A standard deviation (population), around a pivot near the mean so that nothing cancels."""
+class Count(Reducer):
+    """A whole number, as the total of shares that add up to 1 a thing: 1 / length on each token of a document."""
 
-    pivot: float
-    total: Tensor
-    square: Tensor
-    count: Tensor
+    powers = (COUNT,)
 
-    @classmethod
-    def over(cls, values_T: Tensor, mask_T: Tensor, *, pivot: float) -> Deviation:
-        """Deviation of the values under a mask."""
-        centred_T = torch.where(mask_T, values_T.double() - pivot, 0.0)
-        return cls(pivot, centred_T.sum(), centred_T.square().sum(), mask_T.sum())
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
+        """The nearest whole number: shares are rounded, things are not."""
+        return float(round(float(sums[0])))
 
-    def sums(self) -> list[Tensor]:
-        """Sum, squared sum and count, around the pivot."""
-        return [self.total, self.square, self.count]
 
-    def maxima(self) -> list[Tensor]:
-        """Nothing."""
-        return []
+@dataclass(frozen=True)
+class Mean(Reducer):
+    """A mean, as weighted total and weight. Identity: 0 of 0, whose mean is NaN.
 
-    def finish(self, sums: list[float], maxima: list[float]) -> float:
+    Attributes:
+        epsilon: added to the weight. Some systems do; theirs then gives 0 for nothing.
+    """
+
+    epsilon: float = 0.0
+    powers = ((1, 0.0), COUNT)
+
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
+        """Total over weight; NaN if there was nothing."""
+        weight = float(sums[1]) + self.epsilon
+        return float(sums[0]) / weight if weight else NOTHING
+
+
+@dataclass(frozen=True)
+class Share(Reducer):
+    """A total divided by a number that the whole step knows. Identity: 0.
+
+    Attributes:
+        of: the divisor; for example all documents of the step, also those in which nothing is trained.
+        epsilon: added to it.
+    """
+
+    of: float
+    epsilon: float = 0.0
+    powers = ((1, 0.0),)
+
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
+        """The total over the divisor; NaN if that is 0."""
+        return float(sums[0]) / (self.of + self.epsilon) if self.of + self.epsilon else NOTHING
+
+
+@dataclass(frozen=True)
+class Deviation(Reducer):
+    """A standard deviation (population), around a pivot near the mean so that nothing cancels.
+
+    Attributes:
+        pivot: a number near the mean, the same on every rank.
+    """
+
+    pivot: float = 0.0
+
+    @property
+    def powers(self) -> tuple[Power, ...]:  # type: ignore[override]
+        """Sum, squared sum and weight, around the pivot."""
+        return (1, self.pivot), (2, self.pivot), COUNT
+
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
         """Root of the mean square minus the squared mean; NaN if there was nothing."""
-        if not sums[2]:
-            return float("nan")
-        return max(0.0, sums[1] / sums[2] - (sums[0] / sums[2]) ** 2) ** 0.5
+        total, square, weight = map(float, sums)
+        if not weight:
+            return NOTHING
+        variance = square / weight - (total / weight) ** 2
+        return math.sqrt(variance) if variance > 0 else variance * 0.0  # NaN stays
 
 
 @dataclass(frozen=True)
-class Maximum:
+class EffectiveSampleSize(Reducer):
+    """How many equal weights carry as much information as these: (sum w)^2 / sum w^2. Identity: 0, 0; then NaN.
+
+    Attributes:
+        share: divide by the number of weights, so that 1 is the most.
+
+    Source: Kish (1965), Survey Sampling.
+    """
+
+    share: bool = False
+    powers = ((1, 0.0), (2, 0.0), COUNT)
+
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
+        """Squared sum over sum of squares; NaN if there was nothing, or all weights are 0."""
+        total, square, weight = map(float, sums)
+        if not square:
+            return NOTHING
+        return total**2 / square / (weight if self.share else 1.0)
+
+    def __str__(self) -> str:
+        return "(sum)^2 / sum of squares" + (" / count" if self.share else "")
+
+
+@dataclass(frozen=True)
+class Maximum(Reducer):
     """A maximum. Identity: -inf."""
 
-    largest: Tensor
+    signs = (1,)
 
-    @classmethod
-    def over(cls, values_T: Tensor, mask_T: Tensor) -> Maximum:
-        """Largest value under a mask."""
-        kept = torch.where(mask_T, values_T.double(), -torch.inf)
-        return cls(kept.max() if kept.numel() else kept.new_full((), -torch.inf))
-
-    def sums(self) -> list[Tensor]:
-        """Nothing."""
-        return []
-
-    def maxima(self) -> list[Tensor]:
-        """The largest so far."""
-        return [self.largest]
-
-    def finish(self, sums: list[float], maxima: list[float]) -> float:
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
         """The largest."""
-        return maxima[0]
+        return float(maxima[0])
 
 
 @dataclass(frozen=True)
-class Minimum:
+class Minimum(Reducer):
     """A minimum. Identity: +inf."""
 
-    smallest: Tensor
+    signs = (-1,)
 
-    @classmethod
-    def over(cls, values_T: Tensor, mask_T: Tensor) -> Minimum:
-        """Smallest value under a mask."""
-        return cls(-Maximum.over(-values_T, mask_T).largest)
-
-    def sums(self) -> list[Tensor]:
-        """Nothing."""
-        return []
-
-    def maxima(self) -> list[Tensor]:
-        """The negated smallest so far."""
-        return [-self.smallest]
-
-    def finish(self, sums: list[float], maxima: list[float]) -> float:
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
         """The smallest."""
-        return -maxima[0]
+        return -float(maxima[0])
 
 
-def finish_metrics(micro_batches: list[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
-    """Merge metrics over micro-batches and over an axis, and finish them. Two collectives for all together.
+@dataclass(frozen=True)
+class LogMeanExp(Reducer):
+    """Log of the mean of exp(value), where exp itself overflows. Identity: -inf and 0 of 0, which finishes as NaN.
+
+    Travels as the maximum m, sum exp(value - m), and the weight; sums move to a common m before they add.
+
+    Attributes:
+        mean: divide by the weight; False gives the log of the sum, whose identity finishes as -inf.
+    """
+
+    mean: bool = True
+    plain = False
+    signs = (1,)
+
+    def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
+        """See `Reducer.over`."""
+        values_T, weights_T = _masked(values_T, mask_T, weights_T)
+        largest = _largest(values_T, weights_T > 0)
+        shifted_T = torch.where(weights_T > 0, values_T - _finite(largest), -torch.inf)
+        return Value(self, ((weights_T * shifted_T.exp()).sum(), weights_T.sum()), (largest,))
+
+    def moved(self, sums: Sequence[Tensor], maxima: Sequence[Tensor], to: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Relative to the merged maximum; a side that holds nothing stays 0 (not exp(-inf + inf))."""
+        return sums[0] * (_finite(maxima[0]) - _finite(to[0])).clamp_max(0).exp(), sums[1]
+
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
+        """Maximum plus log of the sum (over the weight); NaN for a mean of nothing."""
+        total, weight = map(float, sums)
+        largest = float(maxima[0])
+        if math.isnan(total) or (self.mean and not weight):
+            return NOTHING
+        if math.isinf(largest):
+            return largest
+        return largest + math.log(total) - (math.log(weight) if self.mean else 0.0)
+
+    def __str__(self) -> str:
+        return "log mean exp" if self.mean else "log sum exp"
+
+
+@dataclass(frozen=True)
+class Quantile(Reducer):
+    """A quantile of positive values, from counts in logarithmic bins. Identity: counts of 0; then NaN.
+
+    Off by at most a relative ``accuracy`` between 1e-6 and 1e6; what lies outside is counted at the edge.
+
+    Attributes:
+        q: which quantile, between 0 and 1.
+        accuracy: half the relative width of a bin.
+
+    Source: Masson, Rim, Lee, "DDSketch", arXiv 1908.10693.
+    """
+
+    q: float
+    accuracy: float = 0.01
+    plain = False
+
+    @property
+    def _growth(self) -> float:
+        return math.log((1 + self.accuracy) / (1 - self.accuracy))
+
+    def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
+        """See `Reducer.over`."""
+        values_T, weights_T = _masked(values_T, mask_T, weights_T)
+        last = math.ceil(2 * math.log(1e6) / self._growth)
+        place_T = ((values_T.nan_to_num(0).clamp(1e-6, 1e6).log() - math.log(1e-6)) / self._growth).ceil()
+        counts = values_T.new_zeros(last + 1).index_add(0, place_T.long().clamp(0, last), weights_T)
+        return Value(self, (counts + torch.where(values_T.isnan(), values_T, 0.0).sum(),), ())  # a NaN shows
+
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
+        """The middle of the bin in which the quantile lies; NaN if there was nothing."""
+        running = sums[0].cumsum(0)
+        if not float(running[-1]) > 0:
+            return NOTHING
+        place = int(torch.searchsorted(running, self.q * running[-1] * (1 - 1e-12)))
+        upper = math.exp(math.log(1e-6) + place * self._growth)
+        return upper * (1 - self.accuracy)
+
+    def __str__(self) -> str:
+        return f"quantile {self.q:g}"
+
+
+@dataclass(frozen=True)
+class OfDocuments(Reducer):
+    """A number made of whole documents that may straddle ranks and micro-batches: a ratio of a document, say.
+
+    Travels as a table: for each document of the step, its trained tokens and the sums of some columns over them. Parts
+    of a document that lie on different ranks just add, so nothing is exchanged before the one sum of all metrics.
+
+    Attributes:
+        read: the number, from tokens_N and one sum_N a column, of the documents that have trained tokens.
+        columns: how many columns.
+        documents: N of the whole step.
+    """
+
+    read: Callable[..., float] = field(compare=False)
+    columns: int
+    documents: int
+    plain = False
+
+    def table(self, columns: Sequence[Tensor], mask_T: Tensor, document_ids_T: Tensor) -> Value:
+        """The value from per-token columns; ``document_ids_T`` names a document in the whole step."""
+        weights_T = mask_T.double()
+        rows = torch.stack([weights_T, *(torch.where(mask_T, column_T.double(), 0.0) for column_T in columns)])
+        slots = rows.new_zeros(len(rows), self.documents)
+        place_T = torch.where(mask_T, document_ids_T, 0)
+        if self.documents:
+            slots = slots.index_add(1, place_T, rows)
+        return Value(self, (slots.reshape(-1),), ())
+
+    def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
+        """Only of nothing (`identity`): a document's number needs `table`."""
+        if values_T.numel():
+            raise SpecError("OfDocuments.over", rule="a number of documents is made from columns and document ids",
+                            fix="call table(columns, mask_T, document_ids_T)")
+        return Value(self, (values_T.new_zeros((1 + self.columns) * self.documents),), ())
+
+    def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
+        """What ``read`` makes of the documents that have trained tokens."""
+        tokens_N, *columns = sums[0].view(1 + self.columns, self.documents)
+        there_N = tokens_N > 0
+        return float(self.read(tokens_N[there_N], *(column_N[there_N] for column_N in columns)))
+
+    def __str__(self) -> str:
+        return "from a table of documents"
+
+
+def finish_metrics(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
+    """Merge metrics over micro-batches and over an axis, and finish them. At most two collectives for all together.
 
     Args:
         micro_batches: the same keys in each, in the same order on every rank.
         axis: the ranks that hold different tokens (dp_cp). Ranks of tp hold the same and are not merged.
+
+    Raises:
+        SpecError: micro-batches with different metrics.
     """
-    values = micro_batches[0]
-    sums = torch.stack([torch.stack([part.double() for value in metrics.values() for part in value.sums()])
-                        for metrics in micro_batches]).sum(0)
-    maxima = [torch.stack([part.double() for value in metrics.values() for part in value.maxima()])
-              for metrics in micro_batches if any(value.maxima() for value in metrics.values())]
-    merged_sums = all_sum(sums, axis).tolist()
-    merged_maxima = all_max(torch.stack(maxima).amax(0), axis).tolist() if maxima else []
-    finished = {}
-    for name, value in values.items():
-        own_sums = [merged_sums.pop(0) for _ in value.sums()]
-        own_maxima = [merged_maxima.pop(0) for _ in value.maxima()]
-        finished[name] = value.finish(own_sums, own_maxima)
-    return finished
+    first = micro_batches[0]
+    for metrics in micro_batches[1:]:
+        differing = sorted(first.keys() ^ metrics.keys()) or [
+            key for key in first if metrics[key].reducer != first[key].reducer]
+        if differing:
+            raise SpecError("finish metrics", found=f"{', '.join(differing)} not alike in every micro-batch",
+                            rule="every micro-batch and rank has the same metrics, tokens or not",
+                            fix="decide what is measured from the spec, not from the data of a micro-batch")
+    largest = _packed([[part for value in metrics.values() for part in value.maxima] for metrics in micro_batches])
+    if largest is not None:
+        largest = all_max(largest.amax(0), axis)
+    # A sum that is relative to a maximum needs the merged maximum, so maxima come first.
+    merged = dict(_dealt(largest, {key: value.maxima for key, value in first.items()}))
+    total = _packed([[part for key, value in metrics.items()
+                      for part in value.reducer.moved(value.sums, value.maxima, merged[key])]
+                     for metrics in micro_batches])
+    if total is not None:
+        total = all_sum(total.sum(0), axis)
+    sums = dict(_dealt(None if total is None else total.cpu(), {key: value.sums for key, value in first.items()}))
+    maxima = dict(_dealt(None if largest is None else largest.cpu(),
+                         {key: value.maxima for key, value in first.items()}))
+    return {key: value.reducer.finish(sums[key], maxima[key]) for key, value in first.items()}
+
+
+def _packed(rows: list[list[Tensor]]) -> Tensor | None:
+    """One line a micro-batch with all its parts; None if there are no parts."""
+    if not rows[0]:
+        return None
+    return torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
+
+
+def _dealt(packed: Tensor | None, like: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, list[Tensor]]]:
+    """The parts of each metric, out of one line; views, no copies."""
+    sizes = [part.numel() for parts in like.values() for part in parts]
+    pieces = iter(packed.split(sizes)) if packed is not None else iter(())
+    return [(key, [next(pieces).view(part.shape) for part in parts]) for key, parts in like.items()]
+
+
+def _masked(values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None) -> tuple[Tensor, Tensor]:
+    weights_T = mask_T.double() if weights_T is None else torch.where(mask_T, weights_T.double(), 0.0)
+    return torch.where(mask_T, values_T.double(), 0.0), weights_T
+
+
+def _largest(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    kept_T = torch.where(mask_T, values_T, -torch.inf)
+    return kept_T.amax() if kept_T.numel() else kept_T.new_full((), -torch.inf)
+
+
+def _finite(largest: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(largest), largest, 0.0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs import IMPLEMENTATIONS
+from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs
 from workbench.policy.logprobs.reference import token_logprobs as reference_logprobs
 from workbench.policy.logprobs.vocabulary_parallel import token_logprobs as vocabulary_parallel_logprobs
 from workbench.policy.precision import lift_to_float64
@@ -38,7 +38,7 @@ class Policy:
         mesh: the axes.
         shards: how every parameter lies over tp, by name.
         vocabulary_size: V of the whole model.
-        temperature: divides logits.
+        temperature: divides logits, unless a call gives one for each token.
         implementation: of the log-probabilities, by name.
     """
 
@@ -59,16 +59,27 @@ class Policy:
                                     shard=shard)
         return out.last_hidden_state[0]
 
-    def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of each target and entropy of each distribution, in nats. [t, D] -> [t], [t]."""
+    def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor,
+                       temperature_T: Tensor | None = None) -> TokenLogprobs:
+        """Log-probability of each target, entropy and log-normaliser of each distribution, in nats.
+
+        Args:
+            hidden_TD: [t, D].
+            targets_T: [t] vocabulary ids.
+            temperature_T: [t] what each token's logits are divided by (1 where nothing counts), for rollouts that
+                were sampled at several temperatures; None takes the policy's one temperature for all.
+
+        Shapes: three of [t].
+        """
+        temperature = self.temperature if temperature_T is None else temperature_T
         head = self.model.get_output_embeddings()
         bias = getattr(head, "bias", None)
         if self.implementation == "reference":
-            return reference_logprobs(hidden_TD, head.weight, targets_T, temperature=self.temperature, bias_V=bias)
+            return reference_logprobs(hidden_TD, head.weight, targets_T, temperature=temperature, bias_V=bias)
         axis = self.mesh["tp"]
         first, _ = shard_range(self.vocabulary_size, axis, what="output head: vocabulary")
         return vocabulary_parallel_logprobs(hidden_TD, head.weight, targets_T, axis=axis, first_token=first,
-                                            temperature=self.temperature, local_bias_V=bias)
+                                            temperature=temperature, local_bias_V=bias)
 
 
 def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "float32", temperature: float = 1.0,

@@ -312,10 +312,11 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
         if c.verdict != "different":
             used += [edge for i, n in enumerate(counts) if n for edge in edges[i:i + 2]]
     loss = members[0].settings.get("loss", {})
+    surrogate = loss.get("surrogate", loss)  # records of before there were other surrogates hold the bounds themselves
     for name, sign in (("clip_low", -1), ("clip_high", 1)):
-        if name in loss:
-            axes.axvline(1 + sign * loss[name], color=style.MUTED, linewidth=0.8, linestyle=(0, (1.5, 1.5)))
-            used.append(1 + sign * loss[name])
+        if surrogate.get("kind", "ppo") == "ppo" and name in surrogate:
+            axes.axvline(1 + sign * surrogate[name], color=style.MUTED, linewidth=0.8, linestyle=(0, (1.5, 1.5)))
+            used.append(1 + sign * surrogate[name])
     if used:
         room = 0.06 * (max(used) - min(used) or 1)
         axes.set_xlim(min(used) - room, max(used) + room)

@@ -1,18 +1,23 @@
 """Packing: which document goes into which row, and how long the rows are.
 
-One optimizer step trains on ``dp * micro_batches`` rows. Rows may differ in length and may be empty: a rank
-with nothing to train still enters every collective.
+One optimizer step trains on some micro-batches of each data-parallel rank, a row each. Rows may differ in length and
+may be empty: a rank with nothing to train still enters every collective. `pack` deals a step into a given number of
+rows; `fill` takes as many micro-batches of a given size as the step needs.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.rollouts.batch import RolloutBatch
 
 
-def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1) -> list[RolloutBatch]:
+def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1,
+         together_N: Tensor | None = None) -> list[RolloutBatch]:
     """Deal the documents of a batch into rows of nearly equal length, and pad each row.
 
     The longest document goes first, to the row that is shortest so far; inside a row documents keep the
@@ -22,6 +27,7 @@ def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1) -> list[Ro
         batch: the documents of the whole optimizer step.
         rows: dp * micro_batches.
         multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
+        together_N: [N] labels; documents with one label go into one row, as a loss on pairs needs it.
 
     Raises:
         SpecError: fewer than one row, or a multiple below one.
@@ -32,12 +38,73 @@ def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1) -> list[Ro
     if rows < 1 or multiple_of < 1:
         raise SpecError(f"pack(rows={rows}, multiple_of={multiple_of})", rule="both are at least 1",
                         fix="rows is dp * micro_batches; multiple_of is what the shard plan needs")
-    lengths = batch.lengths_N.tolist()
+    bundles = _bundles(batch, together_N)
+    lengths = _lengths(batch, bundles)
     members: list[list[int]] = [[] for _ in range(rows)]
     shortest = [(0, row) for row in range(rows)]
-    for document in sorted(range(len(lengths)), key=lambda d: (-lengths[d], d)):
+    for number in sorted(range(len(bundles)), key=lambda b: (-lengths[b], b)):
         filled, row = heapq.heappop(shortest)
-        members[row].append(document)
-        heapq.heappush(shortest, (filled + lengths[document], row))
-    packed = [batch.select(sorted(chosen)) for chosen in members]
-    return [row.pad_to(max(1, -(-row.num_tokens // multiple_of)) * multiple_of) for row in packed]
+        members[row] += bundles[number]
+        heapq.heappush(shortest, (filled + lengths[number], row))
+    return [_padded(batch, sorted(chosen), multiple_of) for chosen in members]
+
+
+def fill(batch: RolloutBatch, *, tokens: int, ranks: int = 1, multiple_of: int = 1,
+         together_N: Tensor | None = None) -> list[RolloutBatch]:
+    """Take micro-batches of at most so many tokens, one after another on all ranks, until no document is left.
+
+    Documents are taken in the order of the batch: into the row of the first rank until the next does not fit, then of
+    the second, and after the last rank into the next micro-batch. Every rank takes equally many, so the last ones may
+    be empty. How many there are is found here, on the whole step; nothing that is counted may depend on it.
+
+    Args:
+        batch: the documents of the whole optimizer step.
+        tokens: a row's most tokens, padding included.
+        ranks: dp.
+        multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
+        together_N: [N] labels; documents with one label go into one row.
+
+    Returns:
+        The rows of the first rank in the order in which it trains on them, then those of the second, ...
+
+    Raises:
+        SpecError: a document (or the documents of a label) that no row can hold.
+    """
+    room = tokens // multiple_of * multiple_of
+    rows: list[list[int]] = [[]]
+    left = room
+    bundles = _bundles(batch, together_N)
+    for bundle, length in zip(bundles, _lengths(batch, bundles), strict=True):
+        if length > room:
+            raise SpecError(f"micro-batches of {tokens} tokens, in multiples of {multiple_of}",
+                            found=f"document(s) {bundle} of {length} tokens",
+                            rule="a row holds whole documents, and those that a loss needs together",
+                            fix=f"allow at least {-(-length // multiple_of) * multiple_of} tokens, or drop them")
+        if length > left:
+            rows.append([])
+            left = room
+        rows[-1] += bundle
+        left -= length
+    rows += [[] for _ in range(-len(rows) % ranks)]
+    return [_padded(batch, rows[number], multiple_of) for rank in range(ranks)
+            for number in range(rank, len(rows), ranks)]
+
+
+def _bundles(batch: RolloutBatch, together_N: Tensor | None) -> list[list[int]]:
+    """Documents that travel together, in the order of each bundle's first."""
+    if together_N is None:
+        return [[document] for document in range(batch.num_documents)]
+    bundles: dict[int, list[int]] = {}
+    for document, label in enumerate(together_N.tolist()):
+        bundles.setdefault(label, []).append(document)
+    return list(bundles.values())
+
+
+def _lengths(batch: RolloutBatch, bundles: Sequence[Sequence[int]]) -> list[int]:
+    lengths = batch.lengths_N.tolist()
+    return [sum(lengths[document] for document in bundle) for bundle in bundles]
+
+
+def _padded(batch: RolloutBatch, documents: Sequence[int], multiple_of: int) -> RolloutBatch:
+    row = batch.select(documents)
+    return row.pad_to(max(1, -(-row.num_tokens // multiple_of)) * multiple_of)

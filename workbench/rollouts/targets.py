@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import Tensor
 
+from workbench.errors import ShapeError
 from workbench.rollouts.batch import PADDING, RolloutBatch
 
 
@@ -33,7 +34,12 @@ class TrainingRow:
         sampler_logprobs_T: [T] nats, of the target, or None.
         ref_logprobs_T: [T] nats, of the target, or None.
         source_T: [T] index of the target in the source batch; `PADDING` where there is none.
-        weights_T: [T] what the target's loss is multiplied with, from `workbench.reduction`; None before.
+        lengths_T: [T] float64, targets that count in the whole document; at least 1, so that dividing by it is
+            harmless where nothing counts. A number of the document, not of the shard that holds a part of it.
+        rewards_T: [T] reward units, of the target's document, or None.
+        group_ids_T: [T] prompt that the target's document answers, or None; `PADDING` on padding.
+        rollout_ids_T: [T] rollout that the target's document is a sample of, from the document-level extension
+            ``rollout_ids``, or None; `PADDING` on padding.
         extensions: token-level extension fields of the batch, at the target.
     """
 
@@ -47,7 +53,10 @@ class TrainingRow:
     sampler_logprobs_T: Tensor | None
     ref_logprobs_T: Tensor | None
     source_T: Tensor
-    weights_T: Tensor | None = None
+    lengths_T: Tensor
+    rewards_T: Tensor | None = None
+    group_ids_T: Tensor | None = None
+    rollout_ids_T: Tensor | None = None
     extensions: dict[str, Tensor] = field(default_factory=dict)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TrainingRow:
@@ -96,6 +105,33 @@ def shift_targets(row: RolloutBatch) -> TrainingRow:
         sampler_logprobs_T=where_trained(row.sampler_logprobs_T),
         ref_logprobs_T=where_trained(row.ref_logprobs_T),
         source_T=next_token(row.source_T, PADDING),
+        lengths_T=_trained_in_own_document(trained, ids),
+        rewards_T=_of_document(row.rewards_N, ids, fill=0),
+        group_ids_T=_of_document(row.group_ids_N, ids, fill=PADDING),
+        rollout_ids_T=_of_document(_document_extension(row, "rollout_ids"), ids, fill=PADDING),
         extensions={name: next_token(e.values, e.pad) for name, e in row.extensions.items()
                     if e.level == "token"},
     )
+
+
+def _trained_in_own_document(trained_T: Tensor, document_ids_T: Tensor) -> Tensor:
+    """[T] float64: targets that count in each position's document, at least 1."""
+    ids = document_ids_T - PADDING  # padding first
+    return torch.bincount(ids, weights=trained_T.double(), minlength=1)[ids].clamp_min(1)
+
+
+def _of_document(values_N: Tensor | None, document_ids_T: Tensor, *, fill: float) -> Tensor | None:
+    """[T] the value of each position's document."""
+    if values_N is None:
+        return None
+    return torch.cat([values_N, values_N.new_full((1,), fill)])[document_ids_T]  # padding, -1, takes the last
+
+
+def _document_extension(row: RolloutBatch, name: str) -> Tensor | None:
+    extension = row.extensions.get(name)
+    if extension is None:
+        return None
+    if extension.level != "document" or extension.values.is_floating_point():
+        raise ShapeError(f"extension {name!r}", found=f"level {extension.level}, dtype {extension.values.dtype}",
+                         rule="one whole number a document", fix="give Extension(ids_N, 'document', ...) of int64")
+    return extension.values

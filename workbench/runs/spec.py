@@ -17,6 +17,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from workbench.errors import SpecError
+from workbench.losses.spec import LossSpec as LossSpec
+from workbench.losses.spec import check_carried
 
 
 class _Model(BaseModel):
@@ -79,20 +81,6 @@ class PolicySpec(_Model):
     """Divides logits; None takes the temperature at which the rollouts were sampled."""
 
 
-class LossSpec(_Model):
-    """The policy loss."""
-
-    name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, ge=0)
-    """Length from 1 down to the lower clip bound of the ratio."""
-    clip_high: float = Field(0.2, ge=0)
-    """Length from 1 up to the upper clip bound of the ratio."""
-    kl_coefficient: float = Field(0.0, ge=0)
-    """Weight of the k3 estimate of KL(policy, reference)."""
-    denominator: Literal["token", "document"] = "token"
-    """What the sum over tokens is divided by, counted over the whole optimizer step."""
-
-
 class DataSpec(_Model):
     """Which rollouts."""
 
@@ -102,8 +90,20 @@ class DataSpec(_Model):
     """Documents of one optimizer step, taken in order and cyclically; None takes all of them every step."""
     micro_batches: int = Field(1, ge=1)
     """Rows that each data-parallel rank trains on, one after another, before it steps."""
+    micro_batch_tokens: int | None = Field(None, ge=1)
+    """Tokens of a row at most. Micro-batches of this size are then taken, on all data-parallel ranks in turn, until
+    the step has its documents, however many micro-batches that are; `micro_batches` must stay 1."""
+    keep_groups: bool = False
+    """Put all documents of a group into one row. A loss on preference pairs does so by itself."""
     multiple_of: int | None = Field(None, ge=1)
     """Rows are padded to a multiple of this; None takes what the layout needs."""
+
+    @model_validator(mode="after")
+    def _one_way_to_cut_a_step(self) -> DataSpec:
+        if self.micro_batch_tokens is not None and self.micro_batches != 1:
+            raise ValueError("micro_batches says how many rows a rank takes, micro_batch_tokens how large they are; "
+                             "give one of them")
+        return self
 
 
 class OptimizerSpec(_Model):
@@ -123,6 +123,8 @@ class RecordSpec(_Model):
     """Per-parameter gradients after reduction: nothing, their norms, or every element."""
     tokens: bool = True
     """Per-token log-probabilities, ratios and clip decisions, in the order of the recording."""
+    metrics: Literal["none", "basic", "full"] = "basic"
+    """Numbers about each step: nothing, what costs next to nothing, or everything that can be measured."""
 
 
 class RunSpec(_Model):
@@ -168,15 +170,26 @@ class RunSpec(_Model):
         return hashlib.sha256(self.canonical().encode()).hexdigest()[:8]
 
     def merged(self, changes: Mapping[str, Any]) -> RunSpec:
-        """This spec with some settings changed; nested mappings merge key by key."""
-        return parse_spec(RunSpec, merge(self.model_dump(mode="json"), changes), where="settings")
+        """This spec with some settings changed; nested mappings merge key by key.
+
+        Of the loss only what differs from its preset is merged, so that another name brings its own settings with it.
+        """
+        mine = self.model_dump(mode="json") | {"loss": self.loss.overrides()}
+        return parse_spec(RunSpec, merge(mine, changes), where="settings")
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay nested ``changes`` over ``base``."""
+    """Lay nested ``changes`` over ``base``.
+
+    Raises:
+        SpecError: a loss of another kind over one whose surrogate was given parameters; see
+            `workbench.losses.spec.check_carried`.
+    """
     out = dict(base)
     for key, value in changes.items():
         nested = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+        if nested and key == "loss":
+            check_carried(out[key], value)
         out[key] = merge(out[key], value) if nested else value
     return out
 
@@ -214,6 +227,8 @@ def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
 
 def _in_words(model: type[BaseModel], error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
+    if isinstance(error["input"], Mapping) and error["type"] == "value_error":
+        return f"{path}: {error['msg'].removeprefix('Value error, ')}"  # settings that do not go together
     if error["type"] != "extra_forbidden":
         return f"{path} = {error['input']!r}: {error['msg']}"
     known = _known_keys(model, error["loc"][:-1])

@@ -6,7 +6,9 @@ One optimizer step of a policy loss, in any layout:
     -> per-token loss -> weighted sum -> backward -> sum gradients over dp x cp -> metrics -> optimizer
 
 Everything that looks across tokens happens before the split; everything after it is a plain sum over the tokens
-of a rank. The functions of this module are also the seams at which `workbench.runs.faults` plants known bugs.
+of a rank. The one exception is what a loss must know of a whole document *and* of the current policy (a sequence
+ratio): it asks `LocalRow.sums`, whose documents may straddle cp ranks. The functions of this module are also the
+seams at which `workbench.runs.faults` plants known bugs.
 
 Letters: T packed tokens | S tokens of the source batch | D model dimension.
 """
@@ -14,21 +16,29 @@ Letters: T packed tokens | S tokens of the source batch | D model dimension.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from workbench.losses import LOSSES, Loss, LossInputs, Term
+from workbench.errors import SpecError
+from workbench.losses.build import make_loss as make_loss
+from workbench.losses.document_sums import segment_ids
+from workbench.losses.terms import Loss, LossInputs, Term
+from workbench.metrics.definitions import Level
+from workbench.metrics.gradients import gradient_group_norms
 from workbench.metrics.policy import policy_metrics
+from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import finish_metrics
+from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.model import DTYPES, Policy
+from workbench.reduction.document_sums import ShardedSums, signs_of_pairs
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weighted_sum import reduce_terms
-from workbench.reduction.weights import StepTotals, step_weights
+from workbench.reduction.weights import StepTotals, TokenWeights, step_weights
 from workbench.rollouts.batch import PADDING, RolloutBatch
-from workbench.rollouts.packing import pack
+from workbench.rollouts.packing import fill, pack
 from workbench.rollouts.targets import TrainingRow, shift_targets
 from workbench.runs.spec import LossSpec, RunSpec
 from workbench.sharding.attention import AttentionShard
@@ -44,11 +54,17 @@ class LocalRow:
 
     Attributes:
         row: this rank's tokens, in the order of the plan.
+        weights: what each token's value is multiplied with, by the name that a term uses.
         attention: who sees whom, and over which axis keys and values are gathered.
+        sums: sums over whole documents, of which this rank may hold a part.
+        documents: the names of the row's documents in the whole step, for metrics of documents.
     """
 
     row: TrainingRow
+    weights: Mapping[str, TokenWeights]
     attention: AttentionShard
+    sums: ShardedSums
+    documents: DocumentSlots
 
 
 @dataclass(frozen=True)
@@ -72,40 +88,78 @@ class StepResult:
     totals: StepTotals
 
 
-def make_loss(spec: LossSpec) -> Loss:
-    """The pure loss that a spec names."""
-    return functools.partial(LOSSES[spec.name], clip_low=spec.clip_low, clip_high=spec.clip_high,
-                             kl_coefficient=spec.kl_coefficient)
-
-
 def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> tuple[list[LocalRow], StepTotals]:
     """Turn the documents of one optimizer step into this rank's micro-batches.
 
-    Every rank sees the whole step here, so the weights need no collective and cannot be local.
+    Every rank sees the whole step here, so the weights need no collective and cannot be local: all micro-batches of
+    all ranks, however many the step takes, are divided by the same counts.
+
+    Raises:
+        SpecError: a loss on preference pairs, and a group of a row that is not a pair; a KL penalty in the reward.
     """
-    layout, data = spec.layout, spec.data
-    needed = chunks_per_rank(layout.order) * layout.cp if layout.cp > 1 else 1
-    rows = pack(batch, rows=layout.dp * data.micro_batches, multiple_of=data.multiple_of or needed)
-    whole = [shift_targets(row) for row in rows]
-    weights, totals = step_weights(whole, spec.loss.denominator)
-    whole = [replace(row, weights_T=weights_T) for row, weights_T in zip(whole, weights, strict=True)]
-    first = mesh["dp"].rank * data.micro_batches
-    mine = [row.to(mesh.device, DTYPES["float64" if spec.precision == "float64" else "float32"])
-            for row in whole[first: first + data.micro_batches]]
+    if spec.loss.kl.coefficient and spec.loss.kl.placement == "reward":
+        raise SpecError("loss.kl.placement = 'reward'", found="advantages that came with the rollouts",
+                        rule="a penalty in the reward acts before advantages are made, and a step makes none",
+                        fix="take the penalty off the rewards when the rollouts are recorded, or place it in the loss")
+    layout, dtype = spec.layout, DTYPES["float64" if spec.precision == "float64" else "float32"]
+    whole = [shift_targets(row).to(torch.device("cpu"), dtype) for row in pack_step(batch, spec)]
+    if spec.loss.needs_pairs:
+        for row in whole:
+            signs_of_pairs(row)  # refused here, on every rank, and not later by the one rank that holds the row
+    weights, totals = step_weights(whole, spec.loss)
+    each = len(whole) // layout.dp
+    mine = slice(mesh["dp"].rank * each, (mesh["dp"].rank + 1) * each)
     order = layout.order if layout.cp > 1 else "contiguous"
-    plans = [ShardPlan.make(order, num_tokens=row.tokens_T.shape[0], cp=layout.cp) for row in mine]
-    return [split_row(row, plan, mesh) for row, plan in zip(mine, plans, strict=True)], totals
+    rows = []
+    for row, named, documents in zip(whole[mine], weights[mine], name_documents(whole)[mine], strict=True):
+        plan = ShardPlan.make(order, num_tokens=row.tokens_T.shape[0], cp=layout.cp)
+        held = {name: pair.map(lambda values_T: values_T.to(mesh.device, dtype)) for name, pair in named.items()}
+        rows.append(split_row(row.to(mesh.device, dtype), held, documents, plan, mesh))
+    return rows, totals
 
 
-def split_row(row: TrainingRow, plan: ShardPlan, mesh: Mesh) -> LocalRow:
+def pack_step(batch: RolloutBatch, spec: RunSpec) -> list[RolloutBatch]:
+    """The rows of one optimizer step: those of the first dp rank, then those of the second, ..."""
+    layout, data = spec.layout, spec.data
+    if data.keep_groups and batch.group_ids_N is None:
+        raise SpecError("data.keep_groups", found="a batch without group_ids", rule="documents of a group share an id",
+                        fix="record group ids with the rollouts, or leave keep_groups out")
+    needed = chunks_per_rank(layout.order) * layout.cp if layout.cp > 1 else 1
+    how = {"multiple_of": data.multiple_of or needed,
+           "together_N": batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None}
+    if data.micro_batch_tokens is None:
+        return pack(batch, rows=layout.dp * data.micro_batches, **how)
+    return fill(batch, tokens=data.micro_batch_tokens, ranks=layout.dp, **how)
+
+
+def name_documents(whole: Sequence[TrainingRow]) -> list[DocumentSlots]:
+    """For each row, which documents of the whole step its own are, and how long each run of trained tokens is."""
+    counts = [int(row.document_ids_T.max()) + 1 for row in whole]
+    found = []
+    for number, row in enumerate(whole):
+        runs_T = segment_ids(row.document_ids_T, row.loss_mask_T) + 1  # 0: no run
+        lengths_T = torch.bincount(runs_T)[runs_T] * row.loss_mask_T
+        found.append(DocumentSlots(sum(counts[:number]), sum(counts), lengths_T))
+    return found
+
+
+def split_row(row: TrainingRow, weights: Mapping[str, TokenWeights], documents: DocumentSlots, plan: ShardPlan,
+              mesh: Mesh) -> LocalRow:
     """This rank's share of a row: every token-aligned tensor moved by one plan."""
     axis = mesh["cp"]
-    return LocalRow(row.map(lambda values_T: plan.split(values_T, axis.rank)),
-                    AttentionShard.make(plan, row.document_ids_T, axis))
+
+    def mine(values_T: Tensor) -> Tensor:
+        return plan.split(values_T, axis.rank)
+
+    return LocalRow(row.map(mine), {name: pair.map(mine) for name, pair in weights.items()},
+                    AttentionShard.make(plan, row.document_ids_T, axis),
+                    ShardedSums(row, plan.positions(axis.rank), axis),
+                    documents._replace(segment_lengths_T=mine(documents.segment_lengths_T.to(mesh.device))))
 
 
 def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotals, *, num_source: int = 0,
-             frozen_clip_S: Tensor | None = None, keep_gradients: bool = False) -> StepResult:
+             frozen_clip_S: Tensor | None = None, keep_gradients: bool = False, level: Level = "basic",
+             loss_spec: LossSpec | None = None) -> StepResult:
     """Loss, gradients and metrics of one optimizer step; gradients stay in ``parameter.grad``.
 
     Args:
@@ -116,6 +170,8 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
         num_source: S; if not 0, per-token values are gathered in the order of the source batch.
         frozen_clip_S: [S] bool, clip decisions taken elsewhere.
         keep_gradients: gather every parameter's whole gradient.
+        level: how much is measured: none, basic or full.
+        loss_spec: what the loss was made from, for metrics that look at its bounds; None: they are left out.
     """
     mesh = policy.mesh
     parts, metrics, per_token = [], [], []
@@ -123,16 +179,13 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
     for local in rows:
         row = local.row
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-        logprobs_T, entropy_T = policy.token_logprobs(hidden_TD, row.targets_T)
-        # Where nothing counts the ratio is 1, whatever the policy says there: no exp can overflow into a gradient.
-        logprobs_T = torch.where(row.loss_mask_T, logprobs_T, row.old_logprobs_T)
-        inputs = LossInputs(logprobs_T, row.old_logprobs_T, row.advantages_T, row.sampler_logprobs_T,
-                            row.ref_logprobs_T, entropy_T, _at_targets(frozen_clip_S, row))
+        said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"))
+        inputs = loss_inputs(local, said, totals, _at_targets(frozen_clip_S, row))
         terms = loss(inputs)
-        scalars = reduce_terms(terms, row.weights_T, row.loss_mask_T)
+        scalars = reduce_terms(terms, local.weights, row.loss_mask_T)
         scalars["total"].value.backward()
         parts.append(scalars)
-        metrics.append(policy_metrics(inputs, terms, row.loss_mask_T))
+        metrics.append(policy_metrics(inputs, terms, row.loss_mask_T, level, loss_spec, local.documents))
         per_token.append(_token_values(loss, inputs, terms, row) if num_source else {})
     sum_gradients(policy.model, policy.shards, mesh)
     whole_loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh)
@@ -140,12 +193,29 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
     norms = {name: float(norm) for name, norm in gradient_norms(policy.model, policy.shards, mesh).items()}
     return StepResult(
         loss=whole_loss,
-        metrics=finish_metrics(metrics, mesh["dp_cp"]),
+        metrics=finish_metrics(metrics, mesh["dp_cp"]) | gradient_group_norms(norms, level),
         norms=norms,
         gradients=full_gradients(policy.model, policy.shards, mesh) if keep_gradients else {},
         tokens=_in_source_order(per_token, mesh, num_source) if num_source else {},
         totals=totals,
     )
+
+
+def loss_inputs(local: LocalRow, said: TokenLogprobs, totals: StepTotals,
+                frozen_clip_T: Tensor | None = None) -> LossInputs:
+    """What a loss may look at: what the policy says about each token, the row's own data, numbers of the whole step.
+
+    Where nothing counts the ratio is 1, whatever the policy says there: no exp can overflow into a gradient.
+    """
+    row = local.row
+    return LossInputs(
+        policy_logprobs_T=torch.where(row.loss_mask_T, said.logprobs_T, row.old_logprobs_T),
+        old_logprobs_T=row.old_logprobs_T, advantages_T=row.advantages_T,
+        sampler_logprobs_T=row.sampler_logprobs_T, ref_logprobs_T=row.ref_logprobs_T,
+        entropy_T=said.entropy_T, logsumexp_T=said.logsumexp_T, frozen_clip_T=frozen_clip_T,
+        loss_mask_T=row.loss_mask_T, document_ids_T=row.document_ids_T, lengths_T=row.lengths_T,
+        rewards_T=row.rewards_T, group_ids_T=row.group_ids_T, source_T=row.source_T, sums=local.sums,
+        statistics=totals.statistics)
 
 
 def clip_gradients(policy: Policy, norms: Mapping[str, float], max_norm: float | None) -> float:

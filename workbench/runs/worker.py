@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
             result = flow.run_step(policy, loss, rows, totals,
                                    num_source=batch.num_tokens if spec.record.tokens else 0,
                                    frozen_clip_S=_frozen_clip(run, number),
-                                   keep_gradients=spec.record.gradients == "full")
+                                   keep_gradients=spec.record.gradients == "full", level=spec.record.metrics,
+                                   loss_spec=spec.loss)
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             optimizer.step()
         if mesh.is_first:
@@ -148,7 +150,7 @@ def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float
     record |= {f"loss/{name}/sum": float(scalar) for name, scalar in result.loss.items()}
     record |= {"gradient/norm/global": norm, "documents/trained/sum": result.totals.documents}
     record |= result.metrics
-    record |= {"time/step_ms": step_ms, "memory/peak_bytes": peak_bytes(mesh.device)}
+    record |= {"time/step_ms": step_ms, "time/ended_ns": time.time_ns(), "memory/peak_bytes": peak_bytes(mesh.device)}
     if run.spec.record.gradients != "none":
         record["gradient_norms"] = dict(result.norms)
     if result.gradients:

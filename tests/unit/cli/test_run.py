@@ -13,11 +13,11 @@ from workbench.runs.spec import RunSpec
 
 TEXT = """
 question: Same?
-base: {steps: 4, loss: {clip_high: 0.28}}
+base: {steps: 4, loss: {surrogate: {clip_high: 0.28}}}
 axes: {precision: [float64, float32]}
 reference: a
 truth: a-float64
-configurations: {a: {}, b: {loss: {clip_low: 0.1}}}
+configurations: {a: {}, b: {loss: {surrogate: {clip_low: 0.1}}}}
 """
 
 
@@ -51,8 +51,8 @@ def called(monkeypatch, tmp_path, comparison):
 
 class TestArguments:
     def test_flags_are_changes_against_the_file(self, file, called):
-        assert verb.main([str(file), "--steps", "2", "--loss.clip-low", "0.3", "--where", "here"]) == 0
-        assert called["changes"] == {"steps": 2, "loss": {"clip_low": 0.3}}
+        assert verb.main([str(file), "--steps", "2", "--loss.surrogate.clip-low", "0.3", "--where", "here"]) == 0
+        assert called["changes"] == {"steps": 2, "loss": {"surrogate": {"clip_low": 0.3}}}
         assert (called["path"], called["where"], called["fresh"], called["force"]) == (file, "here", False, False)
         assert called["notebook"]
 
@@ -63,8 +63,15 @@ class TestArguments:
 
     def test_a_flag_that_says_what_the_file_says_is_a_change_too(self, file, called):
         """Else a flag that an axis overrules would be dropped without a word where it names the default."""
-        verb.main([str(file), "--steps", "4", "--loss.clip_high=0.28", "--precision", "float32"])
-        assert called["changes"] == {"steps": 4, "loss": {"clip_high": 0.28}, "precision": "float32"}
+        verb.main([str(file), "--steps", "4", "--loss.surrogate.clip_high=0.28", "--precision", "float32"])
+        assert called["changes"] == {"steps": 4, "loss": {"surrogate": {"clip_high": 0.28}}, "precision": "float32"}
+
+    @pytest.mark.parametrize("name", [["--loss.name", "sapo"], ["--loss.name=sapo"]])
+    def test_another_loss_brings_its_own_flags(self, tmp_path, called, name):
+        file = tmp_path / "ablation.yaml"
+        file.write_text("question: '?'\nreference: a\nconfigurations: {a: {}}\n")
+        verb.main([str(file), *name, "--loss.surrogate.tau-positive", "2.0"])
+        assert called["changes"] == {"loss": {"name": "sapo", "surrogate": {"tau_positive": 2.0}}}
 
     def test_a_switch_is_a_change(self, file, called):
         verb.main([str(file), "--record.no-tokens"])
@@ -100,7 +107,7 @@ class TestArguments:
         with pytest.raises(SystemExit):
             verb.main(["--help"])
         text = capsys.readouterr().out
-        for flag in ("--layout.cp", "--loss.clip-low", "--precision", "--optimizer.learning-rate", "--only"):
+        for flag in ("--layout.cp", "--loss.surrogate.clip-low", "--precision", "--optimizer.learning-rate", "--only"):
             assert flag in text
         assert "Context-parallel ranks" in text  # the docstring of the field
 
@@ -123,11 +130,11 @@ class TestArguments:
 
 class TestChanges:
     def test_are_laid_over_the_base(self, file):
-        ablation = verb._changed(load_ablation(file), {"steps": 2, "loss": {"clip_low": 0.3}}, where="x")
+        ablation = verb._changed(load_ablation(file), {"steps": 2, "loss": {"surrogate": {"clip_low": 0.3}}}, where="x")
         runs = {run.name: run.spec for run in ablation.expand()}
         changed = runs["a-float32"]
-        assert (changed.steps, changed.loss.clip_low, changed.loss.clip_high) == (2, 0.3, 0.28)
-        assert runs["b-float32"].loss.clip_low == 0.1  # a configuration has the last word
+        assert (changed.steps, changed.loss.surrogate.clip_low, changed.loss.surrogate.clip_high) == (2, 0.3, 0.28)
+        assert runs["b-float32"].loss.surrogate.clip_low == 0.1  # a configuration has the last word
 
     def test_an_axis_cannot_be_set(self, file):
         with pytest.raises(SpecError, match="precision is an axis"):

@@ -10,13 +10,13 @@ from workbench.runs.store import project_root
 
 TEXT = """
 question: Same gradient?
-base: {steps: 4, loss: {clip_high: 0.28}}
+base: {steps: 4, loss: {surrogate: {clip_high: 0.28}}}
 axes: {precision: [float64, float32]}
 reference: one_rank
 truth: one_rank-float64
 configurations:
   one_rank: {}
-  cp2: {layout: {cp: 2, order: zigzag}, loss: {clip_low: 0.1}}
+  cp2: {layout: {cp: 2, order: zigzag}, loss: {surrogate: {clip_low: 0.1}}}
 extra:
   fault: {precision: float32, layout: {cp: 2}, faults: [missing_cp_factor]}
 """
@@ -46,15 +46,17 @@ class TestExpansion:
         runs = {run.name: run.spec for run in load_ablation(write(TEXT)).expand()}
         spec = runs["cp2-float64"]
         assert (spec.steps, spec.precision, spec.layout.cp) == (4, "float64", 2)
-        assert (spec.loss.clip_low, spec.loss.clip_high) == (0.1, 0.28)
+        assert (spec.loss.surrogate.clip_low, spec.loss.surrogate.clip_high) == (0.1, 0.28)
         assert runs["fault"].faults == ("missing_cp_factor",)
         assert runs["one_rank-float32"].layout.world_size == 1
 
     def test_a_configuration_has_the_last_word_over_the_base(self):
-        ablation = AblationSpec(reference="a", base={"steps": 4, "loss": {"clip_low": 0.1}}, configurations={
-            "a": {}, "b": {"seed": 2, "loss": {"clip_low": 0.3}}}, truth="t", extra={"t": {"precision": "float64"}})
+        ablation = AblationSpec(
+            reference="a", base={"steps": 4, "loss": {"surrogate": {"clip_low": 0.1}}}, truth="t",
+            configurations={"a": {}, "b": {"seed": 2, "loss": {"surrogate": {"clip_low": 0.3}}}},
+            extra={"t": {"precision": "float64"}})
         runs = {run.name: run.spec for run in ablation.expand()}
-        assert [(runs[name].seed, runs[name].loss.clip_low) for name in "ab"] == [(0, 0.1), (2, 0.3)]
+        assert [(runs[name].seed, runs[name].loss.surrogate.clip_low) for name in "ab"] == [(0, 0.1), (2, 0.3)]
 
     def test_references_and_truth_come_first_wherever_they_stand(self):
         ablation = AblationSpec(reference="z", truth="exact", base={"precision": "float64"},
@@ -199,7 +201,7 @@ class TestRefusals:
     def test_an_unknown_fault_names_the_known_ones(self, write):
         message = self.refused(write(TEXT.replace("[missing_cp_factor]", "[missing_cp_fcator]")))
         assert "1 of 5 runs cannot be used" in message
-        assert "fault: unknown fault missing_cp_fcator (known: local_denominator, missing_cp_factor" in message
+        assert "fault: unknown fault missing_cp_fcator (known: document_sum_without_adjoint, local_" in message
 
     def test_clip_decisions_of_one_spec_itself(self, write):
         assert "mine -> mine" in self.refused(write("frozen_clip: mine", "mine.yaml"))

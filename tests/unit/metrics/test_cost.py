@@ -1,8 +1,14 @@
 import time
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from workbench.metrics.cost import StepClock, peak_bytes
+from tests.helpers.metric_rows import inputs_of, nasty_documents, segment_lengths
+from workbench.losses.spec import LossSpec
+from workbench.metrics.cost import StepClock, metrics_cost, peak_bytes
+from workbench.metrics.policy import policy_metrics
+from workbench.metrics.quantities import DocumentSlots
 
 
 def test_clock_counts_milliseconds():
@@ -16,3 +22,34 @@ def test_peak_grows_with_what_is_held():
     ballast = torch.ones(before // 4 + 32_000_000)  # more than the peak so far
     assert peak_bytes(torch.device("cpu")) >= before + 64_000_000
     del ballast
+
+
+def test_basic_metrics_are_few_launches():
+    cost = metrics_cost(tokens=257, documents=5, repeats=2)
+    full = metrics_cost(tokens=257, documents=5, repeats=2, level="full")
+    assert 40 < cost.launches < 110  # 5 us each to launch, and a step takes 100 ms: half a percent at most
+    assert cost.launches * 3 < full.launches
+    assert cost.metrics > 30
+    assert 0 < cost.issue_ms <= cost.total_ms
+    assert cost.share_of(2 * cost.total_ms) == 0.5
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses to bring a number from the device to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "this waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("level", ["basic", "full"])
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_measuring_waits_for_nothing(level, name):
+    documents = nasty_documents(4)
+    inputs, mask = inputs_of(documents)
+    spec = LossSpec(name=name)
+    slots = DocumentSlots(0, len(documents), segment_lengths(documents))
+    with NoWaiting():
+        assert policy_metrics(inputs, {}, mask, level, spec, slots)
+    with NoWaiting(), pytest.raises(AssertionError, match="this waits"):
+        float(torch.ones(1).sum())

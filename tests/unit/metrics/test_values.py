@@ -2,51 +2,206 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.helpers.ranks import run_ranks
-from workbench.metrics.values import Deviation, Maximum, Mean, Minimum, Sum, finish_metrics
+from workbench.errors import SpecError
+from workbench.metrics.values import (
+    Count,
+    Deviation,
+    EffectiveSampleSize,
+    LogMeanExp,
+    Maximum,
+    Mean,
+    Minimum,
+    OfDocuments,
+    Quantile,
+    Share,
+    SquaredSum,
+    Sum,
+    Value,
+    finish_metrics,
+)
 from workbench.sharding.mesh import Axis, make_mesh
 
-
-def all_kinds(values, mask):
-    values, mask = torch.tensor(values), torch.tensor(mask, dtype=torch.bool)
-    return {"sum": Sum(torch.where(mask, values, 0.0).sum()), "mean": Mean.over(values, mask),
-            "std": Deviation.over(values, mask, pivot=1.0), "max": Maximum.over(values, mask),
-            "min": Minimum.over(values, mask)}
+ALONE = Axis("dp_cp")
 
 
-ALL = {"sum": 8.0, "mean": 2.0, "std": pytest.approx(math.sqrt(3)), "max": 5.0, "min": 1.0}
+def longest(tokens_N, sum_N):
+    return float(sum_N.max()) if len(sum_N) else -1.0
+
+
+REDUCERS = {
+    "sum": Sum(), "squares": SquaredSum(), "count": Count(), "mean": Mean(), "mean_eps": Mean(epsilon=1e-8),
+    "share": Share(of=7.0), "std": Deviation(1.0), "ess": EffectiveSampleSize(), "ess_share": EffectiveSampleSize(True),
+    "max": Maximum(), "min": Minimum(), "log_mean_exp": LogMeanExp(), "log_sum_exp": LogMeanExp(mean=False),
+    "median": Quantile(0.5),
+}
+
+
+def all_kinds(values, mask, weights=None):
+    values = torch.tensor(values, dtype=torch.float64)
+    mask = torch.tensor(mask, dtype=torch.bool)
+    weights = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+    return {name: reducer.over(values, mask, weights) for name, reducer in REDUCERS.items()}
+
+
+EXPECTED = {
+    "sum": 8.0, "squares": 28.0, "count": 4.0, "mean": 2.0, "mean_eps": 8 / (4 + 1e-8), "share": 8 / 7,
+    "std": math.sqrt(3), "ess": 64 / 28, "ess_share": 16 / 28, "max": 5.0, "min": 1.0,
+    "log_mean_exp": math.log((3 * math.e + math.exp(5)) / 4), "log_sum_exp": math.log(3 * math.e + math.exp(5)),
+}
+
+
+def close(found):
+    return {name: pytest.approx(value, rel=1e-12) for name, value in found.items()}
 
 
 def test_micro_batches_merge_by_count_and_an_empty_one_changes_nothing():
-    pieces = [all_kinds([1.0], [1]), all_kinds([-7.0, 9.0], [0, 0]), all_kinds([1.0, 1.0, 5.0], [1, 1, 1])]
-    assert finish_metrics(pieces, Axis("dp_cp")) == ALL  # a mean of means would say 1.67
+    pieces = [all_kinds([1.0], [1]), all_kinds([-7.0, math.nan], [0, 0]), all_kinds([], []),
+              all_kinds([1.0, 1.0, 5.0], [1, 1, 1])]
+    found = finish_metrics(pieces, ALONE)
+    assert found.pop("median") == pytest.approx(1.0, rel=0.01)
+    assert found == close(EXPECTED)  # a mean of means would say 1.67
 
 
-def test_a_mean_of_nothing_is_not_zero():
-    found = finish_metrics([all_kinds([3.0], [0])], Axis("dp_cp"))
-    assert math.isnan(found["mean"])
-    assert math.isnan(found["std"])
-    assert (found["sum"], found["max"], found["min"]) == (0.0, -math.inf, math.inf)
-
-
-def test_a_row_of_no_tokens_changes_nothing():
-    pieces = [all_kinds([-1.0], [1]), all_kinds([], [])]
-    found = finish_metrics(pieces, Axis("dp_cp"))
-    assert (found["mean"], found["max"], found["min"]) == (-1.0, -1.0, -1.0)
+def test_nothing_finishes_as_what_it_is():
+    for piece in (all_kinds([3.0], [0]), all_kinds([], [])):
+        found = finish_metrics([piece], ALONE)
+        unknown = {name for name, value in found.items() if math.isnan(value)}
+        assert unknown == {"mean", "std", "ess", "ess_share", "log_mean_exp", "median"}
+        assert (found["max"], found["min"], found["log_sum_exp"]) == (-math.inf, math.inf, -math.inf)
+        assert [found[name] for name in ("sum", "squares", "count", "mean_eps", "share")] == [0.0] * 5
 
 
 def on_ranks():
     mesh = make_mesh(dp=4)
     mine = [([1.0], [1]), ([0.0], [0]), ([1.0, 1.0, 77.0], [1, 1, 0]), ([5.0], [1])][mesh["dp"].rank]
-    return finish_metrics([all_kinds(*mine)], mesh["dp_cp"])
+    calls = []
+    reduce = torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda *args, **kwargs: calls.append(1) or reduce(*args, **kwargs)
+    table = OfDocuments(longest, columns=1, documents=2)
+    rank = torch.tensor([mesh["dp"].rank // 2])
+    metrics = all_kinds(*mine) | {"documents": table.table([torch.ones(1)], torch.tensor([True]), rank)}
+    found = finish_metrics([metrics], mesh["dp_cp"])
+    torch.distributed.all_reduce = reduce
+    return found, len(calls)
 
 
-def test_ranks_merge_and_an_empty_rank_changes_nothing(tmp_path):
-    assert run_ranks(on_ranks, 4, tmp_path) == [ALL] * 4
+def test_ranks_merge_in_two_collectives_and_an_empty_rank_changes_nothing(tmp_path):
+    for found, collectives in run_ranks(on_ranks, 4, tmp_path):
+        assert found.pop("median") == pytest.approx(1.0, rel=0.01)
+        assert found.pop("documents") == 2.0  # each document lies on two ranks
+        assert found == close(EXPECTED)
+        assert collectives == 2
 
 
 def test_deviation_does_not_cancel():
     values = 1.0 + 1e-9 * torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    deviation = Deviation.over(values, torch.ones(2, dtype=torch.bool), pivot=1.0)
-    assert finish_metrics([{"std": deviation}], Axis("dp_cp"))["std"] == pytest.approx(1e-9, rel=1e-6)
+    deviation = Deviation(1.0).over(values, torch.ones(2, dtype=torch.bool))
+    assert deviation.finish() == pytest.approx(1e-9, rel=1e-6)
+
+
+def test_a_log_mean_is_known_where_the_mean_overflows():
+    values, everywhere = torch.tensor([800.0, 801.0]), torch.ones(2, dtype=torch.bool)
+    assert LogMeanExp().over(values, everywhere).finish() == pytest.approx(801 + math.log((1 + math.exp(-1)) / 2))
+    impossible = torch.tensor([-math.inf, -math.inf])
+    assert LogMeanExp().over(impossible, everywhere).finish() == -math.inf
+    assert LogMeanExp().over(torch.tensor([math.inf, 0.0]), everywhere).finish() == math.inf
+
+
+def test_a_nan_that_counts_is_not_hidden():
+    found = finish_metrics([all_kinds([1.0, math.nan], [1, 1]), all_kinds([2.0], [1])], ALONE)
+    assert all(math.isnan(value) for name, value in found.items() if name != "count")
+    assert found["count"] == 3
+
+
+def test_a_count_is_whole_whatever_its_shares_add_up_to():
+    thirds = torch.full((3,), 1 / 3, dtype=torch.float64)
+    count = Count().over(torch.zeros(3), torch.ones(3, dtype=torch.bool), thirds)
+    sevenths = Count().over(torch.zeros(7), torch.ones(7, dtype=torch.bool), torch.full((7,), 1 / 7).double())
+    assert count.merge(sevenths).finish() == 2.0
+
+
+@pytest.mark.parametrize("q", [0.01, 0.5, 0.99])
+def test_a_quantile_is_within_its_accuracy(q):
+    values = torch.exp(2 * torch.randn(4001, dtype=torch.float64))
+    found = Quantile(q).over(values, torch.ones(4001, dtype=torch.bool)).finish()
+    assert found == pytest.approx(float(values.quantile(q, interpolation="lower")), rel=0.0101)
+
+
+def test_metrics_that_differ_between_micro_batches_are_refused():
+    one = torch.ones(1)
+    value = Mean().over(one, one.bool())
+    with pytest.raises(SpecError, match="b not alike"):
+        finish_metrics([{"a": value}, {"a": value, "b": value}], ALONE)
+    with pytest.raises(SpecError, match="a not alike"):
+        finish_metrics([{"a": value}, {"a": Sum().over(one, one.bool())}], ALONE)
+    with pytest.raises(SpecError, match="values of one reducer"):
+        value.merge(Sum().over(one, one.bool()))
+
+
+# ---- the algebra, on generated values ------------------------------------------------------------------
+
+NUMBERS = st.one_of(st.floats(-50, 50, allow_subnormal=False), st.just(-math.inf))
+TOKENS = st.lists(st.tuples(NUMBERS, st.booleans(), st.floats(0.01, 3)), max_size=12)
+
+
+def total(reducer, tokens):
+    values, mask, weights = zip(*tokens, strict=True) if tokens else ((), (), ())
+    return reducer.over(torch.tensor(values, dtype=torch.float64), torch.tensor(mask, dtype=torch.bool),
+                        torch.tensor(weights, dtype=torch.float64))
+
+
+def same(a: Value, b: Value):
+    one, other = a.finish(), b.finish()
+    return one == pytest.approx(other, rel=1e-9, abs=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(data=st.data())
+def test_any_split_in_any_order_gives_the_number_of_one_pass(name, data):
+    reducer = REDUCERS[name]
+    tokens = data.draw(TOKENS)
+    if name == "count":  # its weights are shares that add up to whole things
+        tokens = [(value, mask, 1.0) for value, mask, _ in tokens]
+    if name in ("median", "ess", "ess_share"):
+        tokens = [(abs(value) if math.isfinite(value) else 0.0, mask, weight) for value, mask, weight in tokens]
+    labels = data.draw(st.lists(st.integers(0, 4), min_size=len(tokens), max_size=len(tokens)))
+    pieces = [total(reducer, [t for t, label in zip(tokens, labels, strict=True) if label == part])
+              for part in range(5)]
+    order = data.draw(st.permutations(pieces))
+    left = right = reducer.identity()
+    for piece in order:
+        left = left.merge(piece)
+    for piece in reversed(order):
+        right = piece.merge(right)
+    whole = total(reducer, tokens)
+    assert same(left, whole)
+    assert same(right, whole)
+    assert same(order[0].merge(order[1]), order[1].merge(order[0]))
+    assert finish_metrics([{"m": piece} for piece in order], ALONE)["m"] == pytest.approx(
+        whole.finish(), rel=1e-9, abs=1e-9, nan_ok=True)
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)
+@given(data=st.data())
+def test_a_table_of_documents_is_the_same_however_documents_are_cut(data):
+    tokens = data.draw(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.floats(-5, 5)), max_size=15))
+    labels = data.draw(st.lists(st.integers(0, 2), min_size=len(tokens), max_size=len(tokens)))
+    reducer = OfDocuments(longest, columns=1, documents=4)
+
+    def table(chosen):
+        ids, mask, values = zip(*chosen, strict=True) if chosen else ((), (), ())
+        return reducer.table([torch.tensor(values, dtype=torch.float64)], torch.tensor(mask, dtype=torch.bool),
+                             torch.tensor(ids, dtype=torch.long))
+
+    sums = {}
+    for document, counts, value in tokens:
+        if counts:
+            sums[document] = sums.get(document, 0.0) + value
+    pieces = [table([t for t, label in zip(tokens, labels, strict=True) if label == part]) for part in range(3)]
+    merged = reducer.identity().merge(pieces[2]).merge(pieces[0]).merge(pieces[1])
+    assert merged.finish() == pytest.approx(max(sums.values(), default=-1.0), abs=1e-12)

@@ -35,6 +35,19 @@ def test_the_temperature_divides_logits_in_every_implementation():
     assert (found[0] - found[2]).abs().max() > 0.1
 
 
+def test_a_temperature_of_each_token_replaces_the_policys_own_in_every_implementation():
+    hidden, targets = torch.randn(5, 64, dtype=torch.float64), torch.tensor([0, 18, 3, 7, 7])
+    temperatures = torch.tensor([1.0, 0.7, 1.0, 0.7, 0.7], dtype=torch.float64)
+    for name in ("reference", "vocabulary_parallel"):
+        policy = load_policy("tiny-qwen3", precision="float64", temperature=0.7, implementation=name)
+        found = policy.token_logprobs(hidden, targets, temperatures)
+        cooler = policy.token_logprobs(hidden, targets)
+        plain = policy.token_logprobs(hidden, targets, torch.ones(5, dtype=torch.float64))
+        for mixed, at_07, at_1 in zip(found, cooler, plain, strict=True):
+            torch.testing.assert_close(mixed, torch.where(temperatures == 0.7, at_07, at_1), rtol=0, atol=1e-12)
+            assert (at_07 - at_1).abs().max() > 0.01
+
+
 def test_a_checkpoint_folder_loads_and_equals_the_stock_model(tmp_path):
     stock = tiny_qwen3(19, seed=2)
     stock.save_pretrained(tmp_path / "policy")
@@ -42,7 +55,7 @@ def test_a_checkpoint_folder_loads_and_equals_the_stock_model(tmp_path):
     assert policy.model.config._attn_implementation == ATTENTION
     tokens = torch.tensor([3, 1, 4, 1, 5])
     hidden = policy.hidden_states(tokens, torch.arange(5), one_rank([0] * 5))
-    logprobs, entropy = policy.token_logprobs(hidden[:-1], tokens[1:])
+    logprobs, entropy, *_ = policy.token_logprobs(hidden[:-1], tokens[1:])
     with torch.no_grad():
         expected = torch.log_softmax(stock(input_ids=tokens[None]).logits[0] / 0.7, -1)
     torch.testing.assert_close(logprobs, expected[torch.arange(4), tokens[1:]], rtol=0, atol=2e-6)
@@ -91,7 +104,7 @@ def test_other_dense_decoders_are_taken(kind, more, precision, tmp_path):
     policy = load_policy(kind, project=tmp_path, precision=precision)
     tokens = torch.tensor([3, 1, 4, 1, 5])
     hidden = policy.hidden_states(tokens, torch.arange(5), one_rank([0] * 5))
-    logprobs, _ = policy.token_logprobs(hidden[:-1], tokens[1:])
+    logprobs = policy.token_logprobs(hidden[:-1], tokens[1:]).logprobs_T
     with torch.no_grad():
         expected = torch.log_softmax(stock(input_ids=tokens[None]).logits[0], -1)[torch.arange(4), tokens[1:]]
     torch.testing.assert_close(logprobs, expected.to(logprobs.dtype), rtol=0, atol=5e-6)

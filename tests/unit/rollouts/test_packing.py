@@ -1,10 +1,11 @@
 """Packing: every document in exactly one row, whole; rows are level, padded, never empty."""
 
 import pytest
+import torch
 
 from workbench.errors import SpecError
 from workbench.rollouts.batch import RolloutBatch
-from workbench.rollouts.packing import pack
+from workbench.rollouts.packing import fill, pack
 
 
 def make_batch(lengths) -> RolloutBatch:
@@ -55,3 +56,48 @@ def test_a_row_without_tokens_is_never_made():
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(SpecError, match="both are at least 1"):
         pack(make_batch([2]), **settings)
+
+
+def documents_of(rows):
+    """Which documents lie in each row, by the token that names them."""
+    return [sorted({token - 1 for token in row.tokens_T[row.source_T >= 0].tolist()}) for row in rows]
+
+
+def test_documents_that_belong_together_go_into_one_row():
+    batch, pairs = make_batch([9, 2, 8, 2, 7, 2]), torch.tensor([5, 5, 3, 3, 4, 4])
+    assert documents_of(pack(batch, rows=3)) != [[0, 1], [2, 3], [4, 5]]
+    assert documents_of(pack(batch, rows=3, together_N=pairs)) == [[0, 1], [2, 3], [4, 5]]
+    apart = torch.tensor([1, 2, 2, 3, 3, 1])
+    assert documents_of(pack(batch, rows=3, together_N=apart)) == [[0, 5], [1, 2], [3, 4]]
+
+
+def test_micro_batches_are_taken_in_order_until_no_document_is_left():
+    batch = make_batch([5, 3, 4, 2, 7, 1])
+    assert documents_of(fill(batch, tokens=8)) == [[0, 1], [2, 3], [4, 5]]
+    assert documents_of(fill(batch, tokens=9)) == [[0, 1], [2, 3], [4, 5]]
+    assert documents_of(fill(batch, tokens=22)) == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_every_rank_takes_equally_many_and_the_last_may_be_empty():
+    rows = fill(make_batch([5, 3, 4, 2, 7, 1]), tokens=8, ranks=2, multiple_of=4)
+    assert documents_of(rows) == [[0, 1], [4, 5], [2, 3], []], "rank 0: first and third micro-batch; rank 1: second"
+    assert [row.num_tokens for row in rows] == [8, 8, 8, 4]
+
+
+def test_padding_never_takes_a_row_over_its_size():
+    rows = fill(make_batch([5, 2, 5, 2]), tokens=10, multiple_of=4)
+    assert [row.num_tokens for row in rows] == [8, 8]
+    assert documents_of(rows) == [[0, 1], [2, 3]]
+
+
+def test_what_belongs_together_is_taken_together():
+    batch, pairs = make_batch([5, 3, 4, 2]), torch.tensor([0, 1, 0, 1])
+    assert documents_of(fill(batch, tokens=9)) == [[0, 1], [2, 3]]
+    assert documents_of(fill(batch, tokens=9, together_N=pairs)) == [[0, 2], [1, 3]]
+
+
+def test_a_document_that_no_row_can_hold_is_refused():
+    with pytest.raises(SpecError, match=r"document\(s\) \[1\] of 9 tokens(.|\n)*allow at least 12 tokens"):
+        fill(make_batch([2, 9]), tokens=11, multiple_of=4)
+    with pytest.raises(SpecError, match=r"document\(s\) \[0, 1\] of 11 tokens"):
+        fill(make_batch([2, 9]), tokens=10, together_N=torch.tensor([0, 0]))

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+from workbench.errors import ShapeError
 from workbench.rollouts.batch import PADDING, Extension, RolloutBatch
 from workbench.rollouts.targets import shift_targets
 
@@ -85,3 +87,34 @@ def test_to_changes_real_numbers_only():
     assert row.advantages_T.dtype == torch.float64
     assert row.targets_T.dtype == torch.int64
     assert row.loss_mask_T.dtype == torch.bool
+
+
+def test_every_token_knows_how_many_of_its_whole_document_count():
+    shifted = shift_targets(make_row())
+    assert shifted.lengths_T.tolist() == [2, 2, 2, 1, 1, 1, 1, 1]
+    half = shifted.map(lambda values: values[::2])
+    assert half.lengths_T.tolist() == [2, 2, 1, 1], "a number of the document, not of the shard"
+
+
+def test_values_of_a_document_lie_on_each_of_its_tokens():
+    row = make_row()
+    rollouts = Extension(torch.tensor([4, 5, 4]), "document", "rollout index", "Whose sample.")
+    row = replace(row, group_ids_N=torch.tensor([9, 8, 9]), rewards_N=torch.tensor([0.5, 1.0, -2.0]),
+                  extensions={"rollout_ids": rollouts})
+    shifted = shift_targets(row)
+    assert shifted.group_ids_T.tolist() == [9, 9, 9, 8, 9, 9, PADDING, PADDING]
+    assert shifted.rollout_ids_T.tolist() == [4, 4, 4, 5, 4, 4, PADDING, PADDING]
+    assert shifted.rewards_T.tolist() == [0.5, 0.5, 0.5, 1.0, -2.0, -2.0, 0, 0]
+
+
+def test_what_a_batch_does_not_have_is_none():
+    shifted = shift_targets(make_row())
+    assert (shifted.rewards_T, shifted.group_ids_T, shifted.rollout_ids_T) == (None, None, None)
+
+
+@pytest.mark.parametrize("extension", [
+    Extension(torch.arange(8), "token", "rollout index", "At another level."),
+    Extension(torch.ones(3), "document", "rollout index", "No whole numbers.")])
+def test_rollout_ids_of_another_kind_are_refused(extension):
+    with pytest.raises(ShapeError, match="extension 'rollout_ids'\n  found: level"):
+        shift_targets(replace(make_row(), extensions={"rollout_ids": extension}))

@@ -13,13 +13,13 @@ from workbench.runs.spec import LayoutSpec, RunSpec, load_run_spec, merge, parse
 class TestRefusals:
     def test_a_misspelt_key_names_the_nearest(self, tmp_path):
         path = tmp_path / "spec.yaml"
-        path.write_text("layuot: {cp: 2}\nloss: {clip_hihg: 0.3}\n")
+        path.write_text("layuot: {cp: 2}\nloss: {surrogate: {clip_hihg: 0.3}}\n")
         with pytest.raises(SpecError) as caught:
             load_run_spec(path)
         message = str(caught.value)
         assert "spec.yaml: 2 setting(s) cannot be used" in message
         assert "unknown key 'layuot' (did you mean 'layout'?)" in message
-        assert "unknown key 'loss.clip_hihg' (did you mean 'clip_high'?)" in message
+        assert "unknown key 'loss.surrogate.clip_hihg' (did you mean 'clip_high'?)" in message
 
     def test_a_key_like_no_other_lists_what_is_known(self):
         with pytest.raises(SpecError, match="known here: cp, dp, order, tp"):
@@ -30,7 +30,7 @@ class TestRefusals:
         ({"layout": {"order": "zagzig"}}, "layout.order = 'zagzig'"),
         ({"precision": "float16"}, "precision = 'float16'"),
         ({"steps": "many"}, "steps = 'many'"),
-        ({"loss": {"clip_low": -0.1}}, "loss.clip_low = -0.1"),
+        ({"loss": {"surrogate": {"clip_low": -0.1}}}, "loss.surrogate.clip_low = -0.1"),
         ({"policy": {"temperature": 0}}, "policy.temperature = 0: .*greater than 0"),
     ])
     def test_a_bad_value_is_named_with_its_place(self, settings, words):
@@ -67,16 +67,16 @@ class TestIdentity:
     def test_every_setting_changes_the_hash(self):
         base = RunSpec()
         changes = [{"steps": 2}, {"seed": 1}, {"precision": "float64"}, {"layout": {"dp": 2}},
-                   {"loss": {"kl_coefficient": 0.1}}, {"data": {"path": "elsewhere"}}, {"faults": ["x"]}]
+                   {"loss": {"kl": {"coefficient": 0.1}}}, {"data": {"path": "elsewhere"}}, {"faults": ["x"]}]
         hashes = {base.merged(change).content_hash() for change in changes}
         assert len(hashes | {base.content_hash()}) == len(changes) + 1
 
 
 class TestMerging:
     def test_nested_settings_merge_key_by_key(self):
-        before = RunSpec(loss={"clip_low": 0.1, "clip_high": 0.3})
-        spec = before.merged({"loss": {"clip_low": 0.2}, "steps": 4})
-        assert (spec.loss.clip_low, spec.loss.clip_high, spec.steps) == (0.2, 0.3, 4)
+        before = RunSpec(loss={"surrogate": {"clip_low": 0.1, "clip_high": 0.3}})
+        spec = before.merged({"loss": {"surrogate": {"clip_low": 0.2}}, "steps": 4})
+        assert (spec.loss.surrogate.clip_low, spec.loss.surrogate.clip_high, spec.steps) == (0.2, 0.3, 4)
 
     def test_neither_side_is_changed(self):
         base, changes = {"loss": {"clip_low": 0.1}}, {"loss": {"clip_high": 0.3}}

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.batches import nasty_documents
+from workbench.errors import SpecError
 from workbench.losses import Term
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import RolloutBatch
@@ -63,7 +64,7 @@ def test_rows_that_a_layout_cannot_split_are_refused():
 
 
 def test_what_the_policy_says_where_nothing_counts_reaches_no_gradient():
-    spec = RunSpec(loss={"kl_coefficient": 0.1})
+    spec = RunSpec(loss={"kl": {"coefficient": 0.1}})
     policy = load_policy("tiny-qwen3", temperature=0.001)  # log-probabilities of -1000s: exp overflows float32
     nothing = RolloutBatch.from_documents([d | {"loss_mask": [0] * len(d["tokens"])} for d in nasty_documents(4)])
     rows, totals = flow.prepare_rows(nothing, spec, policy.mesh)
@@ -113,3 +114,92 @@ def test_what_a_run_would_decide_is_recorded_beside_the_decision_that_acted():
     assert torch.equal(free["would_clip"], free["clipped"])
     assert torch.equal(frozen["clipped"], opposite)
     assert torch.equal(frozen["would_clip"], free["clipped"])
+
+
+def grouped():
+    """The nasty documents in groups of three, with rewards."""
+    return RolloutBatch.from_documents([d | {"group_id": number // 3, "reward": float(number)}
+                                        for number, d in enumerate(nasty_documents(4))])
+
+
+def test_a_loss_sees_the_whole_document_that_a_token_belongs_to():
+    spec, _, policy = fixture()
+    batch, seen = grouped(), []
+
+    def look(inputs):
+        seen.append(inputs)
+        return {"policy": Term(inputs.policy_logprobs_T)}
+
+    rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
+    flow.run_step(policy, look, rows, totals)
+    (inputs,) = seen
+    trained = inputs.loss_mask_T
+    document = batch.document_ids_T[inputs.source_T[trained]]
+    assert int(trained.sum()) == batch.num_trained_tokens
+    counts = torch.bincount(batch.document_ids_T[batch.loss_mask_T], minlength=batch.num_documents)
+    assert inputs.lengths_T[trained].tolist() == counts[document].tolist()
+    assert inputs.rewards_T[trained].tolist() == batch.rewards_N[document].tolist()
+    assert inputs.group_ids_T[trained].tolist() == batch.group_ids_N[document].tolist()
+    means = inputs.document_mean(inputs.advantages_T)[trained]
+    expected = [float(batch.advantages_T[(batch.document_ids_T == d) & batch.loss_mask_T].double().mean())
+                for d in document]
+    assert means.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_groups_stay_in_one_row_where_that_is_asked_for():
+    kept = flow.pack_step(grouped(), RunSpec(data={"micro_batches": 3, "keep_groups": True}))
+    assert sorted(row.group_ids_N.unique().tolist() for row in kept) == [[0], [1], [2]]
+    loose = flow.pack_step(grouped(), RunSpec(data={"micro_batches": 3}))
+    assert max(row.group_ids_N.unique().numel() for row in loose) > 1
+
+
+def test_groups_of_a_batch_without_groups_cannot_be_kept():
+    batch = RolloutBatch.from_documents(nasty_documents(4))
+    with pytest.raises(SpecError, match=r"data.keep_groups\n  found: a batch without group_ids"):
+        flow.pack_step(batch, RunSpec(data={"keep_groups": True}))
+
+
+@pytest.mark.parametrize("tokens", [48, 72, 96])
+def test_as_many_micro_batches_are_taken_as_the_documents_need(tokens):
+    batch = RolloutBatch.from_documents(nasty_documents(4))
+    one_row, whole = flow.prepare_rows(batch, RunSpec(), single_process_mesh())
+    rows, totals = flow.prepare_rows(batch, RunSpec(data={"micro_batch_tokens": tokens}), single_process_mesh())
+    assert len(rows) == {48: 3, 72: 2, 96: 1}[tokens]
+    assert totals == whole
+    weights = {float(w) for local in (*rows, *one_row) for w in local.weights["policy"].loss_T[local.row.loss_mask_T]}
+    assert weights == {float(torch.tensor(1 / totals.tokens))}, "every micro-batch is divided by the whole step"
+
+
+def test_rows_are_cut_in_one_way():
+    with pytest.raises(ValueError, match="give one of them"):
+        RunSpec(data={"micro_batches": 2, "micro_batch_tokens": 8})
+
+
+def test_the_gradient_may_be_divided_by_the_documents_once_more():
+    spec, batch, policy = fixture(loss={"denominator": "document_sum"})
+    twice, _, _ = fixture(loss={"denominator": "document_sum", "normalize_by_documents": True})
+    results = []
+    for chosen in (spec, twice):
+        rows, totals = flow.prepare_rows(batch, chosen, policy.mesh)
+        results.append(flow.run_step(policy, flow.make_loss(chosen.loss), rows, totals, keep_gradients=True))
+    plain, divided = results
+    assert float(divided.loss["total"]) == float(plain.loss["total"])
+    for name, gradient in plain.gradients.items():
+        torch.testing.assert_close(divided.gradients[name] * totals.documents, gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_a_penalty_in_the_reward_is_not_dropped_without_a_word():
+    spec, batch, policy = fixture(loss={"kl": {"coefficient": 0.1, "placement": "reward"}})
+    with pytest.raises(SpecError, match=r"kl.placement = 'reward'\n  found: advantages that came with the rollouts"):
+        flow.prepare_rows(batch, spec, policy.mesh)
+
+
+def test_a_term_with_weights_of_its_own_is_summed_with_them():
+    spec, _, policy = fixture(loss={"positive_nll_coefficient": 0.5})
+    batch = grouped()
+    rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
+    result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens)
+    good = batch.loss_mask_T & (batch.rewards_N[batch.document_ids_T] > 0)
+    assert 0 < good.sum() < batch.num_trained_tokens
+    expected = -0.5 * result.tokens["policy_logprobs"][good].mean()
+    assert float(result.loss["positive_nll"]) == pytest.approx(float(expected), rel=1e-12)

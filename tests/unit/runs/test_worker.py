@@ -13,7 +13,7 @@ from workbench.runs.store import RunDirectory
 from workbench.runs.worker import run_here
 
 PROJECT = Path(__file__).parents[3]
-LOSS = {"clip_low": 0.2, "clip_high": 0.28, "kl_coefficient": 0.05}
+LOSS = {"surrogate": {"clip_low": 0.2, "clip_high": 0.28}, "kl": {"coefficient": 0.05}}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,30 @@ def test_documents_of_a_step_are_taken_in_order_and_around(tmp_path):
     first, second, third = (run.read_tensors(f"step{s:04d}.tokens")["trained"] for s in range(3))
     assert not (first & second).any()
     assert (third & first).any(), "30 + 30 + 30 of 72 documents wraps around"
+
+
+def test_micro_batches_are_taken_until_the_step_has_its_documents(tmp_path):
+    """However many a step takes, it has the same documents and the same loss."""
+    records = {}
+    for tokens in (None, 64, 400):
+        run = small(tmp_path / str(tokens), steps=2, precision="float64", optimizer={"name": "sgd"},
+                    data={"documents_per_step": 30, "micro_batch_tokens": tokens})
+        run_here(run, PROJECT)
+        records[tokens] = run.steps()
+    for step in range(2):
+        whole = records[None][step]
+        assert whole["documents/trained/sum"] == 30
+        for cut in (records[64][step], records[400][step]):
+            assert cut["documents/trained/sum"] == 30
+            assert cut["tokens/trained/sum"] == whole["tokens/trained/sum"]
+            assert cut["loss/total/sum"] == pytest.approx(whole["loss/total/sum"], rel=1e-9)
+            assert cut["gradient/norm/global"] == pytest.approx(whole["gradient/norm/global"], rel=1e-9)
+
+
+def test_a_document_longer_than_a_micro_batch_is_refused(tmp_path):
+    run = small(tmp_path, data={"micro_batch_tokens": 16})
+    with pytest.raises(SpecError, match="micro-batches of 16 tokens"):
+        run_here(run, PROJECT)
 
 
 def test_less_is_recorded_when_less_is_asked_for(tmp_path):

@@ -78,7 +78,8 @@ def test_each_optimizer_moves_as_its_name_says(name, moved):
 
 def test_clip_decisions_of_another_run_act_step_by_step(tmp_path):
     first = done(tmp_path, "first", steps=2, data={"documents_per_step": 4})
-    settings = {"steps": 2, "data": {"documents_per_step": 4}, "loss": {"clip_low": 0.9, "clip_high": 9.0}}
+    settings = {"steps": 2, "data": {"documents_per_step": 4},
+                "loss": {"surrogate": {"clip_low": 0.9, "clip_high": 9.0}}}
     frozen = done(tmp_path, "frozen", frozen_clip="first", **settings)
     decided = [tokens(first, step, "clipped") for step in range(2)]
     assert not torch.equal(*decided)

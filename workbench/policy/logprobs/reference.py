@@ -8,17 +8,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.policy.logprobs import TokenLogprobs, logit_divisor
 from workbench.shapes import check_shapes
 
 
-def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, temperature: float = 1.0,
-                   bias_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target under softmax(hidden @ weight.T / temperature), and the entropy.
+def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, temperature: float | Tensor = 1.0,
+                   bias_V: Tensor | None = None) -> TokenLogprobs:
+    """Log-probability of each target under softmax(hidden @ weight.T / temperature), entropy and log-normaliser.
 
-    Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T], bias_V [V] -> logprobs_T [T], entropy_T [T].
+    Args:
+        hidden_TD: hidden states.
+        weight_VD: the output head.
+        targets_T: vocabulary ids.
+        temperature: divides the logits; one number, or [T], one for each token.
+        bias_V: of the head.
+
+    Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T], bias_V [V] -> three of [T].
     Units:    nats.
-    Backward: ordinary autograd, through both results.
-    Raises:   ShapeError: sizes disagree.
+    Backward: ordinary autograd, through all results.
+    Raises:   ShapeError: sizes disagree, or a temperature that is not positive and finite.
     """
     check_shapes("token_logprobs", hidden_TD=hidden_TD, weight_VD=weight_VD, targets_T=targets_T, bias_V=bias_V)
     logits_TV = hidden_TD @ weight_VD.T
@@ -26,6 +34,7 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, t
         logits_TV = logits_TV + bias_V
     # Half precision is widened after the product; float64 stays.
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    logprobs_TV = torch.log_softmax(logits_TV.to(wide) / temperature, dim=-1)
+    scaled_TV = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide)
+    logprobs_TV = torch.log_softmax(scaled_TV, dim=-1)
     chosen_T = logprobs_TV.gather(-1, targets_T[:, None]).squeeze(-1)
-    return chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+    return TokenLogprobs(chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1), torch.logsumexp(scaled_TV, dim=-1))

@@ -2,9 +2,9 @@
 
 With z the logits over temperature, m their maximum, and sums over the *whole* vocabulary:
     s = sum exp(z - m),  u = sum exp(z - m) (z - m),  a = z_target - m
-    logprob = a - log s          entropy = log s - u / s
+    logprob = a - log s          entropy = log s - u / s          logsumexp = m + log s
 One maximum and one sum cross the ranks; nothing crosses them on the way back, because every term of the gradient
-    dz_v = g_logprob (1[v = target] - p_v) - g_entropy p_v (z_v - m - u / s),   p_v = exp(z_v - m) / s
+    dz_v = g_logprob (1[v = target] - p_v) - g_entropy p_v (z_v - m - u / s) + g_logsumexp p_v,   p_v = exp(z_v - m) / s
 is local or already whole.
 
 Letters: T tokens | V vocabulary | D model dimension.
@@ -19,15 +19,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 from workbench.errors import ShapeError
+from workbench.policy.logprobs import TokenLogprobs, logit_divisor
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_max, all_sum, identity_sum
 from workbench.sharding.mesh import Axis
 
 
 def token_logprobs(hidden_TD: Tensor, local_weight_VD: Tensor, targets_T: Tensor, *, axis: Axis,
-                   first_token: int, temperature: float = 1.0,
-                   local_bias_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and the entropy, from a slice of the output head on each tp rank.
+                   first_token: int, temperature: float | Tensor = 1.0,
+                   local_bias_V: Tensor | None = None) -> TokenLogprobs:
+    """Log-probability of each target, entropy and log-normaliser, from a slice of the output head on each tp rank.
 
     Args:
         hidden_TD: hidden states, the same on every tp rank.
@@ -35,14 +36,15 @@ def token_logprobs(hidden_TD: Tensor, local_weight_VD: Tensor, targets_T: Tensor
         targets_T: ids in the whole vocabulary.
         axis: the tensor-parallel axis.
         first_token: vocabulary id of the first local row.
-        temperature: divides the logits.
+        temperature: divides the logits; one number, or [T], one for each token.
         local_bias_V: the matching slice of the head's bias.
 
-    Shapes:   hidden_TD [T, D], local_weight_VD [v, D] -> logprobs_T [T], entropy_T [T], the same on every tp rank.
+    Shapes:   hidden_TD [T, D], local_weight_VD [v, D] -> three of [T], the same on every tp rank.
     Units:    nats.
     Backward: hidden: summed over tp, once; weight and bias: local. The incoming gradients must be the same on
               every tp rank.
-    Raises:   ShapeError: sizes disagree, or a target is outside the whole vocabulary.
+    Raises:   ShapeError: sizes disagree, a target is outside the whole vocabulary, or a temperature is not positive
+              and finite.
     Source:   Megatron-LM, arXiv 1909.08053, section 3 (vocabulary-parallel cross entropy).
     """
     sizes = check_shapes("token_logprobs", hidden_TD=hidden_TD, local_weight_VD=local_weight_VD,
@@ -56,15 +58,17 @@ def token_logprobs(hidden_TD: Tensor, local_weight_VD: Tensor, targets_T: Tensor
     if local_bias_V is not None:
         logits_TV = logits_TV + local_bias_V
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    return _FromLocalLogits.apply(logits_TV.to(wide) / temperature, targets_T - first_token, axis)
+    scaled_TV = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide)
+    return TokenLogprobs(*_FromLocalLogits.apply(scaled_TV, targets_T - first_token, axis))
 
 
 class _FromLocalLogits(Function):
-    """Local logits over temperature -> log-probability and entropy of the whole vocabulary."""
+    """Local logits over temperature -> log-probability, entropy and log-normaliser of the whole vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, local_targets_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-        shifted_TV = logits_TV - all_max(logits_TV.amax(-1), axis)[:, None]
+    def forward(ctx: Any, logits_TV: Tensor, local_targets_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+        highest_T = all_max(logits_TV.amax(-1), axis)
+        shifted_TV = logits_TV - highest_T[:, None]
         mine_T = (local_targets_T >= 0) & (local_targets_T < logits_TV.shape[1])
         index_T = local_targets_T.masked_fill(~mine_T, 0)
         exp_TV = shifted_TV.exp()
@@ -73,13 +77,15 @@ class _FromLocalLogits(Function):
         weighted_T = (exp_TV * shifted_TV.masked_fill(exp_TV == 0, 0)).sum(-1)
         sum_T, weighted_T, target_T = all_sum(torch.stack([exp_TV.sum(-1), weighted_T, target_T]), axis)
         ctx.save_for_backward(exp_TV, shifted_TV, sum_T, weighted_T, index_T, mine_T)
-        return target_T - sum_T.log(), sum_T.log() - weighted_T / sum_T
+        return target_T - sum_T.log(), sum_T.log() - weighted_T / sum_T, highest_T + sum_T.log()
 
     @staticmethod
-    def backward(ctx: Any, logprob_gradient_T: Tensor, entropy_gradient_T: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, logprob_gradient_T: Tensor, entropy_gradient_T: Tensor,
+                 logsumexp_gradient_T: Tensor) -> tuple[Tensor, None, None]:
         exp_TV, shifted_TV, sum_T, weighted_T, index_T, mine_T = ctx.saved_tensors
         probability_TV = exp_TV / sum_T[:, None]
         centred_TV = shifted_TV.masked_fill(exp_TV == 0, 0) - (weighted_T / sum_T)[:, None]
-        gradient_TV = -probability_TV * (logprob_gradient_T[:, None] + entropy_gradient_T[:, None] * centred_TV)
+        normaliser_T = logsumexp_gradient_T - logprob_gradient_T
+        gradient_TV = probability_TV * (normaliser_T[:, None] - entropy_gradient_T[:, None] * centred_TV)
         gradient_TV.scatter_add_(1, index_T[:, None], (logprob_gradient_T * mine_T)[:, None])
         return gradient_TV, None, None

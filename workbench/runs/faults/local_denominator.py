@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from workbench.reduction.weights import TokenWeights
 from workbench.runs.faults import Fault
 
 
@@ -14,8 +15,8 @@ def _broken(split_row: Callable) -> Callable:
     def split_then_count_locally(*args: object) -> object:
         local = split_row(*args)
         mask_T = local.row.loss_mask_T
-        weights_T = torch.where(mask_T, 1.0 / mask_T.sum().clamp_min(1).double(), 0.0).to(local.row.advantages_T.dtype)
-        return replace(local, row=replace(local.row, weights_T=weights_T))
+        local_T = torch.where(mask_T, 1.0 / mask_T.sum().clamp_min(1).double(), 0.0).to(local.row.advantages_T.dtype)
+        return replace(local, weights={name: TokenWeights(local_T, local_T) for name in local.weights})
 
     return split_then_count_locally
 

@@ -10,7 +10,7 @@ from workbench.policy.logprobs.reference import token_logprobs
 def test_equals_the_definition_by_hand():
     hidden = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
     weight = torch.tensor([[math.log(1.0), 5.0], [math.log(2.0), 1.0], [math.log(5.0), 9.0]], dtype=torch.float64)
-    logprobs, entropy = token_logprobs(hidden, weight, torch.tensor([2]))
+    logprobs, entropy, *_ = token_logprobs(hidden, weight, torch.tensor([2]))
     assert logprobs.item() == pytest.approx(math.log(5 / 8), abs=1e-15)
     assert entropy.item() == pytest.approx(-sum(p * math.log(p) for p in (1 / 8, 2 / 8, 5 / 8)), abs=1e-15)
 
@@ -18,11 +18,51 @@ def test_equals_the_definition_by_hand():
 def test_temperature_divides_logits_and_not_logprobs():
     hidden, weight = torch.randn(4, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     targets = torch.tensor([0, 6, 3, 2])
-    at_half, _ = token_logprobs(hidden, weight, targets, temperature=0.5)
-    scaled, _ = token_logprobs(2 * hidden, weight, targets)
+    at_half = token_logprobs(hidden, weight, targets, temperature=0.5).logprobs_T
+    scaled = token_logprobs(2 * hidden, weight, targets).logprobs_T
     torch.testing.assert_close(at_half, scaled, rtol=0, atol=1e-14)
-    plain, _ = token_logprobs(hidden, weight, targets)
+    plain = token_logprobs(hidden, weight, targets).logprobs_T
     assert (at_half - plain / 0.5).abs().max() > 0.1
+
+
+def test_each_token_may_have_a_temperature_of_its_own():
+    g = torch.Generator().manual_seed(3)
+    hidden = torch.randn(4, 3, generator=g, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 3, generator=g, dtype=torch.float64, requires_grad=True)
+    targets, temperatures = torch.tensor([0, 6, 3, 2]), torch.tensor([0.3, 1.0, 2.5, 0.7], dtype=torch.float64)
+    together = token_logprobs(hidden, weight, targets, temperature=temperatures)
+    for field in range(3):
+        alone = torch.cat([token_logprobs(hidden[t: t + 1], weight, targets[t: t + 1],
+                                          temperature=float(temperatures[t]))[field] for t in range(4)])
+        torch.testing.assert_close(together[field], alone, rtol=0, atol=1e-14)
+        for ours, wanted in zip(*(torch.autograd.grad((x * torch.arange(1, 5)).sum(), (hidden, weight),
+                                                      retain_graph=True) for x in (together[field], alone)),
+                                strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-13)
+
+
+def test_the_log_normaliser_is_that_of_logits_over_temperature():
+    hidden = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    weight = torch.tensor([[1.0, 5.0], [2.0, 1.0], [4.0, 9.0]], dtype=torch.float64)
+    found = token_logprobs(hidden, weight, torch.tensor([2]), temperature=2.0).logsumexp_T
+    assert found.item() == pytest.approx(math.log(math.exp(0.5) + math.exp(1.0) + math.exp(2.0)), abs=1e-15)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_divides_nothing_is_refused(bad):
+    hidden, weight, targets = torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ShapeError, match="positive and finite"):
+        token_logprobs(hidden, weight, targets, temperature=bad)
+    with pytest.raises(ShapeError, match=r"at \[1\]"):
+        token_logprobs(hidden, weight, targets, temperature=torch.tensor([1.0, bad, 1.0]))
+    with pytest.raises(ShapeError, match="temperature_T has T=2"):
+        token_logprobs(hidden, weight, targets, temperature=torch.ones(2))
+
+
+def test_a_temperature_in_float64_does_not_widen_a_float32_run():
+    hidden, weight, targets = torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dtype=torch.int64)
+    found = token_logprobs(hidden, weight, targets, temperature=torch.ones(3, dtype=torch.float64))
+    assert {x.dtype for x in found} == {torch.float32}
 
 
 def test_half_precision_logits_are_widened_before_the_softmax():
@@ -32,7 +72,8 @@ def test_half_precision_logits_are_widened_before_the_softmax():
 
 def test_bias_counts():
     hidden, weight = torch.zeros(1, 2), torch.zeros(3, 2)
-    logprobs, _ = token_logprobs(hidden, weight, torch.tensor([1]), bias_V=torch.tensor([0.0, math.log(2.0), 0.0]))
+    bias = torch.tensor([0.0, math.log(2.0), 0.0])
+    logprobs = token_logprobs(hidden, weight, torch.tensor([1]), bias_V=bias).logprobs_T
     assert logprobs.item() == pytest.approx(math.log(0.5))
 
 

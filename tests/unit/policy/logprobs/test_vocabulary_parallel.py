@@ -17,30 +17,34 @@ def problem():
     hidden = 3 * torch.randn(T, D, generator=g, dtype=torch.float64)
     weight = torch.randn(V, D, generator=g, dtype=torch.float64)
     bias = torch.randn(V, generator=g, dtype=torch.float64)
-    return hidden, weight, bias, torch.randint(0, V, (T,), generator=g), torch.randn(2, T, generator=g).double()
+    return hidden, weight, bias, torch.randint(0, V, (T,), generator=g), torch.randn(3, T, generator=g).double()
 
 
-def sliced():
+TEMPERATURES = {"one": 0.7, "per token": 0.2 + torch.arange(T, dtype=torch.float64) / 5}
+
+
+def sliced(temperature):
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     axis = make_mesh(tp=world)["tp"]
-    hidden, weight, bias, targets, (g_logprob, g_entropy) = problem()
+    hidden, weight, bias, targets, gradients = problem()
     start, stop = shard_range(V, axis, what="vocabulary")
     hidden.requires_grad_()
     weight, bias = weight[start:stop].clone().requires_grad_(), bias[start:stop].clone().requires_grad_()
-    logprobs, entropy = vocabulary_parallel.token_logprobs(
-        hidden, weight, targets, axis=axis, first_token=start, temperature=0.7, local_bias_V=bias)
-    (logprobs @ g_logprob + entropy @ g_entropy).backward()
-    return logprobs.detach(), entropy.detach(), hidden.grad, (start, stop), weight.grad, bias.grad
+    found = vocabulary_parallel.token_logprobs(hidden, weight, targets, axis=axis, first_token=start,
+                                               temperature=TEMPERATURES[temperature], local_bias_V=bias)
+    (torch.stack(found) * gradients).sum().backward()
+    return torch.stack(found).detach(), hidden.grad, (start, stop), weight.grad, bias.grad
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_equals_the_reference_forward_and_backward(world, tmp_path):
-    hidden, weight, bias, targets, (g_logprob, g_entropy) = problem()
+@pytest.mark.parametrize(("world", "temperature"), [(1, "one"), (2, "per token"), (4, "one"), (4, "per token")])
+def test_equals_the_reference_forward_and_backward(world, temperature, tmp_path):
+    hidden, weight, bias, targets, gradients = problem()
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    expected = reference.token_logprobs(*leaves[:2], targets, temperature=0.7, bias_V=bias)
-    (expected[0] @ g_logprob + expected[1] @ g_entropy).backward()
-    for logprobs, entropy, d_hidden, (start, stop), d_weight, d_bias in run_ranks(sliced, world, tmp_path):
-        pairs = [(logprobs, expected[0].detach()), (entropy, expected[1].detach()), (d_hidden, hidden.grad),
+    expected = torch.stack(reference.token_logprobs(*leaves[:2], targets, temperature=TEMPERATURES[temperature],
+                                                    bias_V=bias))
+    (expected * gradients).sum().backward()
+    for found, d_hidden, (start, stop), d_weight, d_bias in run_ranks(sliced, world, tmp_path, temperature):
+        pairs = [(found, expected.detach()), (d_hidden, hidden.grad),
                  (d_weight, weight.grad[start:stop]), (d_bias, bias.grad[start:stop])]
         for actual, wanted in pairs:
             torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-13)
@@ -49,20 +53,20 @@ def test_equals_the_reference_forward_and_backward(world, tmp_path):
 def test_gradient_agrees_with_finite_differences():
     logits = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
 
-    def both(logits):
+    def all_three(logits):
         return vocabulary_parallel._FromLocalLogits.apply(logits, torch.tensor([0, 4, 2]), Axis("tp"))
 
-    assert torch.autograd.gradcheck(both, (logits,))
+    assert torch.autograd.gradcheck(all_three, (logits,))
 
 
 def test_a_column_that_does_not_exist_has_no_probability_and_no_nan():
     hidden = torch.randn(2, D, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
-    logprobs, entropy = vocabulary_parallel.token_logprobs(
+    found = vocabulary_parallel.token_logprobs(
         hidden, torch.randn(3, D, dtype=torch.float64), torch.tensor([0, 1]), axis=Axis("tp"), first_token=0,
         local_bias_V=bias)
-    (logprobs.sum() + entropy.sum()).backward()
-    assert torch.isfinite(torch.cat([logprobs, entropy])).all()
+    torch.cat(found).sum().backward()
+    assert torch.isfinite(torch.cat(found)).all()
     assert torch.isfinite(hidden.grad).all()
 
 

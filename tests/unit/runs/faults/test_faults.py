@@ -30,5 +30,5 @@ def test_two_faults_on_one_seam_both_act_and_leave():
 
 
 def test_an_unknown_fault_is_refused_with_the_known_ones():
-    with pytest.raises(SpecError, match="local_denominator, missing_cp_factor, shift_after_shard"):
+    with pytest.raises(SpecError, match="local_denominator, micro_batch_denominator, missing_cp_factor"):
         load_fault("local_denominators")

@@ -1,0 +1,127 @@
+"""Corrections of the sampler's mismatch the long way: one document, one token at a time, plain floats.
+
+Sources: truncated weights: Yao et al. (2025), "Your efficient RL framework secretly brings you off-policy RL
+training"; zeroed weights: arXiv 2510.18855; sequence weights and rejection: Liu et al. (2025), "When speed kills
+stability"; off-policy sequence masking: arXiv 2512.02556, section 3.1; second moment: arXiv 2510.01161.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def correction(documents, *, ratio="none", low=None, high=None, outside="truncate", normalize=False, gate="none",
+               gate_level="token", gate_low=None, gate_high=None, opsm=None, opsm_anchor="sampler", m2=None):
+    """Weight and verdict of each token of a step.
+
+    Args:
+        documents: dicts of lists: mask, old, sampler, policy, advantages. Values under the mask are not looked at.
+
+    Returns:
+        Per document a list of (raw weight, applied weight, kept), None for tokens that are not trained.
+    """
+    raws = [[None if x is None else math.exp(x) for x in exponents(document, ratio)] for document in documents]
+    found = []
+    for document, raw in zip(documents, raws, strict=True):
+        tokens = []
+        for t, weight in enumerate(raw):
+            if weight is None:
+                tokens.append(None)
+                continue
+            kept, applied = True, weight
+            if low is not None and weight < low:
+                applied, kept = (low, True) if outside == "truncate" else (0.0, False)
+            if high is not None and weight > high:
+                applied, kept = (high, True) if outside == "truncate" else (0.0, False)
+            if gate != "none":
+                value = statistic(document, t, gate, gate_level)
+                if gate_low is not None and value < gate_low:
+                    kept = False
+                if gate_high is not None and value > gate_high:
+                    kept = False
+            if opsm is not None and document["advantages"][t] < 0:
+                gaps = [document[opsm_anchor][s] - document["policy"][s] for s in trained(document)]
+                if sum(gaps) / len(gaps) > opsm:
+                    kept = False
+            tokens.append([weight, applied, kept])
+        found.append(tokens)
+    if normalize:
+        scale = mean_weight(found, over_documents=ratio.startswith("document"))
+        for tokens in found:
+            for token in tokens:
+                if token is not None:
+                    token[1] = token[1] / scale
+    if m2 is not None:
+        cutoff = second_moment_cutoff(documents, m2)
+        for document, tokens in zip(documents, found, strict=True):
+            for t in trained(document):
+                if (document["old"][t] - document["sampler"][t]) ** 2 > cutoff:
+                    tokens[t][2] = False
+    for tokens in found:
+        for token in tokens:
+            if token is not None and not token[2]:
+                token[1] = 0.0
+    return found
+
+
+def trained(document):
+    return [t for t, counts in enumerate(document["mask"]) if counts]
+
+
+def segments(document):
+    """Unbroken runs of trained tokens."""
+    runs, run = [], []
+    for t, counts in enumerate([*document["mask"], 0]):
+        if counts:
+            run.append(t)
+        elif run:
+            runs.append(run)
+            run = []
+    return runs
+
+
+def exponents(document, ratio):
+    mu = [document["old"][t] - document["sampler"][t] if counts else None for t, counts in enumerate(document["mask"])]
+    if ratio == "none":
+        return [None if m is None else 0.0 for m in mu]
+    if ratio == "token":
+        return mu
+    out = [None] * len(mu)
+    parts = segments(document) if ratio == "segment_mean" else [trained(document)]
+    for part in parts:
+        total = sum(mu[t] for t in part)
+        for t in part:
+            out[t] = total if ratio == "document_sum" else total / len(part)
+    return out
+
+
+def statistic(document, t, gate, level):
+    def of(mu):
+        return {"ratio": math.exp(mu), "k1": -mu, "k2": mu * mu / 2, "k3": math.exp(mu) - 1 - mu}[gate]
+
+    mus = [document["old"][s] - document["sampler"][s] for s in trained(document)]
+    if level == "token":
+        return of(document["old"][t] - document["sampler"][t])
+    if level == "document_max":
+        return max(of(mu) for mu in mus)
+    if gate == "ratio":  # the geometric mean, and the likelihood ratio of the document
+        return math.exp(sum(mus) / len(mus)) if level == "document_mean" else math.exp(sum(mus))
+    return sum(of(mu) for mu in mus) / (len(mus) if level == "document_mean" else 1)
+
+
+def mean_weight(found, *, over_documents):
+    values = []
+    for tokens in found:
+        mine = [token[1] for token in tokens if token is not None]
+        values += ([sum(mine) / len(mine)] if mine else []) if over_documents else mine
+    mean = sum(values) / len(values) if values else 0.0
+    return mean if mean > 0 else 1.0
+
+
+def second_moment_cutoff(documents, threshold):
+    squares = sorted((document["old"][t] - document["sampler"][t]) ** 2
+                     for document in documents for t in trained(document))
+    while squares and math.fsum(squares) / len(squares) > threshold:
+        worst = squares[-1]
+        squares = [square for square in squares if square < worst]
+    return squares[-1] if squares else -math.inf

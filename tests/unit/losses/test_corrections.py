@@ -1,0 +1,328 @@
+"""Corrections against the oracle on nasty batches, against numbers of other systems, and their promises."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.loss_batches import flat, nasty_documents, packed
+from tests.oracles.corrections import correction
+from workbench.errors import SpecError
+from workbench.losses.corrections import (
+    M2_CUTOFF,
+    MEAN_WEIGHT,
+    apply_correction,
+    correct,
+    step_statistics,
+    survivors,
+    whole_row,
+)
+from workbench.losses.spec import CORRECTIONS, CorrectionSpec
+from workbench.losses.terms import LossInputs, Term
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.targets import shift_targets
+
+SPECS = {kind: {"kind": kind} for kind in CORRECTIONS} | {
+    "both bounds": {"ratio": "token", "ratio_low": 0.5, "ratio_high": 2.0},
+    "zeroed mean": {"ratio": "document_mean", "ratio_low": 0.9, "ratio_high": 1.1, "outside": "zero"},
+    "zeroed below only": {"ratio": "token", "ratio_low": 0.7, "outside": "zero"},
+    "normalised documents": {"ratio": "document_mean", "ratio_high": 1.5, "normalize": True},
+    "normalised after zeroing": {"ratio": "token", "ratio_high": 1.5, "outside": "zero", "normalize": True},
+    "opsm against old": {"opsm_threshold": 0.05, "opsm_anchor": "old"},
+    "everything": {"ratio": "token", "ratio_high": 4.0, "normalize": True, "gate": "k3", "gate_level": "document_mean",
+                   "gate_high": 2.0, "opsm_threshold": 0.5, "m2_threshold": 1.0},
+} | {
+    f"{gate} {level}": {"gate": gate, "gate_level": level, "gate_low": low, "gate_high": high}
+    for level in ("token", "document_mean", "document_sum", "document_max")
+    for gate, low, high in (("ratio", 0.8, 1.3), ("k1", -0.5, 0.4), ("k2", 0.01, 0.6), ("k3", None, 0.7))
+}
+
+
+def wanted(documents, spec):
+    gathered = correction(
+        documents, ratio=spec.ratio, low=spec.ratio_low, high=spec.ratio_high, outside=spec.outside,
+        normalize=spec.normalize, gate=spec.gate, gate_level=spec.gate_level, gate_low=spec.gate_low,
+        gate_high=spec.gate_high, opsm=spec.opsm_threshold, opsm_anchor=spec.opsm_anchor, m2=spec.m2_threshold)
+    return [[(1.0, 0.0, False) if token is None else tuple(token) for token in tokens] for tokens in gathered]
+
+
+@pytest.mark.parametrize("settings", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("seed", "low", "high"), [(0, 1e-3, 1e3), (1, 0.6, 1.6), (2, 0.97, 1.03)])
+def test_weights_and_verdicts_are_the_oracles(settings, seed, low, high):
+    spec = CorrectionSpec(**settings)
+    documents = nasty_documents(seed, low=low, high=high)
+    _, inputs = packed(documents)
+    inputs = replace(inputs, statistics=step_statistics([inputs], spec))
+    found = correct(inputs, spec)
+    for column, actual in enumerate((found.raw_weights_T, found.weights_T, found.kept_T.double())):
+        expected = flat([[float(token[column]) for token in tokens] for tokens in wanted(documents, spec)])
+        expected[-3:] = 1.0 if column == 0 else 0.0  # padding
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_the_cases_above_keep_some_tokens_and_reject_some():
+    verdicts = {}
+    for name, settings in SPECS.items():
+        spec = CorrectionSpec(**settings)
+        kept = []
+        for seed, low, high in ((0, 1e-3, 1e3), (1, 0.6, 1.6), (2, 0.97, 1.03)):
+            documents = nasty_documents(seed, low=low, high=high)
+            kept += [token[2] for tokens, document in zip(wanted(documents, spec), documents, strict=True)
+                     for token, counts in zip(tokens, document["mask"], strict=True) if counts]
+        verdicts[name] = (any(kept), not all(kept) or not spec.rejects)
+    assert [name for name, (some_kept, some_lost) in verdicts.items() if not (some_kept and some_lost)] == []
+
+
+@pytest.mark.parametrize("settings", SPECS.values(), ids=SPECS)
+def test_nothing_of_a_correction_carries_a_gradient(settings):
+    spec = CorrectionSpec(**settings)
+    documents = nasty_documents(3, rubbish=False)
+    policy_T, inputs = packed(documents, padding=0)
+    leaves = [policy_T] + [getattr(inputs, f"{name}_logprobs_T").requires_grad_() for name in ("old", "sampler")]
+    inputs = replace(inputs, statistics=step_statistics([inputs], spec))
+    values_T = policy_T * torch.arange(len(policy_T)).double()
+    term = apply_correction(Term(values_T), inputs, spec)
+    term.values_T.sum().backward()
+    weights_T = correct(inputs, spec).weights_T
+    assert not weights_T.requires_grad
+    torch.testing.assert_close(leaves[0].grad, weights_T * torch.arange(len(policy_T)).double() if spec.acts
+                               else torch.arange(len(policy_T)).double(), rtol=0, atol=0)
+    assert [leaf.grad for leaf in leaves[1:]] == [None, None]
+
+
+def test_a_rejected_token_contributes_exactly_nothing_whatever_its_loss_is():
+    inputs = LossInputs(torch.zeros(3), torch.zeros(3), torch.ones(3),
+                        sampler_logprobs_T=torch.tensor([0.0, -9.0, 0.0]))
+    values_T = torch.tensor([1.0, math.nan, 2.0], requires_grad=True)
+    term = apply_correction(Term(values_T, coefficient=0.5), inputs, CorrectionSpec(kind="icepop"))
+    term.values_T.sum().backward()
+    assert term.values_T.tolist() == [1.0, 0.0, 2.0]
+    assert values_T.grad.tolist() == [1.0, 0.0, 1.0]
+    assert term.coefficient == 0.5
+
+
+def test_extras_have_both_weights_and_keep_what_was_there():
+    mu = torch.tensor([0.0, math.log(3.0), math.log(0.1)], dtype=torch.float64)
+    zero = torch.zeros(3, dtype=torch.float64)
+    inputs = LossInputs(zero, mu, zero, sampler_logprobs_T=zero, loss_mask_T=torch.tensor([True, True, False]))
+    term = apply_correction(Term(zero, extras={"mine": zero}), inputs, CorrectionSpec(kind="tis"))
+    assert set(term.extras) == {"mine", "raw_weight", "applied_weight", "kept", "truncated"}
+    assert term.extras["raw_weight"].tolist() == pytest.approx([1.0, 3.0, 1.0])
+    assert term.extras["applied_weight"].tolist() == [1.0, 2.0, 0.0]
+    assert term.extras["kept"].tolist() == [True, True, False]
+    assert term.extras["truncated"].tolist() == [False, True, False]
+
+
+def test_without_a_correction_the_term_is_untouched():
+    _, inputs = packed(nasty_documents(0))
+    term = Term(inputs.advantages_T)
+    assert apply_correction(term, inputs, CorrectionSpec()) is term
+
+
+def test_what_lies_under_the_mask_changes_nothing():
+    spec = CorrectionSpec(**SPECS["everything"])
+    found = []
+    for rubbish in (True, False):
+        documents = nasty_documents(4, low=0.5, high=2.0, rubbish=rubbish)
+        if found:  # the same numbers on trained tokens, harmless ones elsewhere
+            for document, other in zip(documents, nasty_documents(4, low=0.5, high=2.0), strict=True):
+                for name in ("policy", "old", "sampler", "advantages"):
+                    document[name] = [v if counts else 0.0
+                                      for v, counts in zip(other[name], document["mask"], strict=True)]
+        _, inputs = packed(documents)
+        found.append(correct(replace(inputs, statistics=step_statistics([inputs], spec)), spec))
+    torch.testing.assert_close(found[0].weights_T, found[1].weights_T, rtol=0, atol=0)
+    assert torch.isfinite(found[0].raw_weights_T).all()
+
+
+def test_sum_and_mean_over_a_document_are_two_weights():
+    zero = torch.zeros(4, dtype=torch.float64)
+    inputs = LossInputs(zero, zero + 0.1, zero, sampler_logprobs_T=zero)
+    weights = {ratio: correct(inputs, CorrectionSpec(ratio=ratio)).weights_T[0].item()
+               for ratio in ("document_sum", "document_mean")}
+    assert weights == pytest.approx({"document_sum": math.exp(0.4), "document_mean": math.exp(0.1)})
+
+
+def test_verdicts_do_not_depend_on_the_precision_of_the_run():
+    """0.1 nats is not 0.1 in float32, but the difference of two float32 is the same in every run."""
+    old, sampler = torch.tensor([-0.9, -5.1, -2.3]), torch.tensor([-1.0, -5.2, -2.4])
+    spec = CorrectionSpec(kind="icepop", ratio_low=1.0, ratio_high=math.exp(0.1))
+    single = LossInputs(old, old, torch.ones(3), sampler_logprobs_T=sampler)
+    double = LossInputs(old.double(), old.double(), torch.ones(3).double(), sampler_logprobs_T=sampler.double())
+    assert correct(single, spec).kept_T.tolist() == correct(double, spec).kept_T.tolist()
+    assert correct(single, spec).weights_T.dtype == torch.float32
+
+
+# ---- statistics of the step, survivors ---------------------------------------------------------------------------
+
+
+def rows_of(documents, cut):
+    return [packed(part)[1] for part in (documents[:cut], documents[cut:])]
+
+
+@pytest.mark.parametrize("settings", [SPECS["batch_normalized"], SPECS["normalised documents"], SPECS["everything"],
+                                      {"m2_threshold": 0.2}])
+def test_a_step_statistic_does_not_depend_on_how_the_step_is_cut(settings):
+    spec = CorrectionSpec(**settings)
+    documents = nasty_documents(5, low=0.3, high=3.0)
+    statistics = [step_statistics(rows_of(documents, cut), spec) for cut in (1, 4, 7)]
+    statistics.append(step_statistics([packed(documents)[1]], spec))
+    for other in statistics[1:]:
+        assert other == pytest.approx(statistics[0], rel=1e-13)
+    whole = wanted(documents, spec)
+    rows = rows_of(documents, 4)
+    weights_T = torch.cat([correct(replace(row, statistics=statistics[1]), spec).weights_T[:-3] for row in rows])
+    expected_T = flat([[token[1] for token in tokens] for tokens in whole], padding=0)
+    torch.testing.assert_close(weights_T, expected_T, rtol=1e-12, atol=0)
+
+
+def test_a_statistic_of_the_micro_batch_depends_on_the_cut_and_the_spec_says_so():
+    documents = nasty_documents(5, low=0.3, high=3.0)
+    for settings in ({"kind": "batch_normalized"}, {"m2_threshold": 0.2}):
+        spec = CorrectionSpec(**settings, population="micro_batch")
+        assert set(spec.breaks) == {"micro_batch", "packing", "dp", "cp"}
+        assert CorrectionSpec(**settings).breaks == ()
+        weights = [torch.cat([correct(row, spec).weights_T[:-3] for row in rows_of(documents, cut)])
+                   for cut in (4, 7)]
+        assert not torch.equal(*weights)
+
+
+def test_a_missing_step_statistic_is_refused_in_words():
+    _, inputs = packed(nasty_documents(0))
+    with pytest.raises(SpecError, match="step_statistics"):
+        correct(inputs, CorrectionSpec(kind="batch_normalized"))
+    with pytest.raises(SpecError, match="correction/m2_cutoff"):
+        correct(inputs, CorrectionSpec(kind="m2po"))
+
+
+def test_m2_rejects_the_largest_until_the_mean_is_low_enough_and_equal_ones_together():
+    mu = torch.tensor([0.125, -0.5, 0.5, 0.25, 4.0], dtype=torch.float64)
+    zero = torch.zeros(5, dtype=torch.float64)
+    inputs = LossInputs(zero, mu, zero, sampler_logprobs_T=zero)
+    kept = {}
+    for threshold in (3.4, 3.3, 0.14453125, 0.14, 0.0390625, 0.039, 0.015625, 0.015, 0.0):
+        spec = CorrectionSpec(m2_threshold=threshold)
+        statistics = step_statistics([inputs], spec)
+        kept[threshold] = correct(replace(inputs, statistics=statistics), spec).kept_T.int().tolist()
+    # Squares 1/64, 1/16, 1/4, 1/4, 16; means of the smallest 1, 2, 4, 5: 0.015625, 0.0390625, 0.14453125, 3.3156
+    assert kept == {3.4: [1, 1, 1, 1, 1], 3.3: [1, 1, 1, 1, 0], 0.14453125: [1, 1, 1, 1, 0], 0.14: [1, 0, 0, 1, 0],
+                    0.0390625: [1, 0, 0, 1, 0], 0.039: [1, 0, 0, 0, 0], 0.015625: [1, 0, 0, 0, 0],
+                    0.015: [0, 0, 0, 0, 0], 0.0: [0, 0, 0, 0, 0]}
+
+
+def test_a_step_in_which_nothing_trains_has_statistics_that_harm_nothing():
+    spec = CorrectionSpec(kind="batch_normalized", m2_threshold=0.1)
+    zero = torch.zeros(3)
+    inputs = LossInputs(zero, zero, zero, sampler_logprobs_T=zero, loss_mask_T=torch.zeros(3).bool())
+    statistics = step_statistics([inputs], spec)
+    assert statistics == {MEAN_WEIGHT: 1.0, M2_CUTOFF: -math.inf}
+    assert correct(replace(inputs, statistics=statistics), spec).weights_T.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("settings", [
+    {"kind": "geometric_gate", "gate_low": 0.98, "gate_high": 1.02}, {"kind": "sequence_mask", "ratio_high": 1.03},
+    {"kind": "m2po", "m2_threshold": 0.002}, {"gate": "k3", "gate_level": "document_max", "gate_high": 0.005}])
+def test_survivors_of_whole_rows_are_what_the_loss_keeps_after_the_split(settings):
+    """Each document once as part of a whole row, before any policy, and once in a training row of other neighbours."""
+    spec = CorrectionSpec(**settings, denominator="survivors")
+    documents = [{"tokens": [1] * len(d["mask"]), "loss_mask": [0, *d["mask"][1:]],
+                  "advantages": [1.0] * len(d["mask"]), "old_logprobs": torch.tensor(d["old"]).double(),
+                  "sampler_logprobs": torch.tensor(d["sampler"]).double()}
+                 for d in nasty_documents(6, low=0.9, high=1.1, rubbish=False)]
+    batch = RolloutBatch.from_documents(documents)
+    whole = [whole_row(shift_targets(batch.select(part))) for part in ([0, 1, 2, 3], [4, 5, 6, 7])]
+    statistics = step_statistics(whole, spec)
+    counted = sum(int(survivors(replace(row, statistics=statistics), spec).sum()) for row in whole)
+    row = shift_targets(batch.select([7, 2, 4, 0, 6, 1, 5, 3]).pad_to(100))
+    live = LossInputs(row.old_logprobs_T - 0.3, row.old_logprobs_T, row.advantages_T, row.sampler_logprobs_T,
+                      loss_mask_T=row.loss_mask_T, document_ids_T=row.document_ids_T, statistics=statistics)
+    kept = int(correct(live, spec).kept_T.sum())
+    assert kept == counted
+    assert 0 < counted < int(row.loss_mask_T.sum())
+
+
+def test_survivors_of_the_live_policy_are_refused_in_words():
+    _, inputs = packed(nasty_documents(0))
+    with pytest.raises(SpecError, match="live policy"):
+        survivors(inputs, CorrectionSpec(kind="opsm"))
+
+
+def test_a_correction_without_sampler_logprobs_is_refused_in_words():
+    zero = torch.zeros(3)
+    with pytest.raises(SpecError, match="no sampler_logprobs"):
+        correct(LossInputs(zero, zero, zero), CorrectionSpec(kind="tis"))
+
+
+# ---- numbers of other systems ------------------------------------------------------------------------------------
+
+
+def one_document(old, sampler):
+    old = torch.tensor(old, dtype=torch.float64)
+    return LossInputs(old, old, torch.ones_like(old), sampler_logprobs_T=torch.tensor(sampler, dtype=torch.float64))
+
+
+LONG = ([-2.1669921875, -0.00390625, -0.146484375, -0.00390625, -3.009765625, -0.0498046875, -0.541015625,
+         -0.2451171875, -0.0390625],
+        [-2.171875, -0.0458984375, -0.109375, -0.0302734375, -2.51171875, -0.0546875, -0.560546875, -0.197265625,
+         -0.00390625])
+
+
+@pytest.mark.parametrize(("settings", "old", "sampler", "weights"), [
+    # verl 1dda039b, rollout_is "sequence", threshold 2.0
+    ({"ratio": "document_sum", "ratio_high": 2.0}, *LONG, [0.594218719647012] * 9),
+    ({"ratio": "document_sum", "ratio_high": 2.0}, [-0.7763671875, -4.2919921875, -0.1796875],
+     [-0.8173828125, -4.3828125, -0.228515625], [1.1980126543093097] * 3),
+    # TRL 1.16.0, vllm_importance_sampling_mode "sequence_truncate", 0.9 to 1.1
+    ({"ratio": "document_sum", "ratio_low": 0.9, "ratio_high": 1.1}, [-1.0126953125], [-0.875], [0.9]),
+    ({"ratio": "document_sum", "ratio_low": 0.9, "ratio_high": 1.1},
+     [-2.71484375, -2.9189453125, -0.9638671875, -0.228515625, -1.5302734375, -4.8837890625, -0.6708984375],
+     [-2.744140625, -2.96484375, -0.94140625, -0.2275390625, -1.548828125, -4.8486328125, -0.7158203125],
+     [1.0833717027831364] * 7),
+    # TRL, "token_mask", 0.5 to 2
+    ({"ratio": "token", "ratio_low": 0.5, "ratio_high": 2.0, "outside": "zero"},
+     [-0.69140625, -3.2744140625, -1.3359375, -0.3623046875], [-0.69921875, -3.259765625, -1.3779296875, -0.458984375],
+     [1.007843097206448, 0.985458328904506, 1.0428863311694745, 1.1015074904895412]),
+    # AReaL cbff54d6, sequence level: weights are geometric means, the gate looks at the largest ratio
+    ({"ratio": "document_mean", "gate": "ratio", "gate_level": "document_max", "gate_high": 1.4},
+     [-0.201171875, -2.3134765625, -0.341796875, -0.2255859375, -0.11328125, -0.037109375, -2.6787109375],
+     [-0.1845703125, -2.302734375, -0.37109375, -0.00390625, -0.1396484375, -0.1279296875, -2.751953125],
+     [0.9958234781706312] * 7),
+])
+def test_weights_are_those_of_other_systems(settings, old, sampler, weights):
+    found = correct(one_document(old, sampler), CorrectionSpec(**settings)).weights_T
+    torch.testing.assert_close(found, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_verls_seq_mean_k1_is_the_geometric_gate_with_reversed_bounds():
+    """verl 1dda039b, rollout_rs "seq_mean_k1", threshold "0.95_1.05": it bounds sampler / old."""
+    documents = [
+        ([-0.00390625, -0.0888671875, -0.9638671875, -0.00390625, -1.0849609375, -0.935546875, -1.81640625],
+         [-0.0390625, -0.0419921875, -0.9501953125, -0.0068359375, -1.0947265625, -0.9521484375, -1.8447265625], True),
+        ([-3.8232421875], [-4.580078125], False),
+        ([-2.501953125, -2.0849609375, -3.2509765625, -1.421875],
+         [-2.51953125, -1.98828125, -3.2958984375, -0.037109375], False),
+        ([-3.720703125, -0.2900390625, -0.00390625, -0.8330078125, -0.7177734375],
+         [-3.6640625, -0.2734375, -0.00390625, -0.791015625, -0.697265625], True),
+    ]
+    by_ratio = CorrectionSpec(gate="ratio", gate_level="document_mean", gate_low=1 / 1.05, gate_high=1 / 0.95)
+    by_k1 = CorrectionSpec(gate="k1", gate_level="document_mean", gate_low=math.log(0.95), gate_high=math.log(1.05))
+    for old, sampler, kept in documents:
+        for spec in (by_ratio, by_k1):
+            assert correct(one_document(old, sampler), spec).kept_T.tolist() == [kept] * len(old)
+
+
+def test_nothing_else_of_the_inputs_is_needed_and_a_shared_sum_is_asked_for():
+    """A sequence-level weight asks `document_sums`, so documents that straddle ranks get their whole sum."""
+    class Doubled:
+        def document(self, values_T):
+            return torch.full_like(values_T, 2 * float(values_T.sum()))
+
+        segment = document
+
+    zero = torch.zeros(2, dtype=torch.float64)
+    inputs = LossInputs(zero, zero + 0.1, zero, sampler_logprobs_T=zero, sums=Doubled(),
+                        lengths_T=torch.tensor([4.0, 4.0]))
+    weights = [correct(inputs, CorrectionSpec(ratio=ratio)).weights_T[0].item()
+               for ratio in ("document_sum", "document_mean", "segment_mean")]
+    assert weights == pytest.approx([math.exp(0.4), math.exp(0.1), math.exp(0.1)])

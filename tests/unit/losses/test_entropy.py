@@ -1,0 +1,69 @@
+import math
+
+import pytest
+import torch
+
+from workbench.errors import SpecError
+from workbench.losses.entropy import entropy_bonus, squared_logit
+from workbench.losses.terms import LossInputs
+from workbench.policy.logprobs.reference import token_logprobs
+
+
+def inputs_of(logits_TV, mask_T, temperature=1.0):
+    """The head is the identity, so its hidden states are the logits."""
+    size = logits_TV.shape[1]
+    said = token_logprobs(logits_TV, torch.eye(size, dtype=logits_TV.dtype),
+                          torch.zeros(len(logits_TV), dtype=torch.int64), temperature=temperature)
+    zero = torch.zeros(len(logits_TV), dtype=logits_TV.dtype)
+    return LossInputs(said.logprobs_T, zero, zero, entropy_T=said.entropy_T, logsumexp_T=said.logsumexp_T,
+                      loss_mask_T=mask_T)
+
+
+MASK = torch.tensor([True, False, True])
+LOGITS = torch.tensor([[0.3, -1.0, 2.0], [0.0, 0.0, 0.0], [-0.5, 0.7, 0.1]], dtype=torch.float64)
+
+
+def test_the_bonus_is_minus_the_entropy_and_its_gradient_raises_it():
+    logits = LOGITS.clone().requires_grad_()
+    term = entropy_bonus(inputs_of(logits, MASK, temperature=0.7), 0.01)
+    for t in (0, 2):
+        weights = [math.exp(z / 0.7) for z in LOGITS[t].tolist()]
+        shares = [w / sum(weights) for w in weights]
+        assert term.values_T[t].item() == pytest.approx(-sum(p * math.log(p) for p in shares), rel=1e-13)
+    assert term.coefficient == -0.01
+    (term.coefficient * term.values_T).sum().backward()
+    stepped = inputs_of(LOGITS - logits.grad, MASK, temperature=0.7).entropy_T
+    assert (stepped > inputs_of(LOGITS, MASK, temperature=0.7).entropy_T)[MASK].all()
+    assert logits.grad[1].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_penalty_is_the_squared_log_normaliser_with_twice_it_as_slope():
+    normaliser = torch.tensor([1.5, -0.5, 3.0], dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(3, dtype=torch.float64)
+    term = squared_logit(LossInputs(zero, zero, zero, logsumexp_T=normaliser, loss_mask_T=MASK), 1e-3)
+    assert (term.values_T.tolist(), term.coefficient) == ([2.25, 0.0, 9.0], 1e-3)
+    term.values_T.sum().backward()
+    assert normaliser.grad.tolist() == [3.0, 0.0, 6.0]
+
+
+def test_a_constant_in_all_logits_is_seen_by_the_penalty_only():
+    moved, still = inputs_of(LOGITS + 5.0, MASK), inputs_of(LOGITS, MASK)
+    torch.testing.assert_close(moved.entropy_T, still.entropy_T, rtol=0, atol=1e-13)
+    torch.testing.assert_close(moved.policy_logprobs_T, still.policy_logprobs_T, rtol=0, atol=1e-13)
+    assert (squared_logit(moved, 1.0).values_T > squared_logit(still, 1.0).values_T)[MASK].all()
+
+
+def test_rubbish_under_the_mask_reaches_no_gradient():
+    rubbish = torch.tensor([1.0, math.nan, 2.0], requires_grad=True)
+    zero = torch.zeros(3)
+    inputs = LossInputs(zero, zero, zero, entropy_T=rubbish, logsumexp_T=rubbish, loss_mask_T=MASK)
+    (entropy_bonus(inputs, 1.0).values_T + squared_logit(inputs, 1.0).values_T).sum().backward()
+    assert rubbish.grad.tolist() == [3.0, 0.0, 5.0]
+
+
+def test_what_the_head_did_not_compute_is_refused_in_words():
+    zero = torch.zeros(2)
+    with pytest.raises(SpecError, match="entropy bonus"):
+        entropy_bonus(LossInputs(zero, zero, zero), 0.1)
+    with pytest.raises(SpecError, match="squared-logit penalty"):
+        squared_logit(LossInputs(zero, zero, zero), 0.1)

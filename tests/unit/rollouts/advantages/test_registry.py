@@ -1,0 +1,174 @@
+"""Estimators by name: what each name stands for, and what every one of them keeps to."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.oracles import advantages as oracle
+from workbench.errors import SpecError
+from workbench.rollouts.advantages import ESTIMATORS, AdvantageInputs, estimate_advantages
+from workbench.rollouts.batch import RolloutBatch
+
+# Documents 0 1 2 of group 5 (2 and 1 trained tokens; document 2 trains nothing), 3 4 of group 8, padding.
+IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4, -1])
+MASK = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1, 0, 1, 0, 1, 0]).bool()
+REWARDS, GROUPS = [1.0, 0.25, -50.0, 0.5, 0.0], [5, 5, 5, 8, 8]
+LENGTHS, TRAINED = [2, 1, 0, 2, 1], [True, True, False, True, True]
+
+
+def inputs(**more):
+    g = torch.Generator().manual_seed(1)
+    noise = torch.rand(2, len(IDS), generator=g, dtype=torch.float64)
+    fields = {"penalties_T": None, "values_T": noise[1],
+              "components_NK": torch.tensor([[r, (n % 2) / 3] for n, r in enumerate(REWARDS)], dtype=torch.float64)}
+    if more.pop("penalised", False):
+        fields["penalties_T"] = torch.where(MASK, noise[0], float("nan"))
+    return AdvantageInputs(IDS, MASK, torch.tensor(REWARDS, dtype=torch.float64), torch.tensor(GROUPS),
+                           **(fields | more))
+
+
+def on_tokens(values):
+    return [values[int(n)] if m else 0.0 for n, m in zip(IDS, MASK, strict=True)]
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("grpo", {}), ("dr_grpo", {"scale": "none"}), ("rloo", {"baseline": "leave_one_out", "scale": "none"}),
+    ("leave_one_out", {"baseline": "leave_one_out", "scale": "leave_one_out_std", "epsilon": 1e-6}),
+    ("opo", {"baseline": "length_weighted", "scale": "none"})])
+@pytest.mark.parametrize("masked_in_baseline", [False, True])
+def test_group_estimators_by_name(name, settings, masked_in_baseline):
+    trained = None if masked_in_baseline else TRAINED
+    lengths = LENGTHS
+    expected = oracle.group(REWARDS, GROUPS, trained=trained, lengths=lengths, **settings)
+    found = estimate_advantages(name, inputs(), masked_in_baseline=masked_in_baseline)
+    assert found.advantages_T.tolist() == pytest.approx(on_tokens(expected), rel=1e-12, abs=1e-14)
+    assert found.returns_T is None
+
+
+def test_a_masked_document_in_the_baseline_is_a_choice_that_moves_the_others():
+    alone, polluted = (estimate_advantages("dr_grpo", inputs(), masked_in_baseline=choice).advantages_T[1].item()
+                       for choice in (False, True))
+    assert alone == pytest.approx(0.375)
+    assert polluted == pytest.approx(1.0 + 48.75 / 3)
+
+
+def test_a_penalty_is_taken_off_the_reward_of_its_document():
+    given = inputs(penalised=True)
+    shaped = [r - float(given.penalties_T[MASK & (n == IDS)].sum()) for n, r in enumerate(REWARDS)]
+    found = estimate_advantages("grpo", given).advantages_T.tolist()
+    assert found == pytest.approx(on_tokens(oracle.group(shaped, GROUPS, trained=TRAINED)), rel=1e-12, abs=1e-14)
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_reinforce_plus_plus_whitens_returns_over_all_tokens(penalised):
+    given = inputs(penalised=penalised)
+    returns = []
+    for n, reward in enumerate(REWARDS):
+        here = [t for t in range(len(IDS)) if MASK[t] and IDS[t] == n]
+        rewards = [-float(given.penalties_T[t]) if penalised else 0.0 for t in here]
+        if here:
+            rewards[-1] += reward
+        returns += oracle.returns(rewards, 0.9)
+    for form, ddof in (("add", 1), ("floor", 0)):
+        expected = iter(oracle.whitened(returns, ddof=ddof, epsilon=1e-8, form=form))
+        found = estimate_advantages("reinforce_plus_plus", given, discount=0.9, epsilon_form=form, ddof=ddof)
+        assert found.advantages_T.tolist() == pytest.approx([next(expected) if m else 0.0 for m in MASK], rel=1e-12)
+
+
+def test_reinforce_plus_plus_with_a_group_baseline_centres_first():
+    expected = on_tokens(oracle.group(REWARDS, GROUPS, scale="none", trained=TRAINED))
+    whitened = iter(oracle.whitened([a for a, m in zip(expected, MASK, strict=True) if m], ddof=1, epsilon=1e-8,
+                                    form="add"))
+    found = estimate_advantages("reinforce_plus_plus_baseline", inputs()).advantages_T.tolist()
+    assert found == pytest.approx([next(whitened) if m else 0.0 for m in MASK], rel=1e-12)
+
+
+def test_verls_reinforce_plus_plus_baseline():
+    """verl 1dda039b: group means off, then the mean and the unbiased deviation of all trained tokens."""
+    ids = torch.tensor([0, 1, 1, 2, 3])
+    given = AdvantageInputs(ids, torch.ones(5).bool(), torch.tensor([1.0, 0.0, 1.0, 1.0]).double(),
+                            torch.tensor([0, 0, 1, 1]))
+    found = estimate_advantages("reinforce_plus_plus_baseline", given).advantages_T
+    tokens = torch.tensor([0.5, -0.5, -0.5, 0.0, 0.0], dtype=torch.float64)
+    expected = (tokens - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_gpg_by_name():
+    expected = on_tokens(oracle.gpg(REWARDS, GROUPS, trained=TRAINED))
+    assert estimate_advantages("gpg", inputs()).advantages_T.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_gdpo_by_name():
+    given = inputs(weights_K=torch.tensor([1.0, 2.0]))
+    components = given.components_NK.tolist()
+    expected = on_tokens(oracle.gdpo(components, GROUPS, [1.0, 2.0], trained=TRAINED))
+    assert estimate_advantages("gdpo", given).advantages_T.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+def test_vapo_is_decoupled_and_length_adaptive():
+    given = inputs()
+    found = estimate_advantages("vapo", given, length_adaptive_alpha=0.8)
+    for n, length in enumerate(LENGTHS):
+        here = MASK & (n == IDS)
+        rewards = [0.0] * (length - 1) + [REWARDS[n]] if length else []
+        values = given.values_T[here].tolist()
+        lambda_ = oracle.adaptive_lambda(0.8, length) if length else 0.0
+        assert found.advantages_T[here].tolist() == pytest.approx(oracle.generalised(rewards, values, 1.0, lambda_))
+        assert found.returns_T[here].tolist() == pytest.approx([REWARDS[n]] * length)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_gives_finite_numbers_and_exact_zeros_where_nothing_trains(name):
+    found = estimate_advantages(name, inputs())
+    assert found.advantages_T.dtype == torch.float64
+    assert torch.isfinite(found.advantages_T).all()
+    assert not found.advantages_T[~MASK].any()
+    assert found.advantages_T[MASK].any()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_step_in_which_nothing_trains_has_no_advantages(name):
+    nothing = AdvantageInputs(torch.tensor([0, 0, -1]), torch.zeros(3).bool(), torch.tensor([float("nan")]).double(),
+                              torch.tensor([0]), values_T=torch.zeros(3), components_NK=torch.zeros(1, 2))
+    assert estimate_advantages(name, nothing).advantages_T.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_whitened_gae_by_name():
+    plain, whitened = (estimate_advantages("gae", inputs(), whitened=w).advantages_T[MASK] for w in (False, True))
+    torch.testing.assert_close(whitened, (plain - plain.mean()) / (plain.var() + 1e-8).sqrt(), rtol=1e-12, atol=1e-14)
+
+
+def test_a_batch_gives_its_own_fields_and_takes_its_advantages_back():
+    documents = [{"tokens": [1] * 3, "loss_mask": [0, 1, 1], "advantages": 0.0, "old_logprobs": [0.0] * 3,
+                  "reward": reward, "group_id": 4} for reward in (1.0, 0.0)]
+    batch = RolloutBatch.from_documents(documents)
+    found = estimate_advantages("dr_grpo", AdvantageInputs.of(batch.pad_to(8))).advantages_T
+    assert found.tolist() == [0.0, 0.5, 0.5, 0.0, -0.5, -0.5, 0.0, 0.0]
+    assert replace(batch, advantages_T=found[:6]).advantages_T.tolist() == found[:6].tolist()
+    with pytest.raises(SpecError, match="no rewards_N or no group_ids_N"):
+        AdvantageInputs.of(replace(batch, group_ids_N=None))
+
+
+def test_what_cannot_be_is_refused_in_words():
+    with pytest.raises(SpecError, match="one of grpo, dr_grpo"):
+        estimate_advantages("ppo", inputs())
+    with pytest.raises(SpecError, match="its settings are baseline, singleton"):
+        estimate_advantages("dr_grpo", inputs(), epsilon=1.0)
+    with pytest.raises(SpecError, match="no values_T"):
+        estimate_advantages("gae", inputs(values_T=None))
+    with pytest.raises(SpecError, match="no components_NK"):
+        estimate_advantages("gdpo", inputs(components_NK=None))
+    with pytest.raises(SpecError, match="a component of its own"):
+        estimate_advantages("gdpo", inputs(penalised=True))
+
+
+def test_gpg_makes_up_for_groups_that_say_nothing():
+    ids_T = torch.arange(6)
+    step = AdvantageInputs(ids_T, torch.tensor([1, 1, 1, 1, 1, 0]).bool(),
+                           torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0]), torch.tensor([5, 5, 5, 8, 8, 8]))
+    alpha = 5 / 3  # five answers train, three of them in the group of unequal rewards
+    expected = [0.5 * alpha, -0.5 * alpha, 0.0, 0.0, 0.0, 0.0]
+    assert estimate_advantages("gpg", step).advantages_T.tolist() == pytest.approx(expected)
+    assert estimate_advantages("gpg", step, divisor=2.0).advantages_T[0].item() == pytest.approx(0.25 * alpha)

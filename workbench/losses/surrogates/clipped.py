@@ -1,0 +1,69 @@
+"""The clipped surrogate of PPO and its upper bounds for negative advantages; the arithmetic of every clipped ratio.
+
+Letters: T packed tokens. r ratio, A advantage.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.losses.terms import LossInputs, Term
+
+
+def clipped_surrogate(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2,
+                      dual_clip: float | None = None, delta: float | None = None, anchor: str = "old") -> Term:
+    """The pessimistic surrogate of PPO, per token, with an optional upper bound for negative advantages.
+
+    Formula:  r = exp(policy - anchor)
+              value = -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A)
+              value = min(value, -dual_clip A) where A < 0
+    Shapes:   [T] -> [T].
+    Backward: -r A; 0 beyond the bound that the advantage pushes towards (1 + clip_high if A > 0, 1 - clip_low if
+              A < 0) and, where A < 0, beyond dual_clip or delta. On a bound the gradient is kept.
+    Source:   PPO, arXiv 1707.06347, equation 7; two bounds: DAPO, arXiv 2503.14476, equation 10; dual clip:
+              arXiv 1912.09729; delta: INTELLECT-2, arXiv 2505.07291.
+    Differs:  the weights of tokens are not here but in `workbench.reduction`.
+    """
+    return clip_ratio(inputs.log_ratio(anchor), inputs.counted_advantages_T, inputs.frozen_clip_T,
+                      clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta)
+
+
+def clip_ratio(log_ratio_T: Tensor, advantages_T: Tensor, frozen_clip_T: Tensor | None = None, *, clip_low: float,
+               clip_high: float, dual_clip: float | None = None, delta: float | None = None) -> Term:
+    """What `clipped_surrogate` does, for any log ratio: a token's, a document's, a straight-through one.
+
+    Each sign of the advantage has at most one bound below and one above, beyond which the value is constant:
+
+        A > 0: above min(1 + clip_high, delta)
+        A < 0: below 1 - clip_low; above the smaller of dual_clip and max(delta, 1 + clip_high)
+
+    Args:
+        log_ratio_T: [T] with gradient.
+        advantages_T: [T]; 0 makes a token silent, whatever its ratio.
+        frozen_clip_T: [T] bool, decisions taken elsewhere; which bound a token sits at still follows from it.
+        clip_low: length from 1 down.
+        clip_high: length from 1 up.
+        dual_clip: see `clipped_surrogate`.
+        delta: see `clipped_surrogate`.
+    """
+    lower, upper = 1 - clip_low, 1 + clip_high
+    above_if_positive = min(upper, delta) if delta is not None else upper
+    bounds_if_negative = [bound for bound in (dual_clip, None if delta is None else max(delta, upper))
+                          if bound is not None]
+    with torch.no_grad():
+        positive_T = advantages_T > 0
+        # Bounds as tensors of the ratio's dtype: two Python numbers in `where` would make float32 of them.
+        bound_T = torch.where(positive_T, log_ratio_T.new_tensor(above_if_positive), log_ratio_T.new_tensor(lower))
+        ratio_T = log_ratio_T.exp()
+        clipped_T = torch.where(positive_T, ratio_T > bound_T, (ratio_T < bound_T) & (advantages_T < 0))
+        if bounds_if_negative:
+            above = log_ratio_T.new_tensor(min(bounds_if_negative))
+            bound_T = torch.where(~positive_T & (log_ratio_T > 0), above, bound_T)
+            clipped_T = clipped_T | ((advantages_T < 0) & (ratio_T > above))
+        if frozen_clip_T is not None:
+            clipped_T = frozen_clip_T
+    # A token without gradient must not pass through exp: where that overflows, 0 * inf would make its gradient NaN.
+    silent_T = clipped_T | (advantages_T == 0)
+    ratio_T = torch.exp(torch.where(silent_T, 0.0, log_ratio_T))
+    return Term(-torch.where(silent_T, bound_T, ratio_T) * advantages_T, clipped_T=clipped_T)

@@ -1,0 +1,81 @@
+"""Policy gradients that cut no token off: plain, importance-weighted, on-policy by decree, and truncated (CISPO).
+
+Letters: T packed tokens. l log-probability of the policy, r ratio, A advantage, sg[] without gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from workbench.losses.terms import LossInputs, Term
+
+
+def importance_sampling(inputs: LossInputs, *, anchor: str = "old") -> Term:
+    """The off-policy policy gradient, unclipped.
+
+    Formula:  r = exp(l - anchor);  value = -r A
+    Shapes:   [T] -> [T].
+    Backward: -r A.
+    Source:   conservative policy iteration's surrogate, as in PPO, arXiv 1707.06347, equation 6.
+    """
+    advantages_T = inputs.counted_advantages_T
+    ratio_T = torch.exp(torch.where(advantages_T == 0, 0.0, inputs.log_ratio(anchor)))
+    return Term(-ratio_T * advantages_T)
+
+
+def reinforce(inputs: LossInputs) -> Term:
+    """The on-policy policy gradient, as if the policy had not moved since it was sampled.
+
+    Formula:  value = -A l
+    Shapes:   [T] -> [T]. The value is not comparable with a ratio's.
+    Backward: -A.
+    Source:   Williams (1992), Machine Learning 8.
+    """
+    return Term(-inputs.counted_advantages_T * inputs.counted_logprobs_T)
+
+
+def gpg(inputs: LossInputs) -> Term:
+    """Group policy gradient: the same per-token value as `reinforce`.
+
+    Formula:  value = -A l, with the advantages of the estimator "gpg" of `workbench.rollouts.advantages`
+    Shapes:   [T] -> [T].
+    Backward: -A.
+    Source:   GPG, arXiv 2504.02546.
+    Differs:  alpha (documents / documents in groups of unequal rewards) is a number of the whole step and part of the
+              advantages, which are data; elsewhere each micro-batch may take one of its own.
+    """
+    return reinforce(inputs)
+
+
+def on_policy(inputs: LossInputs) -> Term:
+    """The surrogate of PPO with a ratio that is 1 by decree: exact while batch and policy are one step old.
+
+    Formula:  r = exp(l - sg[l]);  value = -r A
+    Shapes:   [T] -> [T]; equal to -A.
+    Backward: -A.
+    Source:   NVIDIA-NeMo/RL, force_on_policy_ratio; huggingface/trl with num_iterations = 1.
+    """
+    logprobs_T = inputs.counted_logprobs_T
+    return Term(-torch.exp(logprobs_T - logprobs_T.detach()) * inputs.counted_advantages_T)
+
+
+def cispo(inputs: LossInputs, *, clip_low: float | None = None, clip_high: float = 4.0, bounds: str = "relative",
+          anchor: str = "old") -> Term:
+    """A policy gradient whose importance weight is truncated, so that no token loses its gradient.
+
+    Formula:  r = exp(l - anchor);  value = -A sg[clip(r, low, high)] l
+              relative bounds: low = 1 - clip_low, high = 1 + clip_high; absolute bounds: low = clip_low,
+              high = clip_high; clip_low None: no lower bound
+    Shapes:   [T] -> [T]. The value is not comparable with a ratio's. extras: "ratio_truncated", r was outside.
+    Backward: -A clip(r), whatever the sign of A.
+    Source:   MiniMax-M1, arXiv 2506.13585 (relative); ScaleRL, arXiv 2510.13786, and
+              huggingface/trl (absolute upper bound, no lower one).
+    """
+    relative = bounds == "relative"
+    high = 1 + clip_high if relative else clip_high
+    low = 0.0 if clip_low is None else 1 - clip_low if relative else clip_low
+    with torch.no_grad():
+        ratio_T = inputs.log_ratio(anchor).exp()
+        weight_T = ratio_T.clamp(low, high)
+    values_T = -inputs.counted_advantages_T * weight_T * inputs.counted_logprobs_T
+    return Term(values_T, extras={"ratio_truncated": weight_T != ratio_T})

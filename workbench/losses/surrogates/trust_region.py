@@ -1,0 +1,89 @@
+"""Surrogates that drop a token whose *probability* has moved too far from the sampler's, whatever its ratio.
+
+Letters: T packed tokens. p = exp(l) and q probabilities of the token under the policy and under the anchor,
+r = p / q, A advantage, sg[] without gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workbench.losses.terms import LossInputs, Term
+
+
+def dppo_tv(inputs: LossInputs, *, threshold_low: float = 0.2, threshold_high: float = 0.2,
+            ratio_cap: float | None = None, anchor: str = "sampler") -> Term:
+    """Divergence proximal policy optimisation with the binary total variation.
+
+    Formula:  dropped: p - q > threshold_high where A > 0;  p - q < -threshold_low elsewhere
+              value = -A r if not dropped, else 0;  with a ratio_cap: -A sg[min(r, ratio_cap)] l
+    Shapes:   [T] -> [T].
+    Backward: -A min(r, ratio_cap), or 0 where dropped. On a threshold the token is kept.
+    Source:   DPPO, arXiv 2602.04879, equation 12; the cap is that of verl's "dppo_tv".
+    """
+    moved_T = _probability(inputs.counted_logprobs_T) - _probability(_anchor(inputs, anchor))
+    dropped_T = _beyond(inputs, moved_T, threshold_low, threshold_high)
+    return _masked_ratio(inputs, dropped_T, ratio_cap, anchor)
+
+
+def dppo_kl(inputs: LossInputs, *, threshold_low: float = 0.05, threshold_high: float = 0.05,
+            ratio_cap: float | None = None, anchor: str = "sampler") -> Term:
+    """Divergence proximal policy optimisation with the binary KL divergence.
+
+    Formula:  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
+              dropped: D > threshold_high and p > q where A > 0;  D > threshold_low and p < q elsewhere
+              value as in `dppo_tv`
+    Shapes:   [T] -> [T]. Thresholds in nats.
+    Backward: -A min(r, ratio_cap), or 0 where dropped. On a threshold the token is kept.
+    Source:   DPPO, arXiv 2602.04879, equations 12 and 14.
+    """
+    with torch.no_grad():
+        policy_T, anchor_T = inputs.counted_logprobs_T, _anchor(inputs, anchor)
+        q_T = anchor_T.exp()
+        rest_q_T, rest_p_T = -torch.expm1(anchor_T), -torch.expm1(policy_T)
+        taken_T = torch.where(q_T > 0, q_T * (anchor_T - policy_T), 0.0)
+        others_T = torch.where(rest_q_T > 0, rest_q_T * (rest_q_T.log() - rest_p_T.log()), 0.0)
+        signed_T = torch.sign(policy_T - anchor_T) * (taken_T + others_T)
+    dropped_T = _beyond(inputs, signed_T, threshold_low, threshold_high)
+    return _masked_ratio(inputs, dropped_T, ratio_cap, anchor)
+
+
+def ipo(inputs: LossInputs, *, threshold: float = 0.1, anchor: str = "sampler") -> Term:
+    """The importance-weighted policy gradient of the tokens whose probability has not moved far, either way.
+
+    Formula:  dropped: |p - q| > threshold;  value = -A r if not dropped, else 0
+    Shapes:   [T] -> [T].
+    Backward: -A r, or 0 where dropped, whatever the sign of A. On the threshold the token is kept.
+    Source:   PrimeIntellect-ai/prime-rl, loss "ipo". Its quadratic term is `kl` with the estimator "squared"
+              against the sampler (the preset "ipo" has both).
+    """
+    with torch.no_grad():
+        moved_T = _probability(inputs.counted_logprobs_T) - _probability(_anchor(inputs, anchor))
+        dropped_T = moved_T.abs() > threshold
+    return _masked_ratio(inputs, dropped_T, None, anchor)
+
+
+def _anchor(inputs: LossInputs, anchor: str) -> Tensor:
+    return torch.where(inputs.counts_T, inputs.logprobs(anchor), 0.0)
+
+
+def _probability(logprobs_T: Tensor) -> Tensor:
+    return logprobs_T.detach().exp()
+
+
+def _beyond(inputs: LossInputs, moved_T: Tensor, low: float, high: float) -> Tensor:
+    """Whether a token has moved too far in the direction that its advantage pushes; an advantage of 0 pushes down."""
+    return torch.where(inputs.counted_advantages_T > 0, moved_T > high, moved_T < -low)
+
+
+def _masked_ratio(inputs: LossInputs, dropped_T: Tensor, ratio_cap: float | None, anchor: str) -> Term:
+    advantages_T = inputs.counted_advantages_T
+    dropped_T = dropped_T & inputs.counts_T if inputs.frozen_clip_T is None else inputs.frozen_clip_T
+    silent_T = dropped_T | (advantages_T == 0)
+    log_ratio_T = torch.where(silent_T, 0.0, inputs.log_ratio(anchor))
+    if ratio_cap is None:
+        ratio_T = log_ratio_T.exp()
+    else:
+        ratio_T = log_ratio_T.detach().exp().clamp(max=ratio_cap) * inputs.counted_logprobs_T
+    return Term(torch.where(silent_T, 0.0, -advantages_T * ratio_T), clipped_T=dropped_T)

@@ -1,0 +1,70 @@
+"""Gradient norms by group of parameters: embedding, attention, mlp, norm, head, and by layer.
+
+A wrong factor that hits one part of a model only (a head whose gradient is lost, norms that miss a sum over tp) hides
+in the global norm and shows here. A parameter's group follows from the modules that it lies in, by their whole names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from workbench.metrics.definitions import Level
+
+GROUPS: Mapping[str, frozenset[str]] = {
+    "norm": frozenset({"norm", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
+                       "post_feedforward_layernorm", "q_norm", "k_norm", "ln_f", "ln_1", "ln_2", "final_layernorm"}),
+    "attention": frozenset({"self_attn", "attn", "attention", "linear_attn"}),
+    "mlp": frozenset({"mlp", "feed_forward", "block_sparse_moe"}),
+    "embedding": frozenset({"embed_tokens", "wte", "wpe", "embed_in"}),
+    "head": frozenset({"lm_head", "embed_out", "score"}),
+}
+"""Group -> names of modules. The first group that owns a module on the parameter's path takes it, so the norms of
+queries and keys are norms. Tied weights are one parameter, and belong to the embedding."""
+
+LAYERS = frozenset({"layers", "h", "blocks"})
+"""Names of the list of layers; the number comes next."""
+
+
+def parameter_group(name: str) -> str:
+    """The group of a parameter; "other" if no module on its path is known.
+
+    Example:
+        >>> parameter_group("model.layers.3.self_attn.q_norm.weight"), parameter_group("lm_head.weight")
+        ('norm', 'head')
+    """
+    modules = set(name.split("."))
+    return next((group for group, known in GROUPS.items() if known & modules), "other")
+
+
+def parameter_layer(name: str) -> int | None:
+    """The layer that a parameter lies in, or None."""
+    parts = name.split(".")
+    places = [i for i, part in enumerate(parts[:-1]) if part in LAYERS and parts[i + 1].isdecimal()]
+    return int(parts[places[0] + 1]) if places else None
+
+
+def gradient_group_norms(norms: Mapping[str, float], level: Level = "basic") -> dict[str, float]:
+    """L2 norms of the whole gradient by group and, at level full, by layer.
+
+    Formula:  norm of a group = sqrt(sum of its parameters' squared norms); squares of groups add up to the global one.
+
+    Args:
+        norms: of every parameter's *whole* gradient (`workbench.sharding.gradients.gradient_norms`), so nothing is left
+            to merge.
+        level: "none", "basic" (groups) or "full" (groups and layers).
+
+    Returns:
+        ``gradient/norm/<group>`` and ``gradient/norm/layer_<number>``; groups without parameters are left out.
+    """
+    if level == "none":
+        return {}
+    squares: dict[str, float] = {}
+    for name, norm in norms.items():
+        layer = parameter_layer(name)
+        keys = [parameter_group(name)] + ([f"layer_{layer:02d}"] if level == "full" and layer is not None else [])
+        for key in keys:
+            squares[key] = squares.get(key, 0.0) + float(norm) ** 2
+    order = [*GROUPS, "other"]
+    ranked = sorted(squares, key=lambda key: (order.index(key), "") if key in order else (len(order), key))
+    return {f"gradient/norm/{key}": math.sqrt(squares[key]) for key in ranked}

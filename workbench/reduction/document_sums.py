@@ -1,0 +1,118 @@
+"""Sums over the tokens of a document when its tokens lie on several context-parallel ranks.
+
+Each rank adds up what it holds of every document of the row; one all-reduce of that [N]-vector completes the sums,
+and each token takes its document's. Every rank then goes on with *its own* tokens only, so what the ranks' parts of
+the loss want from a sum differs, and the adjoint adds it up: `sharding.collectives.sum_sum`. With the identity
+instead a rank's tokens hear only the rank's own consumers (1 / cp of the gradient where a document is spread evenly).
+
+Collectives: one forward for each call and one backward for each call whose values carry a gradient, of a vector as
+long as the row has documents (segments, groups), in the order of the calls. Every rank of the axis makes the same
+calls, also one that holds no token of any document.
+
+Letters: T packed tokens | N documents, segments or pairs of the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from workbench.errors import SpecError
+from workbench.losses.document_sums import pair_signs, segment_ids
+from workbench.rollouts.targets import TrainingRow
+from workbench.sharding.collectives import sum_sum
+from workbench.sharding.mesh import Axis
+
+
+@dataclass(frozen=True)
+class ShardedSums:
+    """`workbench.losses.document_sums.DocumentSums` of a row that ranks of an axis share.
+
+    Args:
+        row: the whole row, before the split: which token belongs where is read off it, the same on every rank.
+        positions_T: [t] which tokens of the row this rank holds, in its order.
+        axis: the axis whose ranks share the row.
+        complete: how partial sums are completed; anything but `sum_sum` is a known bug, and a test.
+    """
+
+    row: TrainingRow
+    positions_T: Tensor
+    axis: Axis
+    complete: Callable[[Tensor, Axis], Tensor] = sum_sum
+
+    def document(self, values_T: Tensor) -> Tensor:
+        """Sum over the trained tokens of the token's own document, on all ranks.
+
+        Shapes:   [t] -> [t], the same number on every token of a document.
+        Backward: all-reduce sum of what all tokens of the document want from it, then to each trained token.
+        """
+        return self._sum_by(self._documents, values_T)
+
+    def segment(self, values_T: Tensor) -> Tensor:
+        """The same over each unbroken run of trained tokens (one turn of a conversation); 0 on other tokens."""
+        return torch.where(self._loss_mask_T, self._sum_by(self._segments, values_T), 0.0)
+
+    def pair(self, values_T: Tensor) -> Tensor:
+        """Over a preference pair: the sum over the chosen document minus the sum over the rejected one.
+
+        Raises:
+            SpecError: no groups or no rewards, or a group of this row that is no pair.
+        """
+        return self._sum_by(self._pairs, values_T * self._pair_signs_T.to(values_T.dtype))
+
+    def _sum_by(self, parts: _Parts, values_T: Tensor) -> Tensor:
+        kept_T = torch.where(self._loss_mask_T, values_T, 0.0)
+        partial_N = kept_T.new_zeros(parts.count).index_add(0, parts.ids_T, kept_T)
+        return self.complete(partial_N, self.axis)[parts.ids_T]
+
+    @cached_property
+    def _loss_mask_T(self) -> Tensor:
+        return self._mine(self.row.loss_mask_T)
+
+    @cached_property
+    def _documents(self) -> _Parts:
+        return self._numbered(self.row.document_ids_T)
+
+    @cached_property
+    def _segments(self) -> _Parts:
+        return self._numbered(segment_ids(self.row.document_ids_T, self.row.loss_mask_T))
+
+    @cached_property
+    def _pairs(self) -> _Parts:
+        return self._numbered(self.row.group_ids_T)
+
+    @cached_property
+    def _pair_signs_T(self) -> Tensor:
+        return self._mine(signs_of_pairs(self.row))
+
+    def _numbered(self, labels_T: Tensor) -> _Parts:
+        numbers_T = labels_T.unique(return_inverse=True)[1]
+        return _Parts(self._mine(numbers_T), int(numbers_T.max()) + 1)
+
+    def _mine(self, values_T: Tensor) -> Tensor:
+        return values_T.index_select(0, self.positions_T.to(values_T.device))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Which part of the row each token of this rank belongs to, and how many parts the whole row has."""
+
+    ids_T: Tensor
+    count: int
+
+
+def signs_of_pairs(row: TrainingRow) -> Tensor:
+    """[T] +1 on the chosen and -1 on the rejected document of each preference pair of a whole row.
+
+    Raises:
+        SpecError: no groups or no rewards, or a group of this row that is no pair.
+    """
+    if row.group_ids_T is None or row.rewards_T is None:
+        raise SpecError("a loss on preference pairs", found="no group_ids or no rewards",
+                        rule="the two documents of a pair share a group, and the chosen one has the greater reward",
+                        fix="give the batch both")
+    return pair_signs(row.document_ids_T, row.group_ids_T, row.rewards_T, row.loss_mask_T)

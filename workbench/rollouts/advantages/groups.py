@@ -1,0 +1,217 @@
+"""Advantages of whole answers: each against the other answers to its prompt.
+
+A document in which nothing trains is no answer of the group: it enters no mean and no deviation and gets 0
+(`trained_N`), unless it is asked for by leaving ``trained_N`` out. Variances are means of squared deviations, never
+the difference of two large numbers.
+
+Letters: N documents | K components of a reward.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ShapeError, SpecError
+from workbench.shapes import check_shapes
+
+BASELINES = ("mean", "leave_one_out", "length_weighted")
+SCALES = ("std", "leave_one_out_std", "batch_std", "none")
+
+
+def group_advantages(rewards_N: Tensor, group_ids_N: Tensor, *,
+                     baseline: Literal["mean", "leave_one_out", "length_weighted"] = "mean",
+                     scale: Literal["std", "leave_one_out_std", "batch_std", "none"] = "std",
+                     ddof: int = 1, epsilon: float = 1e-4, singleton: Literal["zero", "reward"] = "zero",
+                     trained_N: Tensor | None = None, lengths_N: Tensor | None = None) -> Tensor:
+    """How far a reward is from a baseline of its group, in deviations or in reward units.
+
+    A group whose rewards are all equal says nothing about its answers: exactly 0. So does, where a deviation is
+    asked for, a group (or, for "batch_std", a batch) of no more than ddof answers.
+
+    Formula: ``(r_i - b_i) / (s_i + epsilon)``, or ``r_i - b_i`` for scale "none". Over the n answers of a group:
+        b "mean":            mean of r
+        b "leave_one_out":   mean of the other n - 1
+        b "length_weighted": sum(L r) / sum(L)
+        s "std":               sqrt(sum (r - mean)^2 / (n - ddof)), of the group, whatever the baseline
+        s "leave_one_out_std": the same of the other n - 1 answers; where they are all equal, or no more than ddof,
+                               the difference stays undivided, in reward units
+        s "batch_std":         the same of all answers of the batch
+
+    Args:
+        rewards_N: reward units.
+        group_ids_N: which prompt a document answers, any labels.
+        baseline: what is taken off.
+        scale: what it is divided by.
+        ddof: taken off the number of answers under a variance.
+        epsilon: added to the deviation.
+        singleton: the only answer to its prompt has no baseline: "zero" gives it 0, "reward" its bare reward (divided
+            by 1 + epsilon where a scale is asked for), which verl's GRPO, RLOO and OPO do.
+        trained_N: documents in which something trains; None: all.
+        lengths_N: trained tokens of each document, for "length_weighted".
+
+    Shapes: [N] each -> [N], in the dtype of the rewards; computed in float64.
+    Units:  deviations, or reward units for scale "none".
+    Raises: ShapeError for shapes that disagree or a reward that is not finite; SpecError for a setting that is
+        unknown, below 0 or missing.
+    Source: mean and std: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1.2, which leaves ddof and epsilon open;
+        trainers use ddof 1 (0 in a few) and epsilon 1e-4 or 1e-6. Mean and none: Dr. GRPO (arXiv 2503.20783).
+        leave_one_out: RLOO (arXiv 2402.14740). leave_one_out with leave_one_out_std: NeMo-RL. length_weighted:
+        OPO (arXiv 2505.23585).
+
+    Example:
+        >>> rewards_N, group_ids_N = torch.tensor([1.0, 0.0, 1.0, 1.0]), torch.tensor([7, 7, 3, 3])
+        >>> group_advantages(rewards_N, group_ids_N, scale="none").tolist()
+        [0.5, -0.5, 0.0, 0.0]
+    """
+    settings = f"group_advantages(baseline={baseline!r}, scale={scale!r}, ddof={ddof}, epsilon={epsilon}, " \
+               f"singleton={singleton!r})"
+    if baseline not in BASELINES or scale not in SCALES or singleton not in ("zero", "reward") \
+            or ddof < 0 or epsilon < 0:
+        raise SpecError(settings, rule=f"baseline is one of {', '.join(BASELINES)}; scale is one of "
+                                       f"{', '.join(SCALES)}; singleton is zero or reward; ddof and epsilon are not "
+                                       "negative",
+                        fix='baseline="mean" with scale="std" is GRPO, with scale="none" Dr. GRPO')
+    if (baseline == "length_weighted") != (lengths_N is not None):
+        raise SpecError(settings, found=f"lengths_N is {'None' if lengths_N is None else 'given'}",
+                        rule="baseline length_weighted, and no other, weighs answers by their trained tokens",
+                        fix="pass lengths_N with length_weighted, and leave it out otherwise")
+    check_shapes("group_advantages", rewards_N=rewards_N, group_ids_N=group_ids_N, trained_N=trained_N,
+                 lengths_N=lengths_N)
+    trained = torch.ones_like(rewards_N, dtype=torch.bool) if trained_N is None else trained_N
+    _refuse_not_finite("group_advantages: rewards_N", rewards_N, trained)
+    advantages = torch.zeros(rewards_N.shape, dtype=torch.float64, device=rewards_N.device)
+    if trained.any():
+        lengths = torch.ones_like(rewards_N) if lengths_N is None else lengths_N
+        advantages[trained] = _of_trained(rewards_N[trained].double(), group_ids_N[trained],
+                                          lengths[trained].double(), baseline, scale, ddof, epsilon, singleton)
+    return advantages.to(rewards_N.dtype)
+
+
+def rloo_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, trained_N: Tensor | None = None) -> Tensor:
+    """A reward against the mean of the others, in reward units.
+
+    Formula: ``r_i - mean of r_j over j != i`` = ``n / (n - 1) * (r_i - mean)``
+    Shapes:  [N] each -> [N].
+    Source:  RLOO, arXiv 2402.14740, equation 7.
+    """
+    return group_advantages(rewards_N, group_ids_N, baseline="leave_one_out", scale="none", trained_N=trained_N)
+
+
+def opo_advantages(rewards_N: Tensor, group_ids_N: Tensor, lengths_N: Tensor, *,
+                   trained_N: Tensor | None = None) -> Tensor:
+    """A reward against the length-weighted mean of its group, in reward units.
+
+    With the squared norm of an answer's score function taken as proportional to its length, this baseline makes the
+    variance of the gradient least.
+
+    Formula: ``r_i - sum(L r) / sum(L)``
+    Shapes:  [N] each -> [N].
+    Source:  OPO, arXiv 2505.23585, equation 5.
+    """
+    return group_advantages(rewards_N, group_ids_N, baseline="length_weighted", scale="none", trained_N=trained_N,
+                            lengths_N=lengths_N)
+
+
+def gpg_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, divisor: float = 1.0,
+                   trained_N: Tensor | None = None) -> Tensor:
+    """A centred reward, made larger by what is lost to groups that say nothing: the gradient keeps its size.
+
+    Formula: ``alpha * (r_i - mean) / divisor``, alpha = answers of the step / answers in groups of unequal rewards.
+    Shapes:  [N] each -> [N]. Units: reward units.
+    Source:  GPG, arXiv 2504.02546, whose F_norm is the divisor. verl counts rewards that are not 0 in place of
+             answers in groups of unequal rewards.
+    """
+    centred_N = group_advantages(rewards_N, group_ids_N, scale="none", trained_N=trained_N).double()
+    trained = torch.ones_like(rewards_N, dtype=torch.bool) if trained_N is None else trained_N
+    # An answer right at its group's mean is 0 as well, and counts.
+    _, group = torch.unique(group_ids_N, return_inverse=True)
+    says = torch.isin(group, group[centred_N != 0]) & trained
+    return (centred_N * trained.sum() / says.sum().clamp(min=1) / divisor).to(rewards_N.dtype)
+
+
+def gdpo_advantages(rewards_NK: Tensor, group_ids_N: Tensor, weights_K: Tensor, *, ddof: int = 1,
+                    epsilon: float = 1e-4, trained_N: Tensor | None = None) -> Tensor:
+    """Each component of a reward normalised in its group by itself, then added, then normalised over the batch.
+
+    Adding first and normalising afterwards gives answers with different components one advantage.
+
+    Formula: ``z_i = sum_k w_k (r_ik - mean_k) / (std_k + epsilon)`` in the group;
+             ``(z_i - mean z) / (std z + epsilon)`` over the batch; exactly 0 where all z are equal.
+    Shapes:  rewards_NK [N, K], group_ids_N [N], weights_K [K] -> [N].
+    Units:   deviations.
+    Raises:  ShapeError: shapes that disagree, or a reward that is not finite.
+    Source:  GDPO, arXiv 2601.05242, equations 4 to 6; ddof and epsilon as in TRL.
+    """
+    check_shapes("gdpo_advantages", rewards_NK=rewards_NK, group_ids_N=group_ids_N, weights_K=weights_K,
+                 trained_N=trained_N)
+    parts = [float(weight) * group_advantages(rewards_N.double(), group_ids_N, ddof=ddof, epsilon=epsilon,
+                                              trained_N=trained_N)
+             for rewards_N, weight in zip(rewards_NK.unbind(1), weights_K, strict=True)]
+    total_N = torch.stack(parts).sum(0)
+    one_batch_N = torch.zeros_like(group_ids_N)
+    return group_advantages(total_N, one_batch_N, ddof=ddof, epsilon=epsilon, trained_N=trained_N).to(rewards_NK.dtype)
+
+
+def _of_trained(rewards: Tensor, group_ids: Tensor, lengths: Tensor, baseline: str, scale: str, ddof: int,
+                epsilon: float, singleton: str) -> Tensor:
+    _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    zero = torch.zeros(len(count), dtype=torch.float64, device=rewards.device)
+
+    def by_group(values: Tensor) -> Tensor:
+        return zero.index_add(0, group, values)
+
+    spread = zero.scatter_reduce(0, group, rewards, "amax", include_self=False) \
+        - zero.scatter_reduce(0, group, rewards, "amin", include_self=False)
+    mean = by_group(rewards) / count
+    deviation = rewards - mean[group]
+    size = count[group]
+    if baseline == "length_weighted":
+        # About the mean, so that nothing large cancels; an answer of no length weighs nothing.
+        difference = deviation - (by_group(lengths * deviation) / by_group(lengths).clamp(min=1))[group]
+    elif baseline == "leave_one_out":
+        difference = deviation * size / (size - 1).clamp(min=1)
+    else:
+        difference = deviation
+    # Deviations of equal rewards are rounding, which a small epsilon would blow up.
+    silent = (spread == 0)[group]
+    if scale == "std":
+        advantages = difference / ((by_group(deviation.square()) / (count - ddof).clamp(min=1)).sqrt() + epsilon)[group]
+        silent |= size <= ddof
+    elif scale == "batch_std":
+        total = rewards - rewards.mean()
+        variance = total.square().sum() / max(1, len(rewards) - ddof)
+        advantages = difference / (variance.sqrt() + epsilon)
+        silent |= len(rewards) <= ddof
+    elif scale == "leave_one_out_std":
+        others = _deviation_of_others(rewards, group, ddof)
+        advantages = torch.where(others > 0, difference / (others + epsilon), difference)
+    else:
+        advantages = difference
+    advantages = torch.where(silent, 0.0, advantages)
+    alone = rewards if scale == "none" else rewards / (1 + epsilon)
+    return torch.where(size == 1, alone if singleton == "reward" else 0.0, advantages)
+
+
+def _deviation_of_others(rewards: Tensor, group: Tensor, ddof: int) -> Tensor:
+    """Standard deviation of the other answers of the group; exactly 0 where they are equal, or no more than ddof."""
+    found = torch.zeros_like(rewards)
+    for label in range(int(group.max()) + 1):
+        members = torch.nonzero(group == label).squeeze(1)
+        size = len(members)
+        if size - 1 <= max(ddof, 1):
+            continue
+        others = rewards[members].expand(size, size)[~torch.eye(size, dtype=torch.bool, device=rewards.device)]
+        others = others.view(size, size - 1)
+        variance = (others - others.mean(1, keepdim=True)).square().sum(1) / (size - 1 - ddof)
+        found[members] = torch.where(others.amax(1) == others.amin(1), 0.0, variance.sqrt())
+    return found
+
+
+def _refuse_not_finite(what: str, values: Tensor, where: Tensor) -> None:
+    bad = torch.nonzero(~torch.isfinite(values) & where).squeeze(1).tolist()
+    if bad:
+        raise ShapeError(what, found=f"not finite at {bad}", rule="every reward is finite",
+                         fix="score those documents, or leave them out")

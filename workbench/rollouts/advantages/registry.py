@@ -1,0 +1,205 @@
+"""Every advantage estimator under the name that a spec uses; each gives one number to every trained token.
+
+Letters: T packed tokens | N documents | K components of a reward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.errors import SpecError
+from workbench.rollouts.advantages.groups import gdpo_advantages, gpg_advantages, group_advantages
+from workbench.rollouts.advantages.tokens import discounted_returns, gae, token_rewards, whiten
+from workbench.rollouts.batch import RolloutBatch
+from workbench.shapes import check_shapes
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What advantages are made of: all documents of an optimizer step, token-aligned.
+
+    Attributes:
+        document_ids_T: [T] 0..N-1; anything below on padding.
+        loss_mask_T: [T] bool, the token trains.
+        rewards_N: [N] reward units.
+        group_ids_N: [N] which prompt a document answers.
+        penalties_T: [T] reward units, taken off the reward of each trained token (a KL in the reward), or None.
+        values_T: [T] a critic's value of the state before the token, for "gae" and "vapo", or None.
+        components_NK: [N, K] components of the reward, for "gdpo", or None.
+        weights_K: [K] weights of the components, or None for 1 each.
+    """
+
+    document_ids_T: Tensor
+    loss_mask_T: Tensor
+    rewards_N: Tensor
+    group_ids_N: Tensor
+    penalties_T: Tensor | None = None
+    values_T: Tensor | None = None
+    components_NK: Tensor | None = None
+    weights_K: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_shapes("AdvantageInputs", **self.__dict__)
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, **more: Tensor | None) -> AdvantageInputs:
+        """The documents of a batch; further fields by name.
+
+        Raises:
+            SpecError: a batch without rewards or groups.
+        """
+        if batch.rewards_N is None or batch.group_ids_N is None:
+            raise SpecError("advantages of a batch", found="no rewards_N or no group_ids_N",
+                            rule="advantages compare rewards inside a group", fix="give the batch both")
+        return cls(batch.document_ids_T, batch.loss_mask_T, batch.rewards_N, batch.group_ids_N, **more)
+
+    @property
+    def lengths_N(self) -> Tensor:
+        """[N] trained tokens of each document."""
+        return torch.bincount(self.document_ids_T[self.loss_mask_T], minlength=len(self.rewards_N))
+
+    @property
+    def shaped_rewards_N(self) -> Tensor:
+        """[N] float64: rewards less the penalties of the document's trained tokens."""
+        rewards_N = self.rewards_N.double()
+        if self.penalties_T is None:
+            return rewards_N
+        penalties = self.penalties_T[self.loss_mask_T].double()
+        return rewards_N.index_add(0, self.document_ids_T[self.loss_mask_T], -penalties)
+
+    def on_tokens(self, values_N: Tensor) -> Tensor:
+        """[T] float64: a document's value on each of its trained tokens, 0 elsewhere."""
+        whole_T = values_N.double()[self.document_ids_T.clamp(min=0)]
+        return torch.where(self.loss_mask_T, whole_T, 0.0)
+
+
+class Estimate(NamedTuple):
+    """Advantages of tokens, and what a critic should have said.
+
+    Attributes:
+        advantages_T: [T] float64, 0 where nothing counts.
+        returns_T: [T] float64, targets of the critic; None for estimators without one.
+    """
+
+    advantages_T: Tensor
+    returns_T: Tensor | None = None
+
+
+def estimate_advantages(name: str, inputs: AdvantageInputs, *, masked_in_baseline: bool = False,
+                        **settings: Any) -> Estimate:
+    """Advantages by the estimator of a name.
+
+    Args:
+        name: one of `ESTIMATORS`.
+        inputs: the whole step.
+        masked_in_baseline: let documents in which nothing trains (truncated, filtered) enter baselines and
+            deviations of their group; several trainers do, which moves every other answer's advantage.
+        **settings: of the estimator, see `ESTIMATORS`.
+
+    Raises:
+        SpecError: an unknown name or setting, or inputs that the estimator needs and does not get.
+
+    Example:
+        >>> inputs = AdvantageInputs(torch.tensor([0, 0, 1, 1]), torch.tensor([False, True, True, True]),
+        ...                          torch.tensor([1.0, 0.0]), torch.tensor([5, 5]))
+        >>> estimate_advantages("rloo", inputs).advantages_T.tolist()
+        [0.0, 1.0, -1.0, -1.0]
+    """
+    if name not in ESTIMATORS:
+        raise SpecError(f"advantages by {name!r}", rule=f"one of {', '.join(ESTIMATORS)}", fix="correct the spec")
+    estimator = ESTIMATORS[name]
+    known = [p.name for p in inspect.signature(estimator).parameters.values()][2:]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise SpecError(f"advantages by {name!r} with {', '.join(unknown)}",
+                        rule=f"its settings are {', '.join(known) or 'none'}", fix="correct the spec")
+    trained_N = torch.ones_like(inputs.lengths_N, dtype=torch.bool) if masked_in_baseline else inputs.lengths_N > 0
+    return estimator(inputs, trained_N, **settings)
+
+
+def _by_group(inputs: AdvantageInputs, trained_N: Tensor, *, baseline: str = "mean", scale: str = "std",
+              ddof: int = 1, epsilon: float = 1e-4, singleton: str = "zero") -> Estimate:
+    lengths_N = inputs.lengths_N if baseline == "length_weighted" else None
+    advantages_N = group_advantages(inputs.shaped_rewards_N, inputs.group_ids_N, baseline=baseline, scale=scale,
+                                    ddof=ddof, epsilon=epsilon, singleton=singleton, trained_N=trained_N,
+                                    lengths_N=lengths_N)
+    return Estimate(inputs.on_tokens(advantages_N))
+
+
+def _by_group_undivided(inputs: AdvantageInputs, trained_N: Tensor, *, baseline: str = "mean",
+                        singleton: str = "zero") -> Estimate:
+    return _by_group(inputs, trained_N, baseline=baseline, scale="none", singleton=singleton)
+
+
+def _gpg(inputs: AdvantageInputs, trained_N: Tensor, *, divisor: float = 1.0) -> Estimate:
+    return Estimate(inputs.on_tokens(gpg_advantages(inputs.shaped_rewards_N, inputs.group_ids_N, divisor=divisor,
+                                                    trained_N=trained_N)))
+
+
+def _gdpo(inputs: AdvantageInputs, trained_N: Tensor, *, ddof: int = 1, epsilon: float = 1e-4) -> Estimate:
+    components_NK = _needed(inputs, "gdpo", "components_NK")
+    if inputs.penalties_T is not None:
+        raise SpecError("advantages by 'gdpo' with penalties_T", rule="each component is normalised by itself",
+                        fix="add the penalty of each document as a component of its own")
+    weights_K = components_NK.new_ones(components_NK.shape[1]) if inputs.weights_K is None else inputs.weights_K
+    return Estimate(inputs.on_tokens(gdpo_advantages(components_NK.double(), inputs.group_ids_N, weights_K, ddof=ddof,
+                                                     epsilon=epsilon, trained_N=trained_N)))
+
+
+def _reinforce_plus_plus(inputs: AdvantageInputs, trained_N: Tensor, *, discount: float = 1.0, ddof: int = 1,
+                         epsilon: float = 1e-8, epsilon_form: str = "add") -> Estimate:
+    rewards_T = token_rewards(inputs.rewards_N, inputs.document_ids_T, inputs.loss_mask_T, inputs.penalties_T)
+    returns_T = discounted_returns(rewards_T, inputs.document_ids_T, inputs.loss_mask_T, discount=discount)
+    return Estimate(whiten(returns_T, inputs.loss_mask_T, ddof=ddof, epsilon=epsilon, epsilon_form=epsilon_form))
+
+
+def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, trained_N: Tensor, *, ddof: int = 1,
+                                  epsilon: float = 1e-8, epsilon_form: str = "add",
+                                  singleton: str = "zero") -> Estimate:
+    advantages_N = group_advantages(inputs.rewards_N.double(), inputs.group_ids_N, scale="none", trained_N=trained_N,
+                                    singleton=singleton)
+    advantages_T = inputs.on_tokens(advantages_N)
+    if inputs.penalties_T is not None:
+        advantages_T = torch.where(inputs.loss_mask_T, advantages_T - inputs.penalties_T.double(), 0.0)
+    return Estimate(whiten(advantages_T, inputs.loss_mask_T, ddof=ddof, epsilon=epsilon, epsilon_form=epsilon_form))
+
+
+def _gae(inputs: AdvantageInputs, trained_N: Tensor, *, discount: float = 1.0, policy_lambda: float = 0.95,
+         value_lambda: float | None = None, length_adaptive_alpha: float | None = None,
+         whitened: bool = False) -> Estimate:
+    rewards_T = token_rewards(inputs.rewards_N, inputs.document_ids_T, inputs.loss_mask_T, inputs.penalties_T)
+    advantages_T, returns_T = gae(rewards_T, _needed(inputs, "gae", "values_T"), inputs.document_ids_T,
+                                  inputs.loss_mask_T, discount=discount, policy_lambda=policy_lambda,
+                                  value_lambda=value_lambda, length_adaptive_alpha=length_adaptive_alpha)
+    return Estimate(whiten(advantages_T, inputs.loss_mask_T) if whitened else advantages_T, returns_T)
+
+
+def _needed(inputs: AdvantageInputs, name: str, field: str) -> Tensor:
+    value = getattr(inputs, field)
+    if value is None:
+        raise SpecError(f"advantages by {name!r}", found=f"no {field}", rule=f"{name} is made from {field}",
+                        fix="give them, or choose another estimator")
+    return value
+
+
+ESTIMATORS: dict[str, Callable[..., Estimate]] = {
+    "grpo": _by_group,
+    "dr_grpo": _by_group_undivided,
+    "rloo": partial(_by_group_undivided, baseline="leave_one_out"),
+    "leave_one_out": partial(_by_group, baseline="leave_one_out", scale="leave_one_out_std", epsilon=1e-6),
+    "opo": partial(_by_group_undivided, baseline="length_weighted"),
+    "gpg": _gpg,
+    "gdpo": _gdpo,
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "gae": _gae,
+    "vapo": partial(_gae, value_lambda=1.0, length_adaptive_alpha=0.05),
+}
+"""Estimators by the name that a spec uses. Called with (inputs, trained_N), settings by keyword."""

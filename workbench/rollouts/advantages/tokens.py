@@ -1,0 +1,157 @@
+"""Advantages of tokens: rewards laid on tokens, discounted returns, generalised advantage estimation, whitening.
+
+Only trained tokens exist here. Where the mask of a document is interrupted (a tool's output), the next trained token
+is the next step: nothing is reset and nothing is discounted on the way.
+
+Letters: T packed tokens | N documents.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ShapeError, SpecError
+from workbench.shapes import check_shapes
+
+
+def token_rewards(rewards_N: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor,
+                  penalties_T: Tensor | None = None) -> Tensor:
+    """Lay each document's reward on its last trained token, and take a penalty off every trained token.
+
+    Formula: ``reward_t = [t is the last trained token of its document] * R - penalty_t``; 0 where nothing counts.
+    Shapes:  rewards_N [N], the others [T] -> [T] float64. A document in which nothing trains has no token to carry
+             its reward.
+    Raises:  ShapeError: shapes that disagree, or a document id that has no reward.
+    Source:  the penalty as part of the reward: InstructGPT, arXiv 2203.02155, equation 2;
+             `workbench.losses.kl.kl_in_reward` computes it.
+    """
+    check_shapes("token_rewards", rewards_N=rewards_N, document_ids_T=document_ids_T, loss_mask_T=loss_mask_T,
+                 penalties_T=penalties_T)
+    trained = torch.nonzero(loss_mask_T).squeeze(1)
+    ids = document_ids_T[trained]
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(rewards_N):
+        raise ShapeError("token_rewards: document_ids_T",
+                         found=f"{int(ids.min())} to {int(ids.max())} on trained tokens",
+                         rule=f"0 <= document < {len(rewards_N)}, the rewards given",
+                         fix="pass one reward for every document, in the order of their ids")
+    rewards_T = torch.zeros(document_ids_T.shape, dtype=torch.float64, device=rewards_N.device)
+    if penalties_T is not None:
+        rewards_T = torch.where(loss_mask_T, -penalties_T.double(), 0.0)
+    last = torch.full((len(rewards_N),), -1, device=ids.device).scatter_reduce(0, ids, trained, "amax")
+    has = last >= 0
+    rewards_T[last[has]] += rewards_N.double()[has]
+    return rewards_T
+
+
+def discounted_returns(token_rewards_T: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor, *,
+                       discount: float = 1.0) -> Tensor:
+    """What is still to come from each trained token on.
+
+    Formula: ``G_t = reward_t + discount * G_next``, next: the next trained token of the document; 0 elsewhere.
+    Shapes:  [T] -> [T] float64.
+    Raises:  ShapeError: shapes that disagree; SpecError: a discount outside 0 to 1.
+    """
+    check_shapes("discounted_returns", token_rewards_T=token_rewards_T, document_ids_T=document_ids_T,
+                 loss_mask_T=loss_mask_T)
+    _refuse_outside("discounted_returns", discount=discount)
+    returns_T = torch.zeros(token_rewards_T.shape, dtype=torch.float64)
+    rewards, documents = token_rewards_T.double().tolist(), document_ids_T.tolist()
+    to_come: dict[int, float] = {}
+    for t in reversed(torch.nonzero(loss_mask_T).squeeze(1).tolist()):
+        to_come[documents[t]] = rewards[t] + discount * to_come.get(documents[t], 0.0)
+        returns_T[t] = to_come[documents[t]]
+    return returns_T.to(token_rewards_T.device)
+
+
+def gae(token_rewards_T: Tensor, values_T: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor, *,
+        discount: float = 1.0, policy_lambda: float = 0.95, value_lambda: float | None = None,
+        length_adaptive_alpha: float | None = None) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation: advantages for the policy, returns for the critic.
+
+    Formula: over the trained tokens of a document, L of them,
+             ``delta_t = reward_t + discount * V_next - V_t``,  ``A_t = delta_t + discount * lambda * A_next``,
+             next: the next trained token; V and A after the last one are 0. Advantages take the policy's lambda,
+             returns are V_t + A_t with the critic's.
+             Length-adaptive: the policy's lambda is ``max(0, 1 - 1 / (alpha * L))``.
+
+    Args:
+        token_rewards_T: of each token, from `token_rewards`.
+        values_T: [T] the critic's value of the state *before* the token.
+        document_ids_T: document of each token.
+        loss_mask_T: the token trains.
+        discount: gamma.
+        policy_lambda: lambda of the advantages.
+        value_lambda: lambda of the returns; None: the policy's (plain GAE). 1 makes them unbiased (decoupled GAE).
+        length_adaptive_alpha: alpha; replaces policy_lambda. Documents of up to 1 / alpha tokens get lambda 0.
+
+    Shapes: [T] each -> advantages_T [T], returns_T [T], float64, 0 where nothing counts.
+    Raises: ShapeError: shapes that disagree; SpecError: a lambda or discount outside 0 to 1, an alpha that is not
+        positive, or an alpha without a value_lambda.
+    Source: GAE, arXiv 1506.02438, equations 11 and 16; decoupled: VC-PPO, arXiv 2503.01491; length-adaptive:
+        VAPO, arXiv 2504.05118, section 4.2, which does not say what alpha * L < 1 means: 0 here.
+    """
+    check_shapes("gae", token_rewards_T=token_rewards_T, values_T=values_T, document_ids_T=document_ids_T,
+                 loss_mask_T=loss_mask_T)
+    if length_adaptive_alpha is not None and (length_adaptive_alpha <= 0 or value_lambda is None):
+        raise SpecError(f"gae(length_adaptive_alpha={length_adaptive_alpha}, value_lambda={value_lambda})",
+                        rule="alpha is positive, and the critic has a lambda of its own",
+                        fix="VAPO: length_adaptive_alpha=0.05, value_lambda=1.0")
+    critic_lambda = policy_lambda if value_lambda is None else value_lambda
+    _refuse_outside("gae", discount=discount, policy_lambda=policy_lambda, value_lambda=critic_lambda)
+    rewards, values = token_rewards_T.double().tolist(), values_T.double().tolist()
+    documents = document_ids_T.tolist()
+    trained = torch.nonzero(loss_mask_T).squeeze(1).tolist()
+    lengths: dict[int, int] = {}
+    for t in trained:
+        lengths[documents[t]] = lengths.get(documents[t], 0) + 1
+    advantages_T, returns_T = torch.zeros(2, len(documents), dtype=torch.float64)
+    after: dict[int, tuple[float, float, float]] = {}
+    for t in reversed(trained):
+        document = documents[t]
+        next_value, next_advantage, next_critic = after.get(document, (0.0, 0.0, 0.0))
+        own_lambda = policy_lambda
+        if length_adaptive_alpha is not None:
+            own_lambda = max(0.0, 1.0 - 1.0 / (length_adaptive_alpha * lengths[document]))
+        delta = rewards[t] + discount * next_value - values[t]
+        advantage = delta + discount * own_lambda * next_advantage
+        critic = delta + discount * critic_lambda * next_critic
+        after[document] = values[t], advantage, critic
+        advantages_T[t], returns_T[t] = advantage, values[t] + critic
+    return advantages_T.to(values_T.device), returns_T.to(values_T.device)
+
+
+def whiten(values_T: Tensor, loss_mask_T: Tensor, *, ddof: int = 1, epsilon: float = 1e-8,
+           epsilon_form: Literal["add", "floor"] = "add") -> Tensor:
+    """Centre and scale the values of all trained tokens of the step, once over all of them.
+
+    Values that are all equal, or no more than ddof of them, become exactly 0.
+
+    Formula: ``(x - mean) / sqrt(var + epsilon)``, var = sum (x - mean)^2 / (count - ddof); for "floor" the root of
+             ``max(var, epsilon)``. 0 where nothing counts.
+    Shapes:  [T], [T] bool -> [T] float64.
+    Raises:  ShapeError: shapes that disagree; SpecError: an unknown form, or a ddof or epsilon below 0.
+    Source:  REINFORCE++, arXiv 2501.03262, section 3.2. "add" with ddof 1 is verl's, "floor" with ddof 0 NeMo-RL's.
+    """
+    check_shapes("whiten", values_T=values_T, loss_mask_T=loss_mask_T)
+    if epsilon_form not in ("add", "floor") or ddof < 0 or epsilon < 0:
+        raise SpecError(f"whiten(ddof={ddof}, epsilon={epsilon}, epsilon_form={epsilon_form!r})",
+                        rule="epsilon_form is add or floor; ddof and epsilon are not negative", fix="correct the call")
+    whitened_T = torch.zeros(values_T.shape, dtype=torch.float64, device=values_T.device)
+    kept = values_T[loss_mask_T].double()
+    if len(kept) <= ddof or kept.amax() == kept.amin():
+        return whitened_T
+    centred = kept - kept.mean()
+    variance = centred.square().sum() / (len(kept) - ddof)
+    floored = variance + epsilon if epsilon_form == "add" else variance.clamp(min=epsilon)
+    whitened_T[loss_mask_T] = centred / floored.sqrt()
+    return whitened_T
+
+
+def _refuse_outside(where: str, **numbers: float) -> None:
+    bad = {name: value for name, value in numbers.items() if not 0 <= value <= 1}
+    if bad:
+        raise SpecError(f"{where}({', '.join(f'{name}={value}' for name, value in bad.items())})",
+                        rule="discount and lambda lie between 0 and 1", fix="correct the setting")
