@@ -26,7 +26,7 @@ from workbench.runs.spec import RunSpec
 from workbench.runs.store import project_root, provenance
 from workbench.sharding.mesh import single_process_mesh
 
-TOKENS, DOCUMENTS = 16384, 32
+TOKENS, TOKENS_WITHOUT_GPU, DOCUMENTS = 16384, 1024, 32
 LEVELS = ("none", "basic", "full")
 BAR = 0.01
 """The largest share of a step that the basic metrics may take."""
@@ -44,7 +44,7 @@ def measure(*, pairs: int = 15, later: int = 0, told: Callable[[str], None] = la
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     large = device.type == "cuda"
-    tokens = TOKENS if large else 1024
+    tokens = TOKENS if large else TOKENS_WITHOUT_GPU
     mesh = single_process_mesh(device)
     samples: dict[str, list[float]] = {level: [] for level in LEVELS}
     told(f"a policy on {device.type}, {tokens} tokens a step")
@@ -110,9 +110,7 @@ def _checkpoint(large: bool) -> Iterator[str | Path]:
 
 
 def _rollouts(tokens: int, vocabulary: int) -> RolloutBatch:
-    """Documents of many lengths, half of each trained, in groups of eight; log-probabilities near those of a
-    uniform policy, as a seeded model has them.
-    """
+    """Documents of many lengths, half of each trained; log-probabilities near those of a policy that knows nothing."""
     draw = torch.Generator().manual_seed(0)
     shares = 0.5 + torch.rand(DOCUMENTS, generator=draw)
     lengths = (shares / shares.sum() * tokens).long().clamp_min(2)

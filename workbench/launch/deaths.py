@@ -19,14 +19,14 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workbench.errors import LaunchError
 from workbench.launch.forks import EXIT_CODES
 from workbench.launch.jobs import agent_output
-from workbench.launch.waits import Wait, find_waits
+from workbench.launch.waits import find_waits
 from workbench.runs.store import RunDirectory, from_json, without_machine_paths
 from workbench.runs.watched import last_stack_path
 from workbench.sharding.flight import FlightView, read_all
@@ -38,6 +38,8 @@ WAITING = "ranks/waiting.json"
 """Whom others wait for, in the run directory; see `workbench.launch.watchdog`."""
 
 _PASSED = ("workbench/sharding/collectives.py", "workbench/sharding/flight.py")
+_GAVE_UP = re.compile(r"[Ww]atchdog caught collective operation timeout[^\n]{0,200}")  # NCCL's own, which then aborts
+_TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
 _WATCHING = re.compile(r'(watched|forks)\.py", line \d+ in look\b')  # threads that only wait for a parent's end
 
 
@@ -76,25 +78,27 @@ def oom_kills(root: Path = Path("/")) -> int:
     return 0
 
 
-def write_hang(run: RunDirectory, wait: Wait, now_ns: int, *, waited_in: str = "", stack: str = "") -> None:
+def write_hang(run: RunDirectory, rank: int, words: str, *, certain: bool, waited_in: str = "",
+               stack: str = "") -> None:
     """Write the exit record of a rank that others wait for.
 
     Args:
         run: its run directory.
-        wait: who waits for it, and where.
-        now_ns: until when they waited.
+        rank: that rank.
+        words: who waits for it, and where.
+        certain: no patience could have mended it.
         waited_in: the collective that it was in itself, "" if none.
         stack: its Python stack, "" if unknown.
     """
     stack = without_machine_paths(stack)
-    where = f"{place_of(stack)}; its stack is kept beside this message" if stack else "its stack is not known"
+    found = f"it was at {place_of(stack)}; its stack is kept beside this message" if stack else "its stack is not known"
     error = LaunchError(
-        wait.in_words(now_ns), found=f"it was at {where}" if stack else where,
-        rule="all ranks of an axis come to the same collectives, in the same order",
-        fix="look for a branch that ranks take differently before that line: on data, on a rank's number, on an "
-            "error that one rank swallowed" if wait.certain else
-            "see where it was; if it was only slow, raise timeout_s")
-    run.write_exit(wait.rank, coordinates_of(run, wait.rank), error, cause="hang", waited_in=waited_in, stack=stack)
+        words, found=found,
+        rule="all ranks of an axis come to the same collectives, in the same order" if certain else
+             f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}",
+        fix="look for a branch that ranks take differently before that line: on data, on a rank's number, on an error "
+            "that one rank swallowed" if certain else "see where it was; if it was only slow, raise timeout_s")
+    run.write_exit(rank, coordinates_of(run, rank), error, cause="hang", waited_in=waited_in, stack=stack)
 
 
 def coordinates_of(run: RunDirectory, rank: int) -> dict[str, int]:
@@ -124,7 +128,7 @@ def place_of(stack: str) -> str:
 def own_threads(stacks: str) -> str:
     """The stacks that faulthandler wrote, the main thread first, without those that only watch over a parent."""
     threads = [f"{head}{rest}" for head, rest in reversed(_sections(stacks))]
-    kept = [thread for thread in threads if not _WATCHING.search(thread)]
+    kept = [thread for thread in threads if not (_WATCHING.search(thread) or "<no Python frame>" in thread)]
     return "\n\n".join(thread.strip("\n") for thread in kept) + "\n" if kept else ""
 
 
@@ -137,6 +141,8 @@ class _Inquest:
         self.codes = _codes(run, self.output)
         self.oom_kills = _noted(run.path / OOM).get("oom_kills", 0)
         self.views = read_all(run.path / "ranks")
+        ended = {rank for rank, view in self.views.items() if view.ended}
+        self.waits = find_waits(self.views, range(run.spec.layout.world_size), ended)
 
     def hold(self) -> None:
         """Write an exit record for whoever has none, the first death's above all."""
@@ -157,6 +163,7 @@ class _Inquest:
             return
         rank = min(silent, key=lambda rank: self.codes[rank] == -signal.SIGTERM)
         code = self.codes[rank]
+        gave_up = code == -signal.SIGABRT and _GAVE_UP.search(_read(self.run.log_path(rank)))
         for_memory = code == -signal.SIGKILL and self.oom_kills > 0
         killed = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         fix = f"read ranks/{self.run.log_path(rank).name} in the run directory"
@@ -165,9 +172,11 @@ class _Inquest:
             fix = "take more ranks, smaller micro-batches or a machine with more memory"
         elif code == -signal.SIGKILL:
             fix += "; the machine does not say that it ran out of memory, so somebody or a limit killed it"
+        elif gave_up:
+            killed += f" when it had waited too long: {gave_up[0]}"
         error = LaunchError(f"rank {rank} {killed}", found=_last_lines(self.run.log_path(rank)),
                             rule="a rank ends by itself and says how", fix=fix)
-        cause = "out of memory" if for_memory else "killed" if code < 0 else "exception"
+        cause = "out of memory" if for_memory else "peer" if gave_up else "killed" if code < 0 else "exception"
         self.run.write_exit(rank, coordinates_of(self.run, rank), error, cause=cause, waited_in=self._waited_in(rank),
                             stack=self._stack(rank))
 
@@ -176,17 +185,19 @@ class _Inquest:
         exits = self.run.exits()
         if any(record["cause"] == "hang" for record in exits.values()):
             return
-        ended = {rank for rank, view in self.views.items() if view.ended}
-        waits = find_waits(self.views, range(self.run.spec.layout.world_size), ended)
         first = self.run.failure()
         only_echoes = first is not None and first["cause"] == "peer"
-        for wait in waits:
+        for wait in self.waits:
             record = exits.get(wait.rank, {"ok": True, "traceback": ""})
             if (wait.kind == "skipped" or only_echoes) and (record["ok"] or _is_echo(record)):
                 now_ns = max([view.beat_ns for view in self.views.values()] + [r["time_ns"] for r in exits.values()])
-                write_hang(self.run, wait, now_ns, waited_in=self._waited_in(wait.rank),
-                           stack=self._stack(wait.rank) or record["traceback"])
+                write_hang(self.run, wait.rank, wait.in_words(now_ns), certain=wait.certain,
+                           waited_in=self._waited_in(wait.rank), stack=self._stack(wait.rank) or record["traceback"])
                 return
+        if first is not None and only_echoes and _TIMED_OUT.search(first["message"]):
+            for late in self._seen_waiting()[:1]:
+                write_hang(self.run, late["rank"], f"{late['words']}; it came, but too late", certain=False,
+                           waited_in=self._waited_in(late["rank"]), stack=late["stack"])
 
     def _say_that_nobody_spoke(self) -> None:
         began = bool(self.views) or "rank0" in self.run.state
@@ -217,14 +228,21 @@ class _Inquest:
                                 waited_in=self._waited_in(rank), stack=self._stack(rank))
 
     def _waited_in(self, rank: int) -> str:
+        """The collective that a rank was in, or, where its host had run ahead, in which it waited on the device."""
         view: FlightView | None = self.views.get(rank)
-        return str(view.inside) if view is not None and view.inside is not None else ""
+        if view is not None and view.inside is not None:
+            return str(view.inside)
+        return next((str(wait.entry) for wait in self.waits if rank in wait.waiting), "")
 
     def _stack(self, rank: int) -> str:
         """Where a rank stood while others waited for it, or else when it was stopped."""
-        seen = next((each for each in _noted(self.run.path / WAITING).get("waiting", []) if each["rank"] == rank), {})
-        last = without_machine_paths(own_threads(_read(last_stack_path(self.run, rank))))
-        return seen.get("stack") or last
+        seen = next((each["stack"] for each in self._seen_waiting() if each["rank"] == rank), "")
+        return seen or without_machine_paths(own_threads(_read(last_stack_path(self.run, rank))))
+
+    def _seen_waiting(self) -> Sequence[Mapping[str, Any]]:
+        """Whom the watchdog saw waited for at last."""
+        noted = _noted(self.run.path / WAITING)
+        return noted.get("waiting") or noted.get("was") or []
 
 
 def _is_echo(record: Mapping[str, Any]) -> bool:
