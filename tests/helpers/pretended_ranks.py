@@ -27,12 +27,13 @@ from workbench.sharding import flight
 
 
 @contextlib.contextmanager
-def pretended_ranks(folder: Path, *plans: str) -> Iterator[tuple[RunDirectory, list[subprocess.Popen[bytes]]]]:
+def pretended_ranks(folder: Path, *plans: str,
+                    timeout_s: float = 120.0) -> Iterator[tuple[RunDirectory, list[subprocess.Popen[bytes]]]]:
     """A run directory and a process for each plan, which has done all that it can when the block begins.
 
     A plan "-" is a process that knows nothing of all this.
     """
-    run = RunDirectory.create(folder, "pretended", RunSpec(layout={"cp": len(plans)}))
+    run = RunDirectory.create(folder, "pretended", RunSpec(layout={"cp": len(plans)}, timeout_s=timeout_s))
     environment = os.environ | {"PYTHONPATH": str(project_root())}
     ranks = []
     for rank, plan in enumerate(plans):

@@ -41,13 +41,13 @@ _POLL_S = 0.02
 _GIVE_UP_S = 180.0
 
 
-def measure(*, pairs: int = PAIRS, later: int = PAIRS, kernel: bool = True,
+def measure(*, pairs: int = PAIRS, later: int | None = None, kernel: bool = True,
             told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Measure everything and say it as a record.
 
     Args:
         pairs: torchx job and bare command, alternating; one more of each comes first and is not counted.
-        later: starts with a warm server, for each number of ranks.
+        later: starts with a warm server, for each number of ranks; None for as many as pairs.
         kernel: also measure inside a Jupyter kernel.
         told: told what is being measured.
 
@@ -57,6 +57,7 @@ def measure(*, pairs: int = PAIRS, later: int = PAIRS, kernel: bool = True,
     load_before = os.getloadavg()
     torchx = _alternating(pairs, told)
     told("ranks of the process pool, in this process")
+    later = pairs if later is None else later
     ready = {"script": ranks_ready(later=later)}
     if kernel:
         told("ranks of the process pool, in a Jupyter kernel")

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     held = True
     for name in options.names or BENCHMARKS:
         benchmark = importlib.import_module(f"workbench.bench.{name}")
-        wanted = {} if options.pairs is None else {"pairs": options.pairs, "later": options.pairs}
+        wanted = {} if options.pairs is None else {"pairs": options.pairs}
         record = benchmark.measure(told=lambda line: print(f"  {line}", flush=True), **wanted)
         record["command"] = " ".join(["workbench bench", *map(without_machine_paths, arguments)])
         folder.mkdir(parents=True, exist_ok=True)

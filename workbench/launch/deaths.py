@@ -159,6 +159,8 @@ class _Inquest:
         # Whoever starts the ranks stops the survivors with SIGTERM: any other end, or the first end of all, is earlier.
         first = next(iter(self.codes), None)
         silent = [rank for rank in silent if self.codes[rank] != -signal.SIGTERM or rank == first]
+        if any(record["cause"] == "hang" for record in spoke.values()):  # the watchdog stopped all of them
+            silent = [rank for rank in silent if self.codes[rank] not in (-signal.SIGTERM, -signal.SIGKILL)]
         if not silent:
             return
         rank = min(silent, key=lambda rank: self.codes[rank] == -signal.SIGTERM)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from workbench.bench import launch_overhead
+from workbench.cli import bench
 from workbench.cli.bench import main
 from workbench.errors import SpecError
 
@@ -30,7 +32,7 @@ def test_it_writes_the_record_and_says_whether_bars_hold(record, tmp_path, capsy
     record["bars"]["ready"]["holds"] = holds
     assert main(["launch_overhead", "--folder", str(tmp_path / "new" / "folder"), "--pairs", "3"]) == code
     written = json.loads((tmp_path / "new" / "folder" / "launch_overhead.json").read_text())
-    assert written["wanted"] == {"pairs": 3, "later": 3}
+    assert written["wanted"] == {"pairs": 3}
     assert written["command"].startswith("workbench bench launch_overhead")
     assert str(tmp_path) not in written["command"]
     said = capsys.readouterr().out
@@ -38,9 +40,11 @@ def test_it_writes_the_record_and_says_whether_bars_hold(record, tmp_path, capsy
     assert "in words" in said
 
 
-def test_all_are_run_if_none_is_named(record, tmp_path):
+def test_all_are_run_if_none_is_named(record, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "BENCHMARKS", {"launch_overhead": "?", "another": "?"})
+    monkeypatch.setitem(sys.modules, "workbench.bench.another", launch_overhead)
     assert main(["--folder", str(tmp_path)]) == 0
-    assert [file.name for file in tmp_path.iterdir()] == ["launch_overhead.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["another.json", "launch_overhead.json"]
 
 
 def test_a_stranger_is_refused(tmp_path):

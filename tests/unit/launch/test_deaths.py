@@ -240,11 +240,56 @@ class TestHang:
         settle(run, "failed")
         assert run.failure()["cause"] == "peer"
 
+    def late(self, run, key="was"):
+        run.write_json("ranks/waiting.json", {"looked_ns": 0, "waiting": [], key: [
+            {"rank": 1, "words": "rank 1 has not come to b", "stack": own_threads(STACK)}]})
+        for rank in range(4):
+            flew(run, rank, "a", "b", stays=True)
+
+    def test_a_rank_that_came_too_late_is_named_from_what_was_seen(self, run):
+        """It came when the others had given up, so that in the end all were equally far."""
+        self.late(run)
+        run.write_exit(0, {}, RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
+        assert run.failure()["message"].startswith("rank 1 has not come to b; it came, but too late\n")
+        assert "rule: no rank is waited for longer than timeout_s = 120" in run.failure()["message"]
+        assert "in run_step" in run.failure()["stack"]
+
+    def test_who_was_late_once_is_not_to_blame_for_a_lost_connection(self, run):
+        self.late(run)
+        run.write_exit(0, {}, PEER)
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (0, "peer")
+
+    def test_the_abort_of_a_rank_that_gave_up_waiting_is_an_echo(self, run):
+        self.late(run)
+        run.log_path(0).write_text("[rank0]:[E ProcessGroupNCCL.cpp:690] Watchdog caught collective operation timeout: "
+                                   "WorkNCCL(SeqNum=67, OpType=ALLREDUCE)\nframe #0: c10::Error")
+        codes(run, r0=-6, r1=-15)
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
+        assert run.exits()[0]["cause"] == "peer"
+        assert "when it had waited too long: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=67" in (
+            run.exits()[0]["message"])
+
+    def test_on_the_device_a_rank_waits_though_its_host_has_gone_on(self, run):
+        for rank in (0, 2, 3):
+            flew(run, rank, "a", "b", "c")
+        flew(run, 1, "a")
+        run.write_exit(1, {}, ValueError("bad luck"))
+        codes(run, r1=1, r0=-15)
+        settle(run, "failed")
+        assert run.failure()["also"] == dict.fromkeys((0, 2, 3), "b over dp_cp [#2, runs/step.py:9]")
+
     def test_what_the_watchdog_wrote_stands(self, run):
         self.skipped(run)
         run.write_exit(0, {}, RuntimeError("said by the watchdog"), cause="hang")
+        codes(run, r1=-15, r2=-9, r3=-6, r0=-9)
         settle(run, "failed")
         assert run.failure()["message"] == "said by the watchdog"
+        assert {rank: record["cause"] for rank, record in run.exits().items()} == {
+            0: "hang", 1: "peer", 2: "peer", 3: "killed"}, "it stopped the others too"
 
 
 class TestNobodySpoke:
@@ -294,6 +339,7 @@ def test_of_the_stacks_only_those_that_work_are_kept():
     helper = 'Thread 0x00007f0000000003 (most recent call first):\n  File "elsewhere.py", line 1 in helper\n\n'
     assert place_of(own_threads(helper + STACK)).startswith(("/usr", "workbench")), "the main thread comes first"
     assert "in helper" in own_threads(helper + STACK)
+    assert own_threads("Thread 0x00007f0000000003 (most recent call first):\n  <no Python frame>\n") == ""
 
 
 @pytest.mark.parametrize(("cgroup", "file", "content"), [

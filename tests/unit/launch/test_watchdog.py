@@ -91,8 +91,23 @@ def test_a_slow_rank_is_named_with_its_place_and_left_alone(tmp_path):
         assert " in main\n" in named["stack"]
         wait_until(lambda: waiting(run) == [])
         dog.stop()
+        [was] = json.loads((run.path / "ranks/waiting.json").read_text())["was"]
+        assert was["stack"] == named["stack"], "what was seen is kept, for a time-out that comes of it"
         assert [process.poll() for process in ranks] == [None, None]
     assert run.exits() == {}
+
+
+def test_a_rank_that_is_waited_for_longer_than_the_spec_allows_is_ended(tmp_path, monkeypatch):
+    """NCCL would take a minute more."""
+    monkeypatch.setattr(watching, "_BACKEND_S", 0.5)
+    with pretended_ranks(tmp_path, "a (b", "a |60", timeout_s=1.0) as (run, ranks):
+        dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
+        assert [process.wait(timeout=20) for process in ranks] == [-signal.SIGTERM, -signal.SIGKILL]
+        dog.stop()
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"]) == (1, "hang")
+    assert "rule: no rank is waited for longer than timeout_s = 1" in failure["message"]
+    assert " in main\n" in failure["stack"]
 
 
 def test_nobody_is_named_before_its_time(tmp_path):
