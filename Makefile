@@ -1,5 +1,6 @@
 # make report   from a fresh machine to a saved report      make test       the default suite
 # make lab      JupyterLab on the notebooks                 make test-all   every generated case
+# make bench    what is claimed of speed, measured here and written to experiments/benchmarks
 #
 # PYTHON=python3.12       another interpreter (3.11 to 3.13)
 # TORCH_INDEX=<address>   where torch comes from, such as an index of CPU builds (a fifth of the size)
@@ -10,7 +11,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 ABLATION ?= experiments/layout_parity/ablation.yaml
 
-.PHONY: report test test-all lab lint clean
+.PHONY: report test test-all lab bench lint clean
 .DEFAULT_GOAL := report
 
 report: .venv/.installed
@@ -18,6 +19,9 @@ report: .venv/.installed
 
 lab: .venv/.installed
 	$(BIN)/python -m workbench lab
+
+bench: .venv/.installed
+	$(BIN)/python -m workbench bench
 
 test: .venv/.installed-dev browser
 	$(BIN)/python -m pytest $(PYTEST)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
+import shutil
 import sys
+import tempfile
 
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: no test waits for a network
+
+# the leases of devices lie here: two test runs on one machine do not queue for each other's cores
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="workbench-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 pytest_plugins = ["tests.helpers.no_skips"]
 

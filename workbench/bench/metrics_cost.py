@@ -20,6 +20,7 @@ import torch
 from workbench.losses.build import make_loss
 from workbench.metrics.cost import StepClock, metrics_cost
 from workbench.policy.model import Policy, load_policy
+from workbench.policy.published import published_qwen3
 from workbench.rollouts.batch import RolloutBatch
 from workbench.runs import step as flow
 from workbench.runs.spec import RunSpec
@@ -97,15 +98,8 @@ def _checkpoint(large: bool) -> Iterator[str | Path]:
     if not large:
         yield "tiny-qwen3"
         return
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-                         num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
-                         rope_parameters={"rope_type": "default", "rope_theta": 1e6}, tie_word_embeddings=True,
-                         rms_norm_eps=1e-6, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(folder)
+        published_qwen3("qwen3-0.6b").save_pretrained(folder)
         yield Path(folder)
 
 
