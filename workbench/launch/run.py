@@ -135,8 +135,8 @@ def _prepare(runs_dir: Path, plan: Planned, placement: Placement, inputs: Mappin
     earlier = None if fresh else resume.reusable(runs_dir, plan, identity)
     if earlier is not None:
         return Task(plan, earlier, placement, reused=True)
-    run = RunDirectory.create(runs_dir, plan.name, plan.spec)
-    run.note(launcher=this_process(), backend=where, device_note=placement.note, world_size=plan.world_size, **identity)
+    run = RunDirectory.create(runs_dir, plan.name, plan.spec, launcher=this_process(), backend=where,
+                              device_note=placement.note, world_size=plan.world_size, **identity)
     return Task(plan, run, placement)
 
 

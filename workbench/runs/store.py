@@ -95,13 +95,14 @@ class RunDirectory:
         self._tail_checked = False
 
     @classmethod
-    def create(cls, root: Path, name: str, spec: RunSpec) -> RunDirectory:
+    def create(cls, root: Path, name: str, spec: RunSpec, **fields: Any) -> RunDirectory:
         """Make a new, pending run directory; an existing one is never touched.
 
         Args:
             root: folder of all runs of an experiment; made if missing.
             name: of the configuration.
             spec: what will run.
+            fields: of the state, there from the beginning: a run without a launcher is nobody's, and never lost.
 
         Raises:
             RecordError: the name cannot be a folder name.
@@ -122,9 +123,10 @@ class RunDirectory:
                 path = root / f"{stem}-{attempt}"
         run = cls(path, spec)
         (path / "ranks").mkdir()
-        write_whole(path / "config.json", (spec.canonical() + "\n").encode())
-        state = {"state": "pending", "name": name, "created_ns": time.time_ns()}
+        state = {"state": "pending", "name": name, "created_ns": time.time_ns()} | fields
         write_whole(path / "state.json", to_json(state))
+        # last, because a folder is a run by its config.json: one that was left half-made is none
+        write_whole(path / "config.json", (spec.canonical() + "\n").encode())
         return run
 
     @classmethod

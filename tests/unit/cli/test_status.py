@@ -110,10 +110,10 @@ class TestOneRun:
 class TestSettings:
     def test_are_held_against_the_first_run(self, parity):
         make_run(parity, "b_first", at_s=0, seed=3)
-        make_run(parity, "a_second", at_s=1, seed=4, loss={"clip_low": 0.1})
+        make_run(parity, "a_second", at_s=1, seed=4, loss={"surrogate": {"clip_low": 0.1}})
         found = one("a_second")
         assert found.compared_with == "b_first"
-        assert found.settings == {"loss.clip_low": [0.2, 0.1], "seed": [3, 4]}
+        assert found.settings == {"loss.surrogate.clip_low": [0.2, 0.1], "seed": [3, 4]}
         assert (one("b_first").compared_with, one("b_first").settings) == ("", {})
 
     def test_against_the_reference_where_the_ablation_names_one(self, parity):

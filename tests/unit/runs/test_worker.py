@@ -141,11 +141,11 @@ def test_a_mesh_larger_than_the_world_is_refused_in_words(tmp_path):
 def test_which_run_gives_the_clip_decisions_is_never_guessed(tmp_path):
     for seed in (0, 1):
         run_here(small(tmp_path, seed=seed), PROJECT)
-    run = RunDirectory.create(tmp_path, "after", RunSpec(model={"source": "tiny-qwen3"}, frozen_clip="small"))
+    spec = RunSpec(model={"source": "tiny-qwen3"}, frozen_clip="small")
     with pytest.raises(RecordError, match="one finished run of that configuration"):
-        run_here(run, PROJECT)
-    chosen = RunDirectory.find(tmp_path, "small")[0].path.name
-    run.set_state("pending", frozen_clip_run=chosen)
+        run_here(RunDirectory.create(tmp_path, "after", spec), PROJECT)
+    run = RunDirectory.create(tmp_path, "after", spec)
+    run.note(frozen_clip_run=RunDirectory.find(tmp_path, "small")[0].path.name)
     run_here(run, PROJECT)
     assert run.status == "succeeded"
 

@@ -77,9 +77,9 @@ def test_who_it_is(tmp_path):
 
 
 def test_a_setting_that_is_not_finite_is_text_and_that_is_said(tmp_path):
-    run = tracked(make_run(tmp_path, "a", loss={"clip_high": math.inf}))
-    assert run.config["loss.clip_high"] == "inf"
-    assert "setting loss.clip_high is not finite: kept as text" in run.notes
+    run = tracked(make_run(tmp_path, "a", loss={"surrogate": {"clip_high": math.inf}}))
+    assert run.config["loss.surrogate.clip_high"] == "inf"
+    assert "setting loss.surrogate.clip_high is not finite: kept as text" in run.notes
 
 
 @pytest.mark.parametrize("numbers", [[0, 0], [2, 1], ["one", 2]])
