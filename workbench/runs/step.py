@@ -221,10 +221,16 @@ def loss_inputs(local: LocalRow, said: TokenLogprobs, totals: StepTotals,
 def clip_gradients(policy: Policy, norms: Mapping[str, float], max_norm: float | None) -> float:
     """Scale gradients down to a global norm that is the same on every layout; returns the norm before."""
     norm = sum(value**2 for value in norms.values()) ** 0.5
-    if max_norm is not None and norm > max_norm:
+    coefficient = clip_coefficient(norm, max_norm)
+    if coefficient != 1.0:
         for parameter in policy.model.parameters():
-            parameter.grad.mul_(max_norm / norm)
+            parameter.grad.mul_(coefficient)
     return norm
+
+
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
+    """What gradients of this global norm are multiplied with before the optimizer sees them; 1 leaves them."""
+    return max_norm / norm if max_norm is not None and norm > max_norm else 1.0
 
 
 def _at_targets(values_S: Tensor | None, row: TrainingRow) -> Tensor | None:

@@ -148,7 +148,9 @@ def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
 def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float, step_ms: float, mesh: Mesh) -> None:
     record: dict[str, Any] = {"step": number}
     record |= {f"loss/{name}/sum": float(scalar) for name, scalar in result.loss.items()}
-    record |= {"gradient/norm/global": norm, "documents/trained/sum": result.totals.documents}
+    record |= {"gradient/norm/global": norm,
+               "gradient/clip/coefficient": flow.clip_coefficient(norm, run.spec.optimizer.max_grad_norm),
+               "documents/trained/sum": result.totals.documents}
     record |= result.metrics
     record |= {"time/step_ms": step_ms, "time/ended_ns": time.time_ns(), "memory/peak_bytes": peak_bytes(mesh.device)}
     if run.spec.record.gradients != "none":

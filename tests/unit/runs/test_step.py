@@ -84,6 +84,12 @@ def test_clipping_scales_every_gradient_by_the_whole_norm():
     assert flow.clip_gradients(policy, result.norms, None) == norm
 
 
+@pytest.mark.parametrize(("norm", "most", "expected"), [
+    (10.0, 0.3, 0.03), (0.3, 0.3, 1.0), (0.1, 0.3, 1.0), (0.0, 0.3, 1.0), (10.0, None, 1.0)])
+def test_the_clip_coefficient_is_what_gradients_are_multiplied_with(norm, most, expected):
+    assert flow.clip_coefficient(norm, most) == pytest.approx(expected, rel=1e-15)
+
+
 def test_clipping_never_scales_up():
     spec, batch, policy = fixture()
     rows, totals = flow.prepare_rows(batch, spec, policy.mesh)

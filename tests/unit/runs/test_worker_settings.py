@@ -63,6 +63,8 @@ def test_the_weights_move_by_the_clipped_gradient(tmp_path):
     start = gradients(free, 0)
     assert torch.equal(gradients(held, 0), start)  # what is recorded is the gradient before it was clipped
     assert held.steps()[0]["gradient/norm/global"] == pytest.approx(float(start.norm()), rel=1e-12)
+    assert held.steps()[0]["gradient/clip/coefficient"] == pytest.approx(1e-9 / float(start.norm()), rel=1e-12)
+    assert free.steps()[0]["gradient/clip/coefficient"] == 1.0
     assert float((gradients(free, 1) - start).norm() / start.norm()) > 1e-3
     assert 0 < float((gradients(held, 1) - start).norm() / start.norm()) < 1e-6
 

@@ -1,0 +1,13 @@
+"""Run both ablations of this folder and write report.html: `python experiments/normalisation/report.py`."""
+
+from pathlib import Path
+
+import workbench as wb
+from workbench.report.normalisation import write_normalisation
+
+HERE = Path(__file__).parent
+
+if __name__ == "__main__":
+    for ablation in ("one_batch", "fifty_steps"):
+        wb.run_ablation(HERE / f"{ablation}.yaml", where="here", on_event=print)
+    print(f"report: {write_normalisation(HERE).relative_to(HERE.parents[1])}")

@@ -1,0 +1,106 @@
+"""Curves of losses: the lines are the numbers of `ratio_curves`, and the bounds stand where the loss clips."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from workbench.errors import SpecError
+from workbench.losses import LossSpec, ratio_curves
+from workbench.losses.presets import PRESETS
+from workbench.report import style
+from workbench.report.loss_curves import bounds_of, line_styles, loss_curves, name_specs
+
+DAPO = LossSpec(name="dapo")
+
+
+def lines(axes, label):
+    return next(line for line in axes.lines if line.get_label() == label)
+
+
+def verticals(axes):
+    return sorted(float(line.get_xdata()[0]) for line in axes.lines if line.get_gid())
+
+
+@pytest.mark.parametrize("advantage", [2.0, -0.5])
+@pytest.mark.parametrize("name", ["dapo", "gspo", "cispo", "kl_cov"])
+def test_lines_are_loss_less_its_value_at_1_and_coefficient(name, advantage):
+    spec = LossSpec(name=name, kl={"coefficient": 0.1})
+    left, right = loss_curves(spec, advantages=(advantage,)).axes
+    ratios_T = torch.from_numpy(np.asarray(lines(left, name).get_xdata()))
+    probability = 0.5 / float(ratios_T.max())
+    loss_T, coefficient_T = ratio_curves(spec, ratios_T, advantage, anchor_probability=probability)
+    at_one = ratio_curves(spec, torch.ones(1), advantage, anchor_probability=probability)[0]
+    np.testing.assert_allclose(lines(left, name).get_ydata(), loss_T - at_one, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(lines(right, name).get_ydata(), coefficient_T, rtol=0, atol=1e-12)
+    assert 0.0 in lines(left, name).get_ydata()
+
+
+def test_a_row_for_each_advantage_and_a_line_for_each_loss():
+    figure = loss_curves([DAPO, LossSpec(name="cispo"), LossSpec(name="reinforce")])
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["advantage 1.0", " ", "advantage −1.0", " "]
+    for axes in figure.axes:
+        assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] \
+            == ["dapo", "cispo", "reinforce"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["dapo", "cispo", "reinforce"]
+
+
+def test_clip_bounds_are_marked_where_the_gradient_ends():
+    figure = loss_curves([DAPO, LossSpec(name="dual_clip")])
+    for axes in figure.axes[:2]:
+        assert verticals(axes) == pytest.approx([0.8, 0.8, 1.2, 1.28])
+    for axes in figure.axes[2:]:
+        assert verticals(axes) == pytest.approx([0.8, 0.8, 1.2, 1.28, 3.0])
+
+
+def test_a_cut_is_drawn_as_one_and_not_as_a_slope_between_two_points():
+    line = lines(loss_curves(DAPO, ratios=(0.11, 3.37)).axes[1], "dapo")
+    behind = int(np.argmax(np.asarray(line.get_ydata()) == 0.0))
+    assert line.get_ydata()[behind - 1] == pytest.approx(-1.28)
+    assert line.get_xdata()[behind] - line.get_xdata()[behind - 1] < 1e-6
+
+
+@pytest.mark.parametrize(("settings", "advantage", "expected"), [
+    ({"name": "dapo"}, 1.0, [0.8, 1.28]), ({"name": "dual_clip"}, -1.0, [0.8, 1.2, 3.0]),
+    ({"name": "cispo"}, 1.0, [5.0]), ({"name": "cispo_absolute"}, 1.0, [5.0]),
+    ({"name": "gmpo"}, 1.0, [math.exp(-0.4), math.exp(0.4)]), ({"name": "gspo"}, 1.0, [0.9997, 1.0004]),
+    ({"name": "reinforce"}, 1.0, []), ({"name": "dppo_tv"}, 1.0, [])])
+def test_bounds_of_losses(settings, advantage, expected):
+    assert bounds_of(LossSpec(**settings), advantage) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "dpo"])
+def test_every_preset_can_be_drawn(name):
+    figure = loss_curves(LossSpec(name=name), advantages=(1.0,))
+    assert style.svg_text(figure).startswith("<?xml")
+    assert all(np.isfinite(lines(axes, name).get_ydata()).all() for axes in figure.axes)
+
+
+def test_the_same_losses_give_the_same_bytes():
+    assert style.svg_text(loss_curves(DAPO)) == style.svg_text(loss_curves(DAPO))
+
+
+def test_names_say_what_differs_where_presets_are_the_same():
+    specs = [LossSpec(name="ppo"), LossSpec(name="ppo", surrogate={"clip_high": 0.3}, kl={"coefficient": 0.1}),
+             LossSpec(name="gspo"), LossSpec(name="ppo")]
+    assert list(name_specs(specs)) == ["ppo", "ppo clip_high=0.3 kl.coefficient=0.1", "gspo", "ppo (2)"]
+    assert list(name_specs(DAPO)) == ["dapo"]
+    assert list(name_specs({"mine": DAPO})) == ["mine"]
+
+
+def test_no_two_of_many_lines_look_alike():
+    looks = [tuple(map(repr, look.values())) for look in line_styles([str(i) for i in range(10)]).values()]
+    assert len(set(looks)) == 10
+
+
+def test_the_range_can_be_said():
+    axes = loss_curves(DAPO, ratios=(0.5, 1.1)).axes[0]
+    assert axes.get_xlim() == (0.5, 1.1)
+    assert verticals(axes) == pytest.approx([0.8])
+
+
+@pytest.mark.parametrize("how", [{"specs": []}, {"advantages": ()}, {"ratios": (1.0, 2.0)}, {"ratios": (0.0, 2.0)}])
+def test_what_cannot_be_drawn_is_refused(how):
+    with pytest.raises(SpecError, match="at least one of each, and a range of ratios above 0 with 1 inside"):
+        loss_curves(**({"specs": DAPO} | how))

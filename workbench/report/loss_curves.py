@@ -1,0 +1,150 @@
+"""A loss as a function of the ratio: what it costs, and what gradient it gives, for any spec and several at once.
+
+One picture answers most questions about a surrogate: where it stops to push, how hard it pushes before, and whether
+it treats good and bad tokens alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from workbench.compare.comparison import flatten
+from workbench.errors import SpecError
+from workbench.losses.curves import ratio_curves
+from workbench.losses.spec import LossSpec
+from workbench.metrics.quantities import clip_rule
+from workbench.report import style
+from workbench.report.numbers import significant
+
+POINTS = 241
+LOWEST, HIGHEST = 0.02, 6.0
+"""Ratios that are drawn at most, where nobody says otherwise."""
+
+Specs = LossSpec | Sequence[LossSpec] | Mapping[str, LossSpec]
+
+
+def loss_curves(specs: Specs, *, advantages: Sequence[float] = (1.0, -1.0), ratios: tuple[float, float] | None = None,
+                anchor_probability: float | None = None) -> Figure:
+    """Draw loss and gradient coefficient of one token against its ratio.
+
+    A row for each advantage; on the left the loss, on the right its derivative by the log-probability of the token.
+    Losses are drawn as the difference from their value at a ratio of 1, for a constant moves nothing; where part of a
+    loss stands under a stop-gradient (cispo), the slope on the left is not the coefficient on the right, and only the
+    right one trains. Dotted lines are clip bounds, each in the hue of its loss. A document here has one token: a
+    sequence ratio is the token's.
+
+    Args:
+        specs: one loss, several, or several by the name that they shall have.
+        advantages: of the token; a row each.
+        ratios: the ends of the horizontal axis; None takes all clip bounds in.
+        anchor_probability: of the token before it moved, see `workbench.losses.curves.ratio_curves`.
+
+    Raises:
+        SpecError: no loss or no advantage, a range without 1 inside, a loss that looks at pairs.
+
+    Example:
+        >>> loss_curves([LossSpec(name="dapo"), LossSpec(name="cispo")])   # doctest: +SKIP
+    """
+    named = name_specs(specs)
+    low, high = ratios or _reach(named.values())
+    if not named or not advantages or not 0 < low < 1 < high:
+        raise SpecError(f"curves of {len(named)} losses and {len(advantages)} advantages from {low:g} to {high:g}",
+                        rule="at least one of each, and a range of ratios above 0 with 1 inside",
+                        fix="name a loss; widen the range")
+    figure = style.chart(0.5 + 2.35 * len(advantages))
+    grid = figure.subplots(len(advantages), 2, squeeze=False, sharex=True)
+    looks = line_styles(list(named))
+    for advantage, (left, right) in zip(advantages, grid, strict=True):
+        x = "ratio" if left is grid[-1][0] else ""
+        style.tidy(left, title=f"advantage {significant(advantage, 2)}", y="loss − loss at ratio 1", x=x)
+        style.tidy(right, title=" ", y="gradient coefficient, d loss / d log-probability", x=x)
+        for name, spec in named.items():
+            ratios_T = _grid(spec, advantage, low, high)
+            loss_T, coefficient_T = ratio_curves(spec, ratios_T, advantage, anchor_probability=anchor_probability)
+            at_one = loss_T[int((ratios_T - 1).abs().argmin())]
+            for axes, values_T in ((left, loss_T - at_one), (right, coefficient_T)):
+                axes.plot(ratios_T.tolist(), values_T.tolist(), label=name, linewidth=1.8, **looks[name])
+        for axes in (left, right):
+            _mark(axes, named, advantage, looks, low, high)
+    handles = [Line2D([], [], label=name, linewidth=1.8, **looks[name]) for name in named]
+    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=7.5, handlelength=3,
+                  labelspacing=0.8, labelcolor=style.INK)
+    return figure
+
+
+def name_specs(specs: Specs) -> dict[str, LossSpec]:
+    """Losses by the name that a legend gives them: their preset's, with what differs from it where names collide.
+
+    Example:
+        >>> list(name_specs([LossSpec(name="ppo"), LossSpec(name="ppo", surrogate={"clip_high": 0.3})]))
+        ['ppo', 'ppo clip_high=0.3']
+    """
+    if isinstance(specs, Mapping):
+        return dict(specs)
+    listed = [specs] if isinstance(specs, LossSpec) else list(specs)
+    names = [spec.name for spec in listed]
+    named: dict[str, LossSpec] = {}
+    for spec, name in zip(listed, names, strict=True):
+        said = name if names.count(name) == 1 else " ".join([name, *_changed(spec)])
+        number = 1
+        while (unique := said if number == 1 else f"{said} ({number})") in named:
+            number += 1
+        named[unique] = spec
+    return named
+
+
+def bounds_of(spec: LossSpec, advantage: float) -> list[float]:
+    """Ratios at which the loss clips for an advantage of this sign; [] for one whose bounds are not in the ratio."""
+    rule = clip_rule(spec)
+    if rule is None:
+        return []
+    found = [rule.lower, rule.upper, *([rule.dual] if rule.dual is not None and advantage < 0 else [])]
+    return [bound for bound in found if 0 < bound < math.inf]
+
+
+def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A hue and a dash for each name."""
+    return {name: {"color": style.SERIES[i % len(style.SERIES)], "linestyle": style.DASHES[i % len(style.DASHES)]}
+            for i, name in enumerate(names)}
+
+
+def _changed(spec: LossSpec) -> list[str]:
+    changed = {key: value for key, value in flatten(spec.overrides()).items() if key != "name"}
+    return [f"{key.removeprefix('surrogate.')}={value}" for key, value in changed.items()]
+
+
+def _reach(specs: Any) -> tuple[float, float]:
+    """A range that shows every bound, with room on both sides."""
+    bounds = [bound for spec in specs for bound in bounds_of(spec, -1.0)]
+    return max(LOWEST, min([0.6, *bounds]) - 0.4), min(HIGHEST, max([1.6, *bounds]) + 0.4)
+
+
+def _grid(spec: LossSpec, advantage: float, low: float, high: float) -> torch.Tensor:
+    """Ratios to draw: evenly spread, 1 itself, and both sides of each bound, so that a cut looks like one."""
+    near = [bound * (1 + side * 1e-9) for bound in bounds_of(spec, advantage) for side in (-1, 1)]
+    inside = torch.tensor([1.0, *(ratio for ratio in near if low < ratio < high)], dtype=torch.float64)
+    return torch.cat([torch.linspace(low, high, POINTS, dtype=torch.float64), inside]).unique()
+
+
+def _mark(axes: Axes, named: Mapping[str, LossSpec], advantage: float, looks: Mapping[str, dict[str, Any]],
+          low: float, high: float) -> None:
+    axes.axvline(1, color=style.LINE, linewidth=0.9, zorder=0.5)
+    axes.axhline(0, color=style.LINE, linewidth=0.9, zorder=0.5)
+    for name, spec in named.items():
+        for bound in bounds_of(spec, advantage):
+            if low <= bound <= high:
+                axes.axvline(bound, color=looks[name]["color"], linewidth=0.9, linestyle=(0, (1, 2)), zorder=0.8,
+                             gid=f"bound-{name}")
+    axes.set_xlim(low, high)
+    for axis in (axes.xaxis, axes.yaxis):
+        style.plain_ticks(axis)
+
+
+__all__ = ["bounds_of", "line_styles", "loss_curves", "name_specs"]
