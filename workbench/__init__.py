@@ -46,6 +46,12 @@ _PLACES = {
     "run_ablation": "workbench.cli.run",
     "show": "workbench.report.page",
     "write_report": "workbench.report.page",
+    "LossExplorer": "workbench.report.loss_explorer",
+    "LossSpec": "workbench.losses.spec",
+    "credit_map": "workbench.report.credit",
+    "loss_curves": "workbench.report.loss_curves",
+    "make_loss": "workbench.losses.build",
+    "token_credit": "workbench.reduction.credit",
     "figures": "workbench.report.figures:",
 }
 """Public name -> its module; after a colon its name there, nothing for the module itself."""

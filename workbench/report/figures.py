@@ -390,7 +390,7 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
         figure = style.chart(1.2)
         style.note(figure, f"{key} was not recorded")
         return figure
-    figure = style.chart(3.0)
+    figure = style.chart(0.4 + 2.6 * -(-len(panels) // style.PANELS_A_ROW))
     looks = series_styles(comparison)
     values = {c.name: [step[key] for step in c.steps if step.get(key) is not None]
               for members in panels.values() for c in members}

@@ -179,7 +179,13 @@ def save_svg(figure: Figure, path: Path) -> Path:
     return path
 
 
-def panels(figure: Figure, columns: int, *, ratios: Sequence[float] | None = None, **how: Any) -> list[Axes]:
-    """One row of axes."""
-    made = figure.subplots(1, columns, squeeze=False, width_ratios=ratios, **how)
-    return list(made[0])
+PANELS_A_ROW = 6
+
+
+def panels(figure: Figure, count: int, *, ratios: Sequence[float] | None = None, **how: Any) -> list[Axes]:
+    """So many axes, in rows of at most `PANELS_A_ROW`."""
+    columns = min(count, PANELS_A_ROW)
+    made = figure.subplots(-(-count // columns), columns, squeeze=False, width_ratios=ratios, **how).flatten()
+    for unused in made[count:]:
+        unused.set_visible(False)
+    return list(made[:count])

@@ -67,3 +67,13 @@ def test_every_verdict_has_a_sign_and_hue_of_its_own():
     (-0.09, 8.0, [0, 0.1, 1]), (-8.0, 0.09, [-1, -0.1, 0]), (-0.01, 0.5, [-0.01, 0, 0.01, 0.1]), (0.01, 1e-3, [0])])
 def test_decades_around_zero_leave_out_what_is_too_near(low, high, ticks):
     assert style.DecadesAroundZero(0.02).tick_values(low, high) == ticks
+
+
+def test_many_panels_take_several_rows_and_none_collapses():
+    figure = style.chart(6.0)
+    made = style.panels(figure, 8, sharey=True)
+    figure.canvas.draw()
+    assert len(made) == 8
+    rows = {round(axes.get_position().y0, 3) for axes in made}
+    assert len(rows) == 2
+    assert all(axes.get_position().width > 0.05 for axes in made)
