@@ -1,0 +1,205 @@
+"""Starts ablations, kills one of their processes with SIGKILL at a random time, and looks at what is left.
+
+A process belongs to a story if its environment holds the story's own mark: it is found whoever its parent is by then,
+and nobody else's process is ever touched.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tests.chaos import launcher
+from tests.chaos.worker import acknowledged, checksum
+from workbench.runs.store import ENDED, RunDirectory, project_root
+
+MARK = "WB_CHAOS"
+LEAVE_S = 20.0
+"""How long processes may stay after the launcher is gone."""
+
+END_S = 180.0
+"""How long an ablation may take to end by itself when anything else was killed."""
+
+VICTIMS = {"torchx": ("launcher", "agent", "rank", "parent"),
+           "processes": ("launcher", "agent", "rank", "parent", "server")}
+
+# Whatever a kernel or a command is started from; it waits for it.
+PARENT = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+
+
+class Story:
+    """One experiment that is launched again and again, and killed in between.
+
+    Args:
+        folder: of the experiment.
+        where: how its runs are launched.
+        seed: of everything random.
+    """
+
+    def __init__(self, folder: Path, where: str, seed: int) -> None:
+        self.folder, self.where, self.random = folder, where, random.Random(f"{where} {seed}")
+        self.mark = uuid.uuid4().hex
+        self.told: list[str] = []
+        self.kills, self.killing = 0, list[str]()
+        self.seen: dict[str, dict[int, int]] = {}
+        recording = folder / "data/own"
+        recording.mkdir(parents=True)
+        (recording / "manifest.json").write_text("{}")
+
+    # ---- what happens --------------------------------------------------------------------------------
+
+    def tell(self, kills: int) -> None:
+        """Launch and kill until that many processes were killed, then let everything finish."""
+        launches = 0
+        while self.kills < kills:
+            launches += 1
+            assert launches <= 4 * kills, f"too few could be killed\n{self.story()}"
+            self.launch_and_kill(runs=launches)
+        self.finish(runs=launches)
+
+    def launch_and_kill(self, runs: int) -> None:
+        """Launch, kill one process if it can be found in time, and see that nothing is lost or left."""
+        victim = self._next_victim()
+        parent = self._start(runs)
+        if self.kills < len(VICTIMS[self.where]) or self.random.random() < 0.5:  # each kind once while ranks run
+            moment = "while ranks ran"
+            self._wait_for("rank", parent)
+            time.sleep(self.random.uniform(0.5, 2.5))
+        else:
+            moment = "whenever it was"
+            time.sleep(self.random.uniform(0.0, 5.0))
+        target = self._wait_for(victim, parent)
+        if target is not None and _kill(target):
+            self.told.append(f"{victim} of {runs} runs killed {moment}")
+            self.kills += 1
+        else:
+            self.told.append(f"{victim} of {runs} runs had ended")
+        # whoever still has a launcher ends its work; whoever has none leaves
+        self._wait_until_nobody_is_left(LEAVE_S if victim == "launcher" else END_S)
+        code = parent.wait(timeout=LEAVE_S)
+        assert code == 0 or victim in ("launcher", "parent"), f"the launcher failed\n{self.story()}"
+        self.check()
+
+    def _next_victim(self) -> str:
+        """Every kind once, in a random order, and then again."""
+        if self.kills % len(VICTIMS[self.where]) == 0 and not self.killing[self.kills:]:
+            self.killing += self.random.sample(VICTIMS[self.where], len(VICTIMS[self.where]))
+        return self.killing[self.kills]
+
+    def finish(self, runs: int) -> None:
+        """Launch once more, kill nobody, and see that everything is there."""
+        parent = self._start(runs)
+        assert parent.wait(timeout=END_S) == 0, self.story()
+        self._wait_until_nobody_is_left(LEAVE_S)
+        self.check()
+        newest = {run.name: run for run in sorted(self.runs(), key=lambda run: run.state["created_ns"])}
+        assert sorted(newest) == sorted(f"run{number}" for number in range(runs)), self.story()
+        assert {run.status for run in newest.values()} == {"succeeded"}, self.story()
+
+    def check(self) -> None:
+        """Hold every run directory to what was acknowledged, now and the last time."""
+        missing = {name for name, steps in self.seen.items() if steps} - {run.path.name for run in self.runs()}
+        assert not missing, f"{missing} are gone\n{self.story()}"
+        for run in self.runs():
+            state = run.status
+            assert state in ENDED, f"{run.path.name} is {state}\n{self.story()}"
+            steps = run.steps()
+            assert [record["step"] for record in steps] == list(range(len(steps))), self.story()
+            found = {record["step"]: checksum(record) for record in steps}
+            promised = acknowledged(run) | self.seen.get(run.path.name, {})
+            assert promised.items() <= found.items(), f"{run.path.name} has lost steps\n{self.story()}"
+            if state == "succeeded":
+                assert len(steps) == launcher.STEPS, f"{run.path.name} says succeeded\n{self.story()}"
+            if state == "failed":
+                assert run.failure() is not None, f"{run.path.name} does not say why\n{self.story()}"
+            self.seen[run.path.name] = found
+
+    def runs(self) -> list[RunDirectory]:
+        return [RunDirectory.open(path.parent) for path in sorted(self.folder.glob("runs/*/config.json"))]
+
+    def story(self) -> str:
+        """Everything so far, for the message of a failure."""
+        runs = [f"{run.path.name}: {run.status}, {(run.failure() or {}).get('message', '')}" for run in self.runs()]
+        return "\n".join([*self.told, *runs, (self.folder / "output").read_text()[-3000:]])
+
+    def end(self) -> None:
+        """Leave nothing of the story, whatever went wrong."""
+        for process in self.processes():
+            process.kill()
+
+    # ---- processes -----------------------------------------------------------------------------------
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of the story."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def _start(self, runs: int) -> subprocess.Popen[bytes]:
+        environment = os.environ | {MARK: self.mark, "PYTHONPATH": str(project_root()), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", PARENT, sys.executable, "-m", "tests.chaos.launcher", str(self.folder),
+                   self.where, str(runs)]
+        with (self.folder / "output").open("a") as output:
+            return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=project_root())
+
+    def _wait_for(self, victim: str, parent: subprocess.Popen[bytes]) -> psutil.Process | None:
+        """One of the processes of that kind, as soon as there is one; None if everything ended before."""
+        while parent.poll() is None:
+            family = psutil.Process(parent.pid)  # it stays, if only as a zombie, until it is waited for
+            found = [family] if victim == "parent" else self._of_kind(victim, family)
+            if found:
+                return self.random.choice(found)
+            time.sleep(0.05)
+        return None
+
+    def _of_kind(self, victim: str, parent: psutil.Process) -> list[psutil.Process]:
+        generations: list[Callable[[psutil.Process], bool]] = [
+            lambda process: "tests.chaos.launcher" in process.cmdline()]
+        if self.where == "processes":
+            generations.append(lambda process: any(part.endswith("forkserver.py") for part in process.cmdline()))
+        generations += [lambda process: True, lambda process: True]
+        kinds = ["launcher", "agent", "rank"] if self.where == "torchx" else ["launcher", "server", "agent", "rank"]
+        family = [parent]
+        for kind, belongs in zip(kinds, generations, strict=True):
+            children = []
+            for process in family:
+                try:
+                    children += [child for child in process.children() if belongs(child)]
+                except psutil.Error:
+                    continue
+            if kind == victim:
+                return children
+            family = children
+        raise AssertionError(f"no kind of process is called {victim}")
+
+    def _wait_until_nobody_is_left(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while left := self.processes():
+            if time.monotonic() > deadline:
+                said = [f"{process.pid} {' '.join(process.cmdline())[:200]}" for process in left]
+                raise AssertionError(f"left after {seconds:.0f} s: {said}\n{self.story()}")
+            time.sleep(0.2)
+
+
+def _kill(process: psutil.Process) -> bool:
+    """Kill a process, and say whether it was still alive."""
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    return True

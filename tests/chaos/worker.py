@@ -1,0 +1,62 @@
+"""Ranks for the chaos: rank 0 records steps and notes, after each, that it is on disk; the others keep it company.
+
+The note (``acknowledged`` in the run directory) is what the tests hold the record to: whatever it names may not be
+lost by anything that happens later.
+
+A rank whose agent or launcher is gone stays for ten minutes unless somebody or something ends it: an orphan that would
+soon be done anyway would prove nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+import zlib
+from pathlib import Path
+
+from workbench.runs.store import RunDirectory, process_lives, to_json
+from workbench.runs.watched import be_watched
+from workbench.sharding import flight
+
+STEP_S = 0.04
+
+
+def main() -> None:
+    run, rank = RunDirectory.open(Path(sys.argv[1])), int(os.environ["RANK"])
+    be_watched(run, rank)
+    if rank == 0:
+        run.set_state("running")
+    agent, started_by = os.getppid(), run.state["launcher"]
+    lengths = random.Random(run.spec.seed)
+    for step in range(run.spec.steps):
+        if rank == 0:
+            record = {"step": step, "noise": "x" * lengths.randrange(20000)}
+            run.append_step(record)
+            acknowledge(run, record)
+        time.sleep(STEP_S if os.getppid() == agent and process_lives(started_by) else 600.0)
+    run.write_exit(rank, {}, None)
+    if rank == 0:
+        run.set_state("succeeded")
+    flight.stop()
+
+
+def acknowledge(run: RunDirectory, record: dict[str, object]) -> None:
+    with (run.path / "acknowledged").open("ab") as file:
+        file.write(b"%d %d\n" % (record["step"], checksum(record)))
+
+
+def acknowledged(run: RunDirectory) -> dict[int, int]:
+    """Step -> checksum of everything that rank 0 was told is on disk; the last line may be torn."""
+    path = run.path / "acknowledged"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return {int(step): int(check) for step, check in (line.split() for line in lines)}
+
+
+def checksum(record: dict[str, object]) -> int:
+    return zlib.crc32(to_json(record, sort_keys=True))
+
+
+if __name__ == "__main__":
+    main()
