@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from workbench.errors import LaunchError, RecordError
+from workbench.errors import LaunchError, RecordError, WorkbenchError
 from workbench.launch.ablation import Planned
 from workbench.launch.deaths import settle
 from workbench.launch.devices import Placement
@@ -138,8 +138,8 @@ class Sweep:
         return self._finished.is_set()
 
     def states(self) -> dict[str, str]:
-        """The state of every run, by name."""
-        return {plan.name: run.status for plan, run in zip(self.planned, self.runs, strict=True)}
+        """The state of every run, by name; lost where its directory cannot be read any more."""
+        return {plan.name: _status(run) for plan, run in zip(self.planned, self.runs, strict=True)}
 
     def wait(self, timeout_s: float | None = None) -> Sweep:
         """Wait until every run has ended. Interrupting it (Ctrl-C) leaves the runs going.
@@ -186,7 +186,7 @@ class Sweep:
     def __repr__(self) -> str:
         """Say the state and progress of every run in a line."""
         width = max((len(plan.name) for plan in self.planned), default=0)
-        lines = [f"  {plan.name:<{width}}  {run.status:<9}  {len(run.steps())}/{run.spec.steps} steps"
+        lines = [f"  {plan.name:<{width}}  {_status(run):<9}  {_recorded(run)}/{run.spec.steps} steps"
                  for plan, run in zip(self.planned, self.runs, strict=True)]
         return "\n".join([f"Sweep of {len(self.runs)} runs in {self.experiment_dir.name}", *lines])
 
@@ -239,10 +239,14 @@ class Sweep:
                     if self._begin(task, start):
                         active.append(task)
                 for task in list(active):
-                    state = self._look(task)
-                    if state != "running":
-                        active.remove(task)
+                    try:
+                        state = self._look(task)
+                        if state == "running":
+                            continue
                         self._over(task, settle(task.run, state))
+                    except RecordError as error:  # somebody removed the folder, or damaged it
+                        self._give_up(task, error)
+                    active.remove(task)
                 self._stop.wait(_POLL_S)
         except BaseException as error:
             self._error = error
@@ -283,19 +287,13 @@ class Sweep:
         self._finished.wait(_GRACE_S)
 
     def _close(self) -> None:
-        """Leave nothing open: stop jobs, cancel runs, remove the folder of a run that never started."""
+        """Leave nothing open, whatever became of one run's folder; then whoever waits may go on."""
         for task in self._tasks:
-            if task.reused:
-                continue
-            if task.job:
-                task.job.cancel()
-            _release(task)
-            if task.run.state["state"] in ENDED:
-                continue
-            if task.started:
-                settle(task.run, "cancelled")
-            else:
-                shutil.rmtree(task.run.path)
+            try:
+                if not task.reused:
+                    _leave_nothing_open(task)
+            except (OSError, WorkbenchError) as error:
+                self._error = self._error or error
         atexit.unregister(self._leave)
         self._finished.set()
         self._events.put(None)
@@ -322,6 +320,15 @@ class Sweep:
         failure = task.run.failure() if state in ("failed", "lost") else None
         self._tell(task, self._ended, state, failure_in_short(failure) if failure else "")
 
+    def _give_up(self, task: Task, error: RecordError) -> None:
+        """A run whose directory cannot be read any more ends, and the others go on."""
+        if task.job:
+            task.job.cancel()
+        _release(task)
+        self._ended += 1
+        self._error = self._error or error
+        self._tell(task, self._ended, "lost", f"{error.parts['asked']}: {error.parts['found']}")
+
     def _steps_done(self, task: Task) -> int:
         with contextlib.suppress(RecordError):
             return max(task.steps_done, 0) + len(task.tail.new())
@@ -329,10 +336,24 @@ class Sweep:
 
     def _tell(self, task: Task, number: int, state: str, why: str) -> None:
         seconds = time.monotonic() - task.started if task.started else 0.0
-        event = RunEvent(number, len(self._tasks), task.run.name, state, task.plan.world_size, task.placement.device,
+        event = RunEvent(number, len(self._tasks), task.plan.name, state, task.plan.world_size, task.placement.device,
                          task.placement.note, task.steps_done, task.run.spec.steps, seconds, why)
         self._events.put(event)
         self._told(event)
+
+
+def _status(run: RunDirectory) -> str:
+    try:
+        return run.status
+    except RecordError:
+        return "lost"
+
+
+def _recorded(run: RunDirectory) -> int:
+    try:
+        return len(run.steps())
+    except RecordError:
+        return 0
 
 
 def cores() -> list[str]:
@@ -343,7 +364,7 @@ def cores() -> list[str]:
 
 def _ready(waiting: Sequence[Task], active: Sequence[Task]) -> Task | None:
     """The first run that needs no record of a run that has not ended."""
-    unfinished = {task.run.name for task in [*waiting, *active]}
+    unfinished = {task.plan.name for task in [*waiting, *active]}
     return next((task for task in waiting if task.run.spec.frozen_clip not in unfinished), None)
 
 
@@ -357,6 +378,19 @@ def _lease(task: Task, gpus: Sequence[str]) -> bool:
     else:
         task.lease = take("core", ranks, cores(), who=str(task.run.path))
     return task.lease is not None
+
+
+def _leave_nothing_open(task: Task) -> None:
+    """Stop the job, cancel the run, and remove the folder of one that never started."""
+    if task.job:
+        task.job.cancel()
+    _release(task)
+    if task.run.state["state"] in ENDED:
+        return
+    if task.started:
+        settle(task.run, "cancelled")
+    else:
+        shutil.rmtree(task.run.path)
 
 
 def _note_user(task: Task) -> None:

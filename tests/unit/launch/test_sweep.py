@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 
 import pytest
 
-from workbench.errors import LaunchError
+from workbench.errors import LaunchError, RecordError
 from workbench.launch import sweep as sweeping
 from workbench.launch.ablation import Planned
 from workbench.launch.devices import Placement
@@ -216,6 +217,20 @@ class TestEnds:
             sweep.wait(10)
         assert jobs["a"].state == "cancelled"
         assert sweep.runs[0].status == "cancelled"
+
+
+@pytest.mark.usefixtures("leases")
+def test_a_folder_that_somebody_removed_ends_its_run_only_and_is_told(tmp_path):
+    sweep, jobs = begin([task(tmp_path, "a"), task(tmp_path, "b")], tmp_path)
+    until(lambda: set(jobs) == {"a", "b"})
+    shutil.rmtree(sweep.runs[0].path)
+    until(lambda: jobs["a"].state == "cancelled")
+    assert jobs["b"].state == "running"
+    jobs["b"].end("succeeded")
+    with pytest.raises(RecordError, match=r"state\.json"):
+        sweep.wait(10)
+    assert sweep.done
+    assert sweep.runs[1].status == "succeeded"
 
 
 @pytest.mark.usefixtures("leases")
