@@ -7,6 +7,7 @@ exit code 2; a run that failed gives exit code 1.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -31,6 +32,8 @@ VERBS = {
     "doctor": "what is here, what is missing, and what to do about it",
 }
 """Verb -> what it does. Each is a module of this package, with `main(arguments) -> exit code`."""
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +72,13 @@ def _do(given: list[str]) -> int:
         notes = [f"  {note}" for note in getattr(error, "__notes__", [])]
         said = "\n".join([f"{type(error).__name__}: {error}", *notes])
         print("\n".join(safe_lines(said)), file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        said = f"workbench {verb}: {error.strerror}: {error.filename or 'no file is named'}"
+        print("\n".join([*safe_lines(said), "  do: make room, or make the folder writable, and say it again: what is "
+                         "recorded is kept"]), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

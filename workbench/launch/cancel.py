@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 import psutil
 
 from workbench.launch import jobs
 from workbench.launch.deaths import settle
-from workbench.runs.store import ENDED, RunDirectory, is_of_this_machine, process_lives
+from workbench.runs.store import CLUSTERS, ENDED, RunDirectory, is_of_this_machine, process_lives
 
-_CLUSTERS = ("slurm", "kubernetes")
 _GRACE_S = 10.0
 
 
@@ -37,15 +37,21 @@ def cancel_run(run: RunDirectory, *, by: str = "the command line", wait_s: float
         state = run.state
         if state["state"] in ENDED:
             return run.status
-        if not ("launcher" in state and process_lives(state["launcher"])):
+        if not ("launcher" in state and process_lives(state["launcher"])) or _left_to_a_cluster(state):
             return _end_without_launcher(run)
         time.sleep(0.1)
     return run.status
 
 
+def _left_to_a_cluster(state: dict[str, Any]) -> bool:
+    """Whether only the cluster can be asked: a launcher on another machine may have gone, and nobody here can look."""
+    return (state.get("backend") in CLUSTERS and bool(state.get("handle"))
+            and not is_of_this_machine(state.get("launcher", {})))
+
+
 def _end_without_launcher(run: RunDirectory) -> str:
     state = run.state
-    if state.get("backend") in _CLUSTERS and state.get("handle"):
+    if state.get("backend") in CLUSTERS and state.get("handle"):
         jobs.job_of(state["handle"]).cancel()
     for process in (state[who] for who in ("agent", "rank0") if who in state):
         if is_of_this_machine(process) and process_lives(process):

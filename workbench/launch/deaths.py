@@ -212,7 +212,7 @@ class _Inquest:
             asked = "the agent that starts the ranks failed before any rank said why"
         places = "; ".join(f"rank {rank} was in {view.inside}" for rank, view in self.views.items() if view.inside)
         error = LaunchError(asked, found=last or places or "no output", rule="rank 0 records how a run ended",
-                            fix="read torchx/*/*/trainer/0/stderr.log in the run directory")
+                            fix=f"read {_agent_log(self.run)} in the run directory")
         killed = began and self.job_state != "succeeded"
         self.run.write_exit(None, {}, error, cause="killed" if killed else "start")
 
@@ -245,6 +245,12 @@ class _Inquest:
         """Whom the watchdog saw waited for at last."""
         noted = _noted(self.run.path / WAITING)
         return noted.get("waiting") or noted.get("was") or []
+
+
+def _agent_log(run: RunDirectory) -> str:
+    """Where the agent's output is, which depends on who started it."""
+    logs = {"processes": "ranks/agent.log", "slurm": "torchx/slurm-*.err"}
+    return logs.get(str(run.state.get("backend")), "torchx/*/*/trainer/0/stderr.log")
 
 
 def _is_echo(record: Mapping[str, Any]) -> bool:

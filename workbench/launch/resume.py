@@ -8,20 +8,39 @@ two for one. Other code or other package versions make a run old, not wrong: it 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.errors import RecordError, SpecError, WorkbenchError
+from workbench.errors import LaunchError, RecordError, SpecError, WorkbenchError
 from workbench.launch.ablation import Planned
 from workbench.runs.spec import flatten
-from workbench.runs.store import ENDED, RunDirectory, from_json, this_process, to_json, write_whole
+from workbench.runs.store import ENDED, RunDirectory, from_json, locked, this_process, to_json, write_whole
 
 RECORD = "sweep.json"
 _DATA = ("recording", "checkpoint")
+
+
+@contextlib.contextmanager
+def alone(runs_dir: Path) -> Iterator[None]:
+    """One launcher at a time looks at what an experiment has and adds to it: between the two nobody else may.
+
+    Raises:
+        LaunchError: nothing can be written there.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(runs_dir / ".launch.lock"))
+        except OSError as error:
+            raise LaunchError(f"launch {runs_dir.parent.name}", found=f"{type(error).__name__}: {error}",
+                              rule=f"run directories are made under {runs_dir}",
+                              fix="make the folder writable, or copy the ablation to a folder of your own") from None
+        yield
 
 
 def reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunDirectory | None:

@@ -23,13 +23,11 @@ from workbench.launch.component import WORKER
 from workbench.launch.devices import Placement, place, visible_gpus
 from workbench.launch.inputs import identify
 from workbench.launch.sweep import RunEvent, Starter, Sweep, Task
-from workbench.runs.store import RunDirectory, project_root, this_process
+from workbench.runs.store import CLUSTERS, RunDirectory, project_root, this_process
 
 Where = Literal["torchx", "processes", "here", "slurm", "kubernetes"]
 """torchx: a job of its own for every run. processes: ranks from a server that has torch loaded already. here: one rank
 in this process, step by step in a debugger if you like. slurm, kubernetes: torchx jobs on a cluster."""
-
-CLUSTERS = ("slurm", "kubernetes")
 
 
 def launch(ablation: AblationSpec | Sequence[Planned], experiment_dir: Path, *, where: Where = "torchx",
@@ -67,20 +65,21 @@ def launch(ablation: AblationSpec | Sequence[Planned], experiment_dir: Path, *, 
     if where == "here":
         _refuse_several_ranks(planned)
     inputs = identify([run.spec for run in planned], project)
-    resume.refuse_running(runs_dir, planned)
-    if not (force or trial):
-        resume.refuse_changed(runs_dir, planned, inputs)
-    made: dict[str, Task] = {}
-    try:
-        for plan, placement, read in _deciding_first(zip(planned, placements, inputs, strict=True)):
-            made[plan.name] = _prepare(runs_dir, plan, placement, read, made, where, fresh=fresh)
-        tasks = [made[plan.name] for plan in planned]
-        resume.write_record(runs_dir, planned, [task.run for task in tasks], trial=trial)
-    except BaseException:
-        for task in made.values():
-            if not task.reused:
-                shutil.rmtree(task.run.path)
-        raise
+    with resume.alone(runs_dir):
+        resume.refuse_running(runs_dir, planned)
+        if not (force or trial):
+            resume.refuse_changed(runs_dir, planned, inputs)
+        made: dict[str, Task] = {}
+        try:
+            for plan, placement, read in _deciding_first(zip(planned, placements, inputs, strict=True)):
+                made[plan.name] = _prepare(runs_dir, plan, placement, read, made, where, fresh=fresh)
+            tasks = [made[plan.name] for plan in planned]
+            resume.write_record(runs_dir, planned, [task.run for task in tasks], trial=trial)
+        except BaseException:
+            for task in made.values():
+                if not task.reused:
+                    shutil.rmtree(task.run.path)
+            raise
     sweep = Sweep(tasks, experiment_dir, on_event=on_event)
     if where == "here":
         return sweep.here(functools.partial(_run_here, project=project, worker=worker))

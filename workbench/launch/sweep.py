@@ -24,6 +24,7 @@ from workbench.launch.deaths import settle
 from workbench.launch.devices import Placement
 from workbench.launch.jobs import Job
 from workbench.launch.slots import Lease, take
+from workbench.runs.lookup import steps_recorded
 from workbench.runs.store import ENDED, RunDirectory, StepTail, failure_in_short
 
 _POLL_S = 0.1
@@ -92,6 +93,7 @@ class Task:
     job: Job | None = None
     lease: Lease | None = None
     started: float = 0.0
+    given_up: bool = False
     steps_done: int = -1
     noted: bool = False
     tail: StepTail = field(init=False)
@@ -126,7 +128,7 @@ class Sweep:
         self._tasks = list(tasks)
         self._told = on_event or (lambda event: None)
         self._events: queue.SimpleQueue[RunEvent | None] = queue.SimpleQueue()
-        self._ended = 0
+        self._ended, self._jobs_outlive_us = 0, False
         self._stop, self._finished = threading.Event(), threading.Event()
         self._error: BaseException | None = None
 
@@ -138,7 +140,7 @@ class Sweep:
         return self._finished.is_set()
 
     def states(self) -> dict[str, str]:
-        """The state of every run, by name; lost where its directory cannot be read any more."""
+        """The state of every run, by name; `lost` where its directory has gone."""
         return {plan.name: _status(run) for plan, run in zip(self.planned, self.runs, strict=True)}
 
     def wait(self, timeout_s: float | None = None) -> Sweep:
@@ -156,9 +158,13 @@ class Sweep:
         return self
 
     def follow(self, on_event: Callable[[RunEvent], None]) -> Sweep:
-        """Wait until every run has ended, and tell about everything that happens meanwhile, on this thread."""
+        """Wait until every run has ended, and tell about everything that happens meanwhile, on this thread.
+
+        Each event is told once: who follows again, after an interruption or the end, hears what nobody was told.
+        """
         while (event := self._events.get()) is not None:
             on_event(event)
+        self._events.put(None)  # the end is the end for everybody who asks
         return self.wait()
 
     def cancel(self, *names: str) -> None:
@@ -174,7 +180,7 @@ class Sweep:
             raise LaunchError(f"cancel {', '.join(strangers)}", found=", ".join(known),
                               rule="names of runs of this sweep", fix="choose among them, or name none for all")
         for name in names or known:
-            if known[name].state["state"] not in ENDED:
+            if _status(known[name]) not in ENDED:
                 known[name].request_cancel("the process that launched it")
 
     def __iter__(self) -> Iterator[RunDirectory]:
@@ -186,7 +192,7 @@ class Sweep:
     def __repr__(self) -> str:
         """Say the state and progress of every run in a line."""
         width = max((len(plan.name) for plan in self.planned), default=0)
-        lines = [f"  {plan.name:<{width}}  {_status(run):<9}  {_recorded(run)}/{run.spec.steps} steps"
+        lines = [f"  {plan.name:<{width}}  {_status(run):<9}  {steps_recorded(run)}/{run.spec.steps} steps"
                  for plan, run in zip(self.planned, self.runs, strict=True)]
         return "\n".join([f"Sweep of {len(self.runs)} runs in {self.experiment_dir.name}", *lines])
 
@@ -198,8 +204,10 @@ class Sweep:
         Args:
             start: starts the job of one run.
             gpus: ids of the GPUs that runs may share out among them.
-            leased: the jobs run on this machine, and share its devices with whoever else launches here.
+            leased: the jobs run on this machine, share its devices with whoever else launches here, and leave with
+                this process. Otherwise they run on a cluster, and go on without us.
         """
+        self._jobs_outlive_us = not leased
         atexit.register(self._leave)
         threading.Thread(target=self._watch, args=(start, gpus, leased), name=f"sweep {self.experiment_dir.name}",
                          daemon=True).start()
@@ -236,22 +244,35 @@ class Sweep:
                 self._drop_cancelled(waiting)
                 while (task := _ready(waiting, active)) and (not leased or _lease(task, gpus)):
                     waiting.remove(task)
-                    if self._begin(task, start):
-                        active.append(task)
+                    with self._giving_up_alone(task):
+                        if self._begin(task, start):
+                            active.append(task)
                 for task in list(active):
-                    try:
+                    with self._giving_up_alone(task):
                         state = self._look(task)
-                        if state == "running":
-                            continue
-                        self._over(task, settle(task.run, state))
-                    except RecordError as error:  # somebody removed the folder, or damaged it
-                        self._give_up(task, error)
-                    active.remove(task)
+                        if state != "running":
+                            active.remove(task)
+                            self._over(task, settle(task.run, state))
+                active = [task for task in active if not task.given_up]
                 self._stop.wait(_POLL_S)
         except BaseException as error:
             self._error = error
         finally:
             self._close()
+
+    @contextlib.contextmanager
+    def _giving_up_alone(self, task: Task) -> Iterator[None]:
+        """A run whose directory has gone or cannot be written ends, and `wait` says why; the others go on."""
+        try:
+            yield
+        except (OSError, WorkbenchError) as error:
+            self._error = self._error or error
+            task.given_up = True
+            with contextlib.suppress(OSError, WorkbenchError):
+                if task.job:
+                    task.job.cancel()
+                settle(task.run, "cancelled")
+            self._over(task, _status(task.run), f"{type(error).__name__}: {error}".partition("\n")[0])
 
     def _begin(self, task: Task, start: Starter) -> bool:
         task.started = time.monotonic()
@@ -282,21 +303,36 @@ class Sweep:
             self._over(task, "cancelled")
 
     def _leave(self) -> None:
-        """At the end of the interpreter: end the jobs in order, rather than let them find out."""
+        """At the end of the interpreter: end the jobs of this machine in order, rather than let them find out."""
         self._stop.set()
         self._finished.wait(_GRACE_S)
 
     def _close(self) -> None:
-        """Leave nothing open, whatever became of one run's folder; then whoever waits may go on."""
+        """Leave nothing open, whatever goes wrong with one run, and say that all is over."""
         for task in self._tasks:
-            try:
-                if not task.reused:
-                    _leave_nothing_open(task)
-            except (OSError, WorkbenchError) as error:
-                self._error = self._error or error
+            if not (task.reused or task.given_up):
+                try:
+                    self._close_one(task)
+                except (OSError, WorkbenchError) as error:
+                    self._error = self._error or error
+                finally:
+                    _release(task)
         atexit.unregister(self._leave)
         self._finished.set()
         self._events.put(None)
+
+    def _close_one(self, task: Task) -> None:
+        """Stop its job, unless that is on a cluster; cancel the run, or remove its folder if it never started."""
+        if task.job and self._jobs_outlive_us:
+            return
+        if task.job:
+            task.job.cancel()
+        if task.run.state["state"] in ENDED:
+            return
+        if task.started:
+            settle(task.run, "cancelled")
+        else:
+            shutil.rmtree(task.run.path)
 
     # ---- telling -------------------------------------------------------------------------------------
 
@@ -312,22 +348,13 @@ class Sweep:
             task.steps_done = done
             self._tell(task, 0, "running", "")
 
-    def _over(self, task: Task, state: str) -> None:
+    def _over(self, task: Task, state: str, why: str = "") -> None:
         """Tell about an end."""
         _release(task)
         self._ended += 1
         task.steps_done = self._steps_done(task)
-        failure = task.run.failure() if state in ("failed", "lost") else None
-        self._tell(task, self._ended, state, failure_in_short(failure) if failure else "")
-
-    def _give_up(self, task: Task, error: RecordError) -> None:
-        """A run whose directory cannot be read any more ends, and the others go on."""
-        if task.job:
-            task.job.cancel()
-        _release(task)
-        self._ended += 1
-        self._error = self._error or error
-        self._tell(task, self._ended, "lost", f"{error.parts['asked']}: {error.parts['found']}")
+        failure = task.run.failure() if state in ("failed", "lost") and not why else None
+        self._tell(task, self._ended, state, failure_in_short(failure) if failure else why)
 
     def _steps_done(self, task: Task) -> int:
         with contextlib.suppress(RecordError):
@@ -343,17 +370,11 @@ class Sweep:
 
 
 def _status(run: RunDirectory) -> str:
+    """How a run is; lost if nobody can tell any more."""
     try:
         return run.status
     except RecordError:
         return "lost"
-
-
-def _recorded(run: RunDirectory) -> int:
-    try:
-        return len(run.steps())
-    except RecordError:
-        return 0
 
 
 def cores() -> list[str]:
@@ -378,19 +399,6 @@ def _lease(task: Task, gpus: Sequence[str]) -> bool:
     else:
         task.lease = take("core", ranks, cores(), who=str(task.run.path))
     return task.lease is not None
-
-
-def _leave_nothing_open(task: Task) -> None:
-    """Stop the job, cancel the run, and remove the folder of one that never started."""
-    if task.job:
-        task.job.cancel()
-    _release(task)
-    if task.run.state["state"] in ENDED:
-        return
-    if task.started:
-        settle(task.run, "cancelled")
-    else:
-        shutil.rmtree(task.run.path)
 
 
 def _note_user(task: Task) -> None:

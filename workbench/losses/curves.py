@@ -5,11 +5,14 @@ Letters: T points of the grid.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss
+from workbench.losses.corrections import step_statistics
 from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs
 
@@ -60,8 +63,8 @@ def ratio_curves(spec: LossSpec, ratios_T: Tensor, advantage: float = 1.0, *,
     totals = []
     for point in torch.arange(len(ratios_T)).split(1 if spec.breaks else max(1, len(ratios_T))):
         start_T = anchor_T[point]
-        terms = loss(LossInputs(policy_T[point], start_T, advantages_T[point], start_T, start_T,
-                                document_ids_T=point))
+        inputs = LossInputs(policy_T[point], start_T, advantages_T[point], start_T, start_T, document_ids_T=point)
+        terms = loss(replace(inputs, statistics=step_statistics([inputs], spec.correction)))
         totals.append(sum(term.coefficient * term.values_T for term in terms.values()))
     total_T = torch.cat(totals) if totals else policy_T
     coefficient_T, = torch.autograd.grad(total_T.sum(), policy_T)

@@ -26,7 +26,7 @@ def entropy_bonus(inputs: LossInputs, coefficient: float) -> Term:
         raise SpecError(f"an entropy bonus of {coefficient}", found="no entropy_T",
                         rule="the bonus is of the exact entropy, which the output head computes",
                         fix="pass the entropy, or set entropy_coefficient to 0")
-    return Term(torch.where(inputs.counts_T, inputs.entropy_T, 0.0), -coefficient)
+    return Term(torch.where(inputs.counts_T, inputs.entropy_T, 0.0), -coefficient, weight="penalty")
 
 
 def squared_logit(inputs: LossInputs, coefficient: float) -> Term:
@@ -43,4 +43,4 @@ def squared_logit(inputs: LossInputs, coefficient: float) -> Term:
         raise SpecError(f"a squared-logit penalty of {coefficient}", found="no logsumexp_T",
                         rule="the penalty is on the log normaliser, which the output head computes",
                         fix="pass logsumexp_T, or set squared_logit_coefficient to 0")
-    return Term(torch.where(inputs.counts_T, inputs.logsumexp_T, 0.0).square(), coefficient)
+    return Term(torch.where(inputs.counts_T, inputs.logsumexp_T, 0.0).square(), coefficient, weight="penalty")

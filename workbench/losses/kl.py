@@ -80,13 +80,14 @@ def kl_term(inputs: LossInputs, spec: KLSpec) -> Term:
     if spec.gradient == "straight_through":
         half_square_T = kl_estimate(d_T, "k2")
         weight_T = log_weight_T.detach().exp()
-        return Term(value_T + weight_T * (half_square_T - half_square_T.detach()), spec.coefficient)
+        return Term(value_T + weight_T * (half_square_T - half_square_T.detach()), spec.coefficient,
+                    weight="penalty")
     # A token without gradient must not pass through exp: where that overflows, 0 * inf would make its gradient NaN.
     open_d_T, open_weight_T = torch.where(cut_T, 0.0, d_T), torch.where(cut_T, 0.0, log_weight_T)
     if spec.gradient == "path":
         open_weight_T = open_weight_T.detach()
     return Term(torch.where(cut_T, value_T, open_weight_T.exp() * kl_estimate(open_d_T, spec.estimator)),
-                spec.coefficient)
+                spec.coefficient, weight="penalty")
 
 
 def kl_in_reward(old_logprobs_T: Tensor, ref_logprobs_T: Tensor, loss_mask_T: Tensor, spec: KLSpec) -> Tensor:

@@ -25,4 +25,4 @@ def dpo(inputs: LossInputs, *, beta: float = 0.1, label_smoothing: float = 0.0) 
     values_T = -(1 - label_smoothing) * logsigmoid(margin_T)
     if label_smoothing:
         values_T = values_T - label_smoothing * logsigmoid(-margin_T)
-    return Term(values_T)
+    return Term(values_T, silent_T=~inputs.counts_T)

@@ -31,12 +31,12 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "gspo": {"anchor": "old", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "level": "document",
              "advantage_level": "token"},
     "gspo_token": {"anchor": "old", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "level": "document"},
-    "luspo": {"anchor": "old", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "advantage_level": "token"},
+    "luspo": {"anchor": "old", "clip_low": 2e-3, "clip_high": 2.5e-3, "dual_clip": None, "advantage_level": "token"},
     "gmpo": {"anchor": "old", "clip_low": 0.4, "clip_high": 0.4},
     "sapo": {"anchor": "old", "level": "token", "tau_positive": 1.0, "tau_negative": 1.05},
     "vespo": {"anchor": "old", "k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
     "gpg": {},
-    "dppo_tv": {"anchor": "sampler", "threshold_low": 0.2, "threshold_high": 0.2, "ratio_cap": None},
+    "dppo_tv": {"anchor": "sampler", "threshold_low": 0.15, "threshold_high": 0.15, "ratio_cap": None},
     "dppo_kl": {"anchor": "sampler", "threshold_low": 0.05, "threshold_high": 0.05, "ratio_cap": None},
     "ipo": {"anchor": "sampler", "threshold": 0.1},
     "dro": {"anchor": "old", "beta": 0.1},
@@ -132,8 +132,21 @@ class SurrogateSpec(_Model):
         if value.get("level") == "token" and used.get("level") != "token":
             raise ValueError(f"level 'token' is not used by the surrogate {kind!r}, whose ratio is that of a document; "
                              "'ppo' is its like for tokens")
+        emptied = [name for name, default in used.items()
+                   if name in value and value[name] is None and default is not None]
+        if emptied:
+            raise ValueError(f"{', '.join(emptied)} of the surrogate {kind!r} cannot be None; leave it out for the "
+                             f"default ({', '.join(str(used[name]) for name in emptied)})")
         filled = {name: default for name, default in used.items() if value.get(name) is None}
         return {**value, **filled}
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> SurrogateSpec:
+        if self.bounds == "absolute" and _above(self.clip_low, self.clip_high):
+            raise ValueError("clip_low is above clip_high, and with absolute bounds they are the bounds themselves")
+        if _above(self.cov_low, self.cov_high):
+            raise ValueError("cov_low is above cov_high: no token is between them")
+        return self
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -378,7 +391,8 @@ class LossSpec(_Model):
     def breaks(self) -> tuple[str, ...]:
         """Invariance laws that this loss breaks by definition; () for almost all."""
         weights = DENOMINATOR_BREAKS.get(self.denominator, ())
-        empty = ("masked_rows",) if self.documents_counted == "all" else ()
+        counts = self.normalize_by_documents or self.denominator not in ("token", "raw", "local_token")
+        empty = ("masked_rows",) if self.documents_counted == "all" and counts else ()
         return tuple(dict.fromkeys((*self.surrogate.breaks, *self.correction.breaks, *weights, *empty)))
 
     @property

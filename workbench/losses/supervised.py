@@ -19,7 +19,7 @@ def sft(inputs: LossInputs) -> Term:
     Backward: -1.
     Source:   maximum likelihood.
     """
-    return Term(-inputs.counted_logprobs_T)
+    return Term(-inputs.counted_logprobs_T, silent_T=~inputs.counts_T)
 
 
 def positive_nll(inputs: LossInputs, *, coefficient: float) -> Term:

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from workbench.errors import SpecError
+from workbench.errors import ShapeError, SpecError
 from workbench.losses.document_sums import DocumentSums, LocalSums
 from workbench.shapes import check_shapes
 
@@ -25,6 +25,9 @@ from workbench.shapes import check_shapes
 @dataclass(frozen=True)
 class LossInputs:
     """Everything that a per-token loss may look at, aligned with the token that it is about.
+
+    Half-precision tensors are lifted to float32 (gradients come back in their own precision): bfloat16 counts no
+    document beyond 256 tokens, and rounds a clip bound of 1.0004 to 1.
 
     Attributes:
         policy_logprobs_T: [T] nats, of the policy being trained; the only one with a gradient.
@@ -69,6 +72,14 @@ class LossInputs:
     def __post_init__(self) -> None:
         check_shapes("LossInputs", **{name: value for name, value in self.__dict__.items()
                                       if name not in ("sums", "statistics")})
+        for name in ("loss_mask_T", "frozen_clip_T"):
+            mask_T = getattr(self, name)
+            if mask_T is not None and mask_T.dtype is not torch.bool:
+                raise ShapeError(f"LossInputs: {name}", found=f"dtype {mask_T.dtype}", rule="a mask is bool",
+                                 fix=f"pass {name}.bool()")
+        for name, value in self.__dict__.items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.element_size() < 4:
+                object.__setattr__(self, name, value.float())
 
     @cached_property
     def counts_T(self) -> Tensor:
@@ -141,9 +152,12 @@ class Term:
         values_T: [T] per-token values, to be minimised. May be anything (NaN too) on tokens that do not count.
         coefficient: multiplies the term.
         clipped_T: [T] bool, tokens whose gradient this term cut off; None if it never does.
-        weight: which weights of the step the term is summed with. "policy": those of the spec's denominator. Or
-            another denominator by name: "token", "document", "raw", ...; "positive_token" is 1 / trained tokens
-            of the step that belong to a document with a reward above 0.
+        weight: which weights of the step the term is summed with. "policy": those of the spec's denominator;
+            "penalty": the same, of all trained tokens also where the correction counts survivors. Or another
+            denominator by name: "token", "document", "raw", ...; "positive_token" is 1 / trained tokens of the step
+            that belong to a document with a reward above 0.
+        silent_T: [T] bool, tokens that get no gradient though nothing cut them off; None: those whose advantage is 0,
+            which is right for a term that is proportional to the token's advantage.
         extras: detached [T] tensors for metrics, by name ("raw_weight", "applied_weight", "kept", "truncated").
     """
 
@@ -151,6 +165,7 @@ class Term:
     coefficient: float = 1.0
     clipped_T: Tensor | None = None
     weight: str = "policy"
+    silent_T: Tensor | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
 

@@ -343,14 +343,17 @@ class Cut(Column):
 
 @dataclass(frozen=True)
 class NoGradient(Column):
-    """1 where the policy term gives no gradient: clipped, a zero advantage, or a correction weight of 0."""
+    """1 where the policy term gives no gradient: clipped, silent, or a correction weight of 0.
+
+    Silent is what the term says it is; of a term that says nothing, a token whose advantage is 0.
+    """
 
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
         term = q.terms.get("policy")
         if term is None:
             return None
-        silent_T = q.advantages_T == 0
+        silent_T = q.advantages_T == 0 if term.silent_T is None else term.silent_T
         if term.clipped_T is not None:
             silent_T = silent_T | term.clipped_T
         applied_T = term.extras.get("applied_weight")

@@ -59,12 +59,14 @@ class StepTotals:
 def step_weights(rows: Sequence[TrainingRow], spec: LossSpec) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
     """Weights of every target of the step, by name.
 
-    "policy" is the denominator of the spec. A term may also ask for "token", "document", "document_sum", "raw" and,
+    "policy" is the denominator of the spec, and "penalty" the same for terms that no correction touches. A term may
+    also ask for "token", "document", "document_sum", "raw" and,
     where the batch has rewards, "positive_token" (1 / trained tokens of documents with a reward above 0, and 0 on all
     others).
 
-    Where the correction of the spec counts survivors, D_d does so too: targets that it rejects have values of 0 and
-    are not in the count; a document that is rejected whole weighs nothing.
+    Where the correction of the spec counts survivors, the D_d of "policy" does so too: targets that it rejects have
+    values of 0 and are not in the count; a document that is rejected whole weighs nothing. All other weights, whose
+    terms keep their values on rejected targets, count every trained target.
 
     Formula:  loss weight     = 1 / D_d on every target of document d that counts, D_d from `denominators`
               gradient weight = loss weight / gradient_divisor / (M if normalize_by_documents else 1)
@@ -86,14 +88,16 @@ def step_weights(rows: Sequence[TrainingRow], spec: LossSpec) -> tuple[list[dict
     statistics = step_statistics([whole_row(row) for row in rows], correction) if correction.acts else {}
     counted = [survivors(whole_row(row, statistics), correction) if correction.denominator == "survivors"
                else row.loss_mask_T for row in rows]
-    step = StepDocuments.of(rows, counted, with_empty=spec.documents_counted == "all")
-    wanted = {"policy": DENOMINATORS[spec.denominator]} | ALWAYS
+    with_empty = spec.documents_counted == "all"
+    kept = StepDocuments.of(rows, counted, with_empty=with_empty)
+    step = StepDocuments.of(rows, [row.loss_mask_T for row in rows], with_empty=with_empty)
+    wanted = {"policy": DENOMINATORS[spec.denominator], "penalty": DENOMINATORS[spec.denominator]} | ALWAYS
     if step.rewards_N is not None:
         wanted["positive_token"] = positive_token
-    further = spec.gradient_divisor * (max(step.num_documents, 1) if spec.normalize_by_documents else 1)
+    further = spec.gradient_divisor * (max(kept.num_documents, 1) if spec.normalize_by_documents else 1)
     weights: list[dict[str, TokenWeights]] = [{} for _ in rows]
     for name, denominator in wanted.items():
-        divisor_N = denominator(step, spec)
+        divisor_N = denominator(kept if name == "policy" else step, spec)
         loss_N = torch.where(divisor_N > 0, 1.0 / divisor_N, 0.0)
         for number, row in enumerate(rows):
             loss_T = _on_targets(loss_N[step.in_row(number)], row)

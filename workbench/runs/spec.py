@@ -156,6 +156,14 @@ class RunSpec(_Model):
     """Another configuration of the same experiment, whose recorded clip decisions replace this run's own; None
     decides here. Comparing precisions needs it: a decision that flips is an O(1) change of one token."""
 
+    @model_validator(mode="after")
+    def _loss_is_complete(self) -> RunSpec:
+        if self.loss.denominator == "constant" and self.loss.denominator_constant is None:
+            raise ValueError(f"loss {self.loss.name!r} divides by documents * denominator_constant, which is not "
+                             "given; give loss.denominator_constant, for instance the longest completion that the "
+                             "sampler may write")
+        return self
+
     @field_validator("faults", mode="before")
     @classmethod
     def _list_of_names(cls, value: Any) -> Any:

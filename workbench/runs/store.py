@@ -55,6 +55,9 @@ STATES = ("pending", "running", "succeeded", "failed", "cancelled", "lost")
 ENDED = ("succeeded", "failed", "cancelled", "lost")
 """The states that a run does not leave, see `RunDirectory.set_state`."""
 
+CLUSTERS = ("slurm", "kubernetes")
+"""Backends whose jobs outlive the process that submitted them."""
+
 _CORRECTIONS = (("succeeded", "failed"), ("failed", "cancelled"))
 
 CAUSES = ("exception", "out of memory", "killed", "hang", "start", "peer")
@@ -65,7 +68,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 _NOT_FINITE = [{"float": name} for name in ("nan", "inf", "-inf")]
 _CHECK = re.compile(r'\{"crc32": "([0-9a-f]{8})", ')
-_ABSOLUTE = re.compile(r"(?<![\w./:~-])/(?:[\w.@+-]+/)+[\w.@+-]+")
+_ABSOLUTE = re.compile(r"(?<![\w./:~*-])/(?:[\w.@+-]+/)+[\w.@+-]+")
 _LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
 _PEER_EXCEPTIONS = ("DistNetworkError", "DistBackendError", "ConnectionError", "ConnectionResetError",
                     "BrokenPipeError")
@@ -165,18 +168,30 @@ class RunDirectory:
         """The content of state.json.
 
         Units: keys ending in ``_ns`` count nanoseconds since 1970; ``create_time`` is psutil's, in seconds.
+
+        Raises:
+            RecordError: it is missing, damaged, or says no state.
         """
-        return _read_json(self.path / "state.json", what="a run directory")
+        path = self.path / "state.json"
+        state = _read_json(path, what="a run directory")
+        if not (isinstance(state, dict) and state.get("state") in STATES and isinstance(state.get("name"), str)):
+            raise RecordError(f"read {path}", found=f"{str(state)[:80]}",
+                              rule=f"a mapping with a name and a state, one of {', '.join(STATES)}",
+                              fix="it was damaged after it was written; run the configuration again")
+        return state
 
     @property
     def status(self) -> str:
         """The state in one word; `lost` where nobody is left who could start or end the run.
 
-        What another machine runs cannot be judged from here, and is what it says.
+        What another machine runs cannot be judged from here, and is what it says; nor can a job that waits for its turn
+        on a cluster, which has been handed over and needs no launcher.
         """
         state = self.state
         if state["state"] not in ("pending", "running"):
             return str(state["state"])
+        if state["state"] == "pending" and "handle" in state and state.get("backend") in CLUSTERS:
+            return "pending"
         known = [state[who] for who in ("rank0", "agent", "launcher") if who in state]
         return str(state["state"]) if not known or any(map(process_lives, known)) else "lost"
 
@@ -201,7 +216,7 @@ class RunDirectory:
             noted = {"rank0": this_process(), "started_ns": time.time_ns()}
         elif state in ENDED:
             noted = {"ended_ns": time.time_ns()}
-        with _locked(self.path / ".state.lock"):
+        with locked(self.path / ".state.lock"):
             now = self.state
             if now["state"] in ENDED and (now["state"], state) not in _CORRECTIONS:
                 return str(now["state"])
@@ -210,7 +225,7 @@ class RunDirectory:
 
     def note(self, **fields: Any) -> None:
         """Keep fields beside the state, whatever the state is."""
-        with _locked(self.path / ".state.lock"):
+        with locked(self.path / ".state.lock"):
             write_whole(self.path / "state.json", to_json(self.state | fields))
 
     def request_cancel(self, by: str) -> None:
@@ -639,7 +654,7 @@ def _read_json(path: Path, *, what: str) -> Any:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """One process and thread at a time; a lock goes with the process that held it."""
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

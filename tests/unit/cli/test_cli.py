@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import subprocess
@@ -98,3 +99,12 @@ def test_interrupting_says_so(monkeypatch, capsys):
 def test_rollouts_reach_their_verbs(tmp_path, capsys):
     assert main(["rollouts", "check", str(tmp_path / "none")]) == 2
     assert "RecordError" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_said_in_words(monkeypatch, capsys):
+    def full(arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/x")
+
+    monkeypatch.setattr(importlib.import_module("workbench.cli.ls"), "main", full)
+    assert main(["ls"]) == 2
+    assert "workbench ls: No space left on device: runs/x\n  do: make room" in capsys.readouterr().err

@@ -54,6 +54,19 @@ def test_a_launcher_that_does_nothing_is_not_waited_for_for_ever(run):
     assert run.cancel_requested
 
 
+def test_what_a_launcher_of_another_machine_submitted_is_cancelled_at_the_cluster(run, monkeypatch):
+    asked = []
+
+    class Job:
+        def cancel(self):
+            asked.append("cancel")
+
+    monkeypatch.setattr(module.jobs, "job_of", lambda handle: asked.append(handle) or Job())
+    run.note(launcher=this_process() | {"host": "elsewhere"}, backend="slurm", handle="slurm://torchx/7")
+    assert cancel_run(run, wait_s=5) == "cancelled"
+    assert asked == ["slurm://torchx/7", "cancel"]
+
+
 def test_without_a_launcher_the_processes_are_stopped_from_here_with_their_children(run):
     stubborn = ("import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
                 "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "

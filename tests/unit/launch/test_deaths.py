@@ -360,3 +360,11 @@ def test_codes_are_read_in_the_order_in_which_ranks_ended(run):
     (run.path / "ranks/exit_codes.json").write_text(json.dumps({"3": -signal.SIGABRT, "0": -signal.SIGKILL}))
     settle(run, "failed")
     assert run.failure()["rank"] == 3
+
+
+@pytest.mark.parametrize(("backend", "log"), [("processes", "ranks/agent.log"), ("slurm", "torchx/slurm-*.err"),
+                                              ("torchx", "torchx/*/*/trainer/0/stderr.log")])
+def test_who_never_spoke_is_looked_for_where_this_backend_writes(tmp_path, backend, log):
+    run = RunDirectory.create(tmp_path, "cp2", RunSpec(), backend=backend)
+    assert settle(run, "failed") == "failed"
+    assert f"read {log} in" in run.failure()["message"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from workbench.errors import RecordError, SpecError
+from workbench.errors import LaunchError, RecordError, SpecError
 from workbench.launch.ablation import Planned
 from workbench.launch.resume import (
+    alone,
     bury_the_lost,
     read_record,
     refuse_changed,
@@ -33,6 +34,12 @@ def made(folder, planned, state="succeeded", **noted):
 
 
 IDENTITY = {"inputs": INPUTS, "device": "cpu"}
+
+
+def test_a_place_where_nothing_can_be_written_is_refused_in_words(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(LaunchError, match="FileExistsError"), alone(tmp_path / "runs"):
+        pass
 
 
 class TestReusable:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 
 import pytest
 
 from tests.helpers import fake_worker
 from workbench.errors import LaunchError, ShapeError, SpecError
 from workbench.launch import ablation as planning
+from workbench.launch import resume
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch, requests
+from workbench.launch.sweep import Sweep
 from workbench.runs.store import RunDirectory, this_process
 
 FAKE = fake_worker.__name__
@@ -236,6 +239,30 @@ def test_the_same_is_not_run_twice_at_once(tmp_path, project):
     assert started.status == "lost"
     assert launch(TestHere.ABLATION, tmp_path, where="here", worker=FAKE, project=project).states()["a"] == "succeeded"
     assert started.state["state"] == "lost"
+
+
+def test_two_who_launch_the_same_at_once_do_not_both_run_it(tmp_path, project, monkeypatch):
+    def slowly(*arguments):
+        refuse_running(*arguments)
+        both.wait(0.5)  # the other one looks, too, before anything is made
+
+    refuse_running, both, ended = resume.refuse_running, threading.Event(), []
+    monkeypatch.setattr(resume, "refuse_running", slowly)
+    monkeypatch.setattr(Sweep, "in_jobs", lambda self, *_, **__: self)
+
+    def launch_one():
+        try:
+            ended.append(launch(TestHere.ABLATION.expand()[:1], tmp_path, project=project).runs[0].path.name)
+        except SpecError as error:
+            ended.append(error.parts["found"])
+
+    threads = [threading.Thread(target=launch_one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum("already on their way" in word for word in ended) == 1
+    assert len(list((tmp_path / "runs").glob("*/config.json"))) == 1
 
 
 class TestRequests:

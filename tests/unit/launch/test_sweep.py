@@ -208,6 +208,59 @@ class TestEnds:
         assert {path.name.split("-")[0] for path in (tmp_path / "runs").iterdir()} == {"a"}
 
     @pytest.mark.usefixtures("leases")
+    def test_an_interpreter_that_ends_leaves_what_a_cluster_runs_alone(self, tmp_path):
+        scheduler = Scheduler()
+        sweep = Sweep([task(tmp_path, "a", 2), task(tmp_path, "b", 2)], tmp_path).in_jobs(scheduler, leased=False)
+        until(lambda: set(scheduler.jobs) == {"a", "b"})
+        sweep._leave()
+        assert sweep.done
+        assert {name: job.state for name, job in scheduler.jobs.items()} == {"a": "running", "b": "running"}
+        assert sweep.states() == {"a": "running", "b": "running"}
+
+    @pytest.mark.usefixtures("leases")
+    def test_a_run_whose_folder_is_removed_does_not_stop_the_others(self, tmp_path):
+        sweep, jobs = begin([task(tmp_path, name) for name in "abc"], tmp_path)
+        until(lambda: set(jobs) == {"a", "b"})
+        for run in (sweep.runs[0], sweep.runs[2]):  # one that runs, one that waits
+            run.path.rename(tmp_path / f"removed-{run.path.name}")
+        jobs["a"].state = "failed"
+        until(lambda: sweep.states()["a"] == "lost")
+        jobs["b"].end("succeeded")
+        with pytest.raises(RecordError, match=r"state\.json"):
+            sweep.wait(10)
+        assert sweep.states() == {"a": "lost", "b": "succeeded", "c": "lost"}
+        assert "lost" in repr(sweep)
+        sweep.cancel()
+
+    @pytest.mark.usefixtures("leases")
+    def test_a_disk_that_takes_no_more_ends_the_run_and_not_the_waiting(self, tmp_path, monkeypatch):
+        def full(self, **fields):
+            if self.name == "a":
+                raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(RunDirectory, "note", full)
+        sweep, jobs = begin([task(tmp_path, "a"), task(tmp_path, "b")], tmp_path)
+        until(lambda: set(jobs) == {"a", "b"})
+        until(lambda: jobs["a"].state == "cancelled")
+        jobs["b"].end("succeeded")
+        with pytest.raises(OSError, match="No space left"):
+            sweep.wait(10)
+        assert sweep.states() == {"a": "cancelled", "b": "succeeded"}
+
+    @pytest.mark.usefixtures("leases")
+    def test_a_job_that_cannot_be_cancelled_does_not_keep_anybody_waiting(self, tmp_path):
+        def refuse():
+            raise LaunchError("cancel pretended", found="no answer")
+
+        sweep, jobs = begin([task(tmp_path, "a"), task(tmp_path, "b")], tmp_path)
+        until(lambda: set(jobs) == {"a", "b"})
+        jobs["a"].cancel = refuse
+        sweep._leave()
+        assert jobs["b"].state == "cancelled"
+        with pytest.raises(LaunchError, match="cancel pretended"):
+            sweep.wait(10)
+
+    @pytest.mark.usefixtures("leases")
     def test_what_breaks_the_watching_is_raised_to_who_waits_and_nothing_stays_open(self, tmp_path):
         def on_event(event):
             raise RuntimeError("the listener broke")
@@ -252,3 +305,19 @@ def test_events_come_on_the_thread_of_who_follows(tmp_path):
     assert [(event.state, event.steps_done) for event in events] == [
         ("running", 0), ("running", 1), ("succeeded", 1)]
     assert str(sweep).splitlines()[1].split() == ["a", "succeeded", "1/2", "steps"]
+
+
+@pytest.mark.usefixtures("leases")
+def test_who_follows_a_second_time_is_back_at_once(tmp_path):
+    sweep, jobs = begin([task(tmp_path, "a")], tmp_path)
+    until(lambda: "a" in jobs)
+    jobs["a"].end("succeeded")
+    again, heard = threading.Event(), []
+
+    def follow_twice():
+        sweep.follow(lambda event: None).follow(heard.append)
+        again.set()
+
+    threading.Thread(target=follow_twice, daemon=True).start()
+    assert again.wait(10)
+    assert heard == []

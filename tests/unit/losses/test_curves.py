@@ -6,6 +6,7 @@ import torch
 from workbench.errors import SpecError
 from workbench.losses import LossSpec, ratio_curves
 from workbench.losses.presets import PRESETS
+from workbench.losses.spec import CORRECTIONS
 
 RATIOS = torch.tensor([1e-3, 0.5, 0.9, 1.0, 1.1, 1.5, 5.0, 1e3], dtype=torch.float64)
 
@@ -72,3 +73,15 @@ def test_what_has_no_curve_is_refused(settings, ratios, more, words):
 
 def test_an_empty_grid():
     assert [one.shape for one in ratio_curves(LossSpec(), torch.zeros(0))] == [(0,), (0,)]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("name", ["grpo", "gspo", "clip_cov"])
+def test_every_correction_has_a_curve_and_changes_nothing_where_sampler_and_old_policy_agree(name, correction):
+    spec = LossSpec(name=name, correction={"kind": correction})
+    if correction == "opsm":
+        assert ratio_curves(spec, RATIOS, 1.0)[1].isfinite().all()  # it looks at the policy itself
+        return
+    plain = ratio_curves(LossSpec(name=name), RATIOS, -1.5)
+    for found_T, plain_T in zip(ratio_curves(spec, RATIOS, -1.5), plain, strict=True):
+        torch.testing.assert_close(found_T, plain_T, rtol=1e-12, atol=0)

@@ -16,9 +16,12 @@ from workbench.losses.spec import PARAMETERS
     ("dual_clip", {"dual_clip": 3.0}, {}),
     ("two_sided", {"delta": 4.0}, {}),
     ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, {"denominator": "document"}),
+    ("luspo", {"clip_low": 2e-3, "clip_high": 2.5e-3}, {"denominator": "document"}),
     ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}, {"denominator": "document"}),
     ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}, {"denominator": "document"}),
     ("cispo_absolute", {"bounds": "absolute", "clip_low": None, "clip_high": 5.0}, {}),
+    ("dppo_tv", {"anchor": "sampler", "threshold_low": 0.15, "threshold_high": 0.15}, {}),
+    ("dppo_kl", {"anchor": "sampler", "threshold_low": 0.05, "threshold_high": 0.05}, {}),
     ("prime_rl", {"kind": "dppo_tv", "anchor": "sampler", "threshold_low": 0.2, "threshold_high": 0.2}, {}),
     ("vapo", {"clip_high": 0.28}, {"positive_nll_coefficient": 0.1}),
 ])

@@ -129,3 +129,21 @@ def test_almost_every_loss_breaks_no_law_and_those_that_do_declare_it():
 def test_importing_the_spec_costs_no_torch():
     code = "import sys, workbench.losses.spec; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_counting_all_documents_breaks_a_law_only_where_documents_are_counted():
+    assert LossSpec(denominator="document", documents_counted="all").breaks == ("masked_rows",)
+    assert LossSpec(denominator="token", documents_counted="all").breaks == ()
+    twice = LossSpec(denominator="token", documents_counted="all", normalize_by_documents=True)
+    assert twice.breaks == ("masked_rows",)
+
+
+@pytest.mark.parametrize(("settings", "rule"), [
+    ({"kind": "ppo", "clip_high": None}, "clip_high of the surrogate 'ppo' cannot be None"),
+    ({"kind": "cispo", "clip_high": None}, "clip_high of the surrogate 'cispo' cannot be None"),
+    ({"kind": "cispo", "bounds": "absolute", "clip_low": 0.8, "clip_high": 0.2}, "clip_low is above clip_high"),
+    ({"kind": "clip_cov", "cov_low": 7.0}, "cov_low is above cov_high"),
+])
+def test_a_setting_that_would_be_replaced_or_do_nothing_is_refused(settings, rule):
+    with pytest.raises(ValidationError, match=rule):
+        SurrogateSpec(**settings)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workbench.errors import ShapeError, SpecError
-from workbench.losses import LossInputs, Term
+from workbench.losses import LossInputs, LossSpec, Term, make_loss
 
 MASK = torch.tensor([True, False, True, True])
 
@@ -61,3 +61,31 @@ def test_a_policy_that_is_not_there_is_named(policy):
 
 def test_a_term_is_weighed_by_the_denominator_unless_it_says_otherwise():
     assert (Term(torch.zeros(1)).weight, Term(torch.zeros(1)).coefficient) == ("policy", 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "luspo", "gmpo", "vespo"])
+def test_half_precision_is_lifted_and_gives_what_its_values_give_in_float32(name, dtype):
+    g = torch.Generator().manual_seed(0)
+    policy_T = -torch.rand(1000, generator=g)
+    given = [(policy_T + 0.02 * torch.randn(1000, generator=g)).to(dtype), torch.ones(1000, dtype=dtype)]
+    found = []
+    for lift in (torch.Tensor.clone, torch.Tensor.float):
+        leaf_T = lift(policy_T.to(dtype)).detach().requires_grad_()
+        values_T = make_loss(LossSpec(name=name))(LossInputs(leaf_T, *map(lift, given)))["policy"].values_T
+        values_T.sum().backward()
+        found.append((values_T.detach(), leaf_T.grad.to(dtype)))
+    for half_T, full_T in zip(*found, strict=True):
+        torch.testing.assert_close(half_T, full_T, rtol=0, atol=0)
+
+
+def test_a_long_document_is_counted_in_half_precision():
+    logprobs_T = torch.zeros(1000, dtype=torch.bfloat16)
+    assert float(LossInputs(logprobs_T, logprobs_T, logprobs_T).document_lengths_T[0]) == 1000
+
+
+@pytest.mark.parametrize("name", ["loss_mask_T", "frozen_clip_T"])
+def test_a_mask_of_numbers_is_refused_in_words(name):
+    zeros_T = torch.zeros(3)
+    with pytest.raises(ShapeError, match=f"{name}(.|\\n)*a mask is bool"):
+        LossInputs(zeros_T, zeros_T, zeros_T, **{name: torch.ones(3)})

@@ -208,3 +208,21 @@ def test_four_ranks_take_two_collectives_for_all_metrics_together(tmp_path):
     for found, collectives in run_ranks(on_ranks, 4, tmp_path, documents):
         assert collectives == 2
         held_to(expected, found, least=100)
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce", "sft", "dpo", "dro", "kl_cov", "sapo", "gmpo", "clip_cov"])
+@pytest.mark.parametrize("advantage", [0.0, 1.0])
+def test_the_share_without_gradient_is_that_of_autograd(name, advantage):
+    g = torch.Generator().manual_seed(0)
+    old_T, *others = (-torch.rand(8, generator=g, dtype=torch.float64) for _ in range(4))
+    policy_T = others[0].requires_grad_()
+    mask_T = torch.tensor([1, 1, 1, 0, 1, 1, 1, 1]).bool()
+    ids_T = torch.arange(8) // 4
+    inputs = LossInputs(policy_T, old_T, torch.full((8,), advantage, dtype=torch.float64), others[1], others[2],
+                        loss_mask_T=mask_T, document_ids_T=ids_T, rewards_T=ids_T.double(),
+                        group_ids_T=torch.zeros_like(ids_T))
+    spec = LossSpec(name=name)
+    terms = make_loss(spec)(inputs)
+    slope_T, = torch.autograd.grad(terms["policy"].values_T[mask_T].sum(), policy_T)
+    found = policy_metrics(inputs, terms, mask_T, "basic", spec)["clip/gradient_zero/fraction"].finish()
+    assert found == pytest.approx(float((slope_T[mask_T] == 0).double().mean()))

@@ -86,7 +86,7 @@ def test_a_local_denominator_is_the_mean_over_rows_of_their_token_means():
 
 def test_other_weights_are_there_by_name_under_any_denominator():
     weights, _ = step_weights(rows(), LossSpec(denominator="prompt_group"))
-    assert set(weights[0]) == {"policy", "token", "document", "document_sum", "raw", "positive_token"}
+    assert set(weights[0]) == {"policy", "penalty", "token", "document", "document_sum", "raw", "positive_token"}
     for name in ("token", "document", "document_sum", "raw", "positive_token"):
         truth = expected(lambda d, name=name: document_weight(DOCUMENTS, d, name))
         assert by_source(2, name=name, denominator="prompt_group") == pytest.approx(truth, rel=1e-15), name
@@ -172,3 +172,21 @@ def test_a_constant_beside_another_denominator_is_refused():
 def test_unknown_denominator_is_refused():
     with pytest.raises(SpecError, match="'sequence'"):
         step_weights([], LossSpec.model_construct(denominator="sequence"))
+
+
+@pytest.mark.parametrize("denominator", ["token", "document", "document_sum"])
+def test_only_the_policy_term_is_divided_by_survivors(denominator):
+    documents = [{"tokens": [1] * 5, "loss_mask": [0, 1, 1, 1, 1], "advantages": 1.0, "reward": 1.0, "group_id": 0,
+                  "old_logprobs": [-1.0] * 5, "sampler_logprobs": [-1.0, -1.0, -1.0, -9.0, -9.0]},
+                 {"tokens": [1] * 3, "loss_mask": [0, 1, 1], "advantages": 1.0, "reward": 1.0, "group_id": 0,
+                  "old_logprobs": [-1.0] * 3, "sampler_logprobs": [-1.0, -9.0, -9.0]}]
+    row = shift_targets(RolloutBatch.from_documents(documents))
+    found = {}
+    for counted in ("original", "survivors"):
+        spec = LossSpec(denominator=denominator, correction={"kind": "icepop", "denominator": counted})
+        (found[counted],), _ = step_weights([row], spec)
+    for name in set(found["original"]) - {"policy"}:  # their terms keep their values on rejected tokens
+        torch.testing.assert_close(found["survivors"][name].loss_T, found["original"][name].loss_T, rtol=0, atol=0)
+    torch.testing.assert_close(found["original"]["penalty"].loss_T, found["original"]["policy"].loss_T, rtol=0, atol=0)
+    assert not torch.equal(found["survivors"]["policy"].loss_T, found["original"]["policy"].loss_T)
+    assert float(found["survivors"]["positive_token"].loss_T.sum()) == pytest.approx(1.0)

@@ -93,3 +93,9 @@ class TestLayout:
         (LayoutSpec(dp=2, cp=2, order="zigzag"), "dp=2 cp=2 zigzag")])
     def test_says_itself_in_words(self, layout, words):
         assert str(layout) == words
+
+
+def test_a_loss_without_its_constant_is_refused_before_anything_runs():
+    with pytest.raises(SpecError, match="denominator_constant, which is not given"):
+        parse_spec(RunSpec, {"loss": {"name": "dr_grpo"}}, where="settings")
+    assert RunSpec(loss={"name": "dr_grpo", "denominator_constant": 64.0}).loss.denominator_constant == 64.0

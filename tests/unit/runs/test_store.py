@@ -416,3 +416,21 @@ def _damage(run, *, line):
     lines = path.read_bytes().split(b"\n")
     lines[line] = lines[line].replace(b'"step": ', b'"step": 1')
     path.write_bytes(b"\n".join(lines))
+
+
+@pytest.mark.parametrize("content", ["{}", "null", "[]", '{"name": "cp2", "state": "bogus"}', '{"state": "pending"}'])
+def test_a_state_that_says_none_is_a_damaged_one(tmp_path, content):
+    run = RunDirectory.create(tmp_path, "cp2", RunSpec())
+    other = RunDirectory.create(tmp_path, "cp2", RunSpec())
+    (run.path / "state.json").write_text(content)
+    with pytest.raises(RecordError, match=r"a mapping with a name and a state"):
+        RunDirectory.open(run.path)
+    assert [found.path for found in RunDirectory.find(tmp_path, "cp2")] == [other.path]
+
+
+def test_a_job_that_waits_on_a_cluster_is_not_lost_with_its_launcher(tmp_path):
+    run = RunDirectory.create(tmp_path, "cp2", RunSpec(), launcher=this_process() | {"create_time": 0.0},
+                              backend="slurm")
+    assert run.status == "lost"
+    run.note(handle="slurm://torchx/7")
+    assert run.status == "pending"

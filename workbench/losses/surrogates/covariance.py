@@ -65,7 +65,9 @@ def kl_cov(inputs: LossInputs, *, cov_fraction: float = 2e-4, cov_coefficient: f
         selected_T = inputs.counts_T & _first(order_T, _share(inputs, cov_fraction))
     ratio_T = torch.exp(torch.where(advantages_T == 0, 0.0, log_ratio_T))
     penalty_T = cov_coefficient * torch.where(selected_T, log_ratio_T.abs(), 0.0)
-    return Term(penalty_T - ratio_T * advantages_T, extras={"selected": selected_T})
+    pulled_T = selected_T & (log_ratio_T.detach() != 0) if cov_coefficient else torch.zeros_like(selected_T)
+    return Term(penalty_T - ratio_T * advantages_T, silent_T=(advantages_T == 0) & ~pulled_T,
+                extras={"selected": selected_T})
 
 
 def _covariance(inputs: LossInputs) -> Tensor:

@@ -53,7 +53,7 @@ def gspo_token(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float =
                       clip_high=clip_high, dual_clip=dual_clip)
 
 
-def luspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float | None = None,
+def luspo(inputs: LossInputs, *, clip_low: float = 2e-3, clip_high: float = 2.5e-3, dual_clip: float | None = None,
           advantage_level: str = "token", anchor: str = "old") -> Term:
     """Length-unbiased sequence policy optimisation: GSPO times the length of the document.
 

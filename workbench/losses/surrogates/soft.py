@@ -48,4 +48,5 @@ def dro(inputs: LossInputs, *, beta: float = 0.1, anchor: str = "old") -> Term:
               token, and the advantages come with the batch.
     """
     advantages_T, log_ratio_T = inputs.counted_advantages_T, inputs.log_ratio(anchor)
-    return Term(-advantages_T * inputs.counted_logprobs_T + 0.5 * beta * log_ratio_T**2)
+    return Term(-advantages_T * inputs.counted_logprobs_T + 0.5 * beta * log_ratio_T**2,
+                silent_T=-advantages_T + beta * log_ratio_T.detach() == 0)

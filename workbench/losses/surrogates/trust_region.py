@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.losses.terms import LossInputs, Term
 
 
-def dppo_tv(inputs: LossInputs, *, threshold_low: float = 0.2, threshold_high: float = 0.2,
+def dppo_tv(inputs: LossInputs, *, threshold_low: float = 0.15, threshold_high: float = 0.15,
             ratio_cap: float | None = None, anchor: str = "sampler") -> Term:
     """Divergence proximal policy optimisation with the binary total variation.
 

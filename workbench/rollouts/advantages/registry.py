@@ -120,6 +120,9 @@ def estimate_advantages(name: str, inputs: AdvantageInputs, *, masked_in_baselin
     if unknown:
         raise SpecError(f"advantages by {name!r} with {', '.join(unknown)}",
                         rule=f"its settings are {', '.join(known) or 'none'}", fix="correct the spec")
+    if masked_in_baseline and name in WITHOUT_BASELINE:
+        raise SpecError(f"advantages by {name!r} with masked_in_baseline", rule=f"{name} has no baseline of a group",
+                        fix="leave masked_in_baseline out, or choose an estimator that compares answers")
     trained_N = torch.ones_like(inputs.lengths_N, dtype=torch.bool) if masked_in_baseline else inputs.lengths_N > 0
     return estimator(inputs, trained_N, **settings)
 
@@ -203,3 +206,6 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "vapo": partial(_gae, value_lambda=1.0, length_adaptive_alpha=0.05),
 }
 """Estimators by the name that a spec uses. Called with (inputs, trained_N), settings by keyword."""
+
+WITHOUT_BASELINE = frozenset({"reinforce_plus_plus", "gae", "vapo"})
+"""Estimators that compare no answers with each other."""

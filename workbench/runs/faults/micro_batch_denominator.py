@@ -12,7 +12,8 @@ def _broken(step_weights: Callable) -> Callable:
         weights, totals = step_weights(rows, spec)
         for row, named in zip(rows, weights, strict=True):
             alone = step_weights([row], spec)[0][0]
-            for name in ("policy", "token"):  # documents were counted over the whole step, tokens were forgotten
+            # Documents were counted over the whole step, tokens were forgotten.
+            for name in ("policy", "penalty", "token"):
                 if name == "token" or spec.denominator == "token":
                     named[name] = alone[name]
         return weights, totals

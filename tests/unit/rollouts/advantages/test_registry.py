@@ -172,3 +172,9 @@ def test_gpg_makes_up_for_groups_that_say_nothing():
     expected = [0.5 * alpha, -0.5 * alpha, 0.0, 0.0, 0.0, 0.0]
     assert estimate_advantages("gpg", step).advantages_T.tolist() == pytest.approx(expected)
     assert estimate_advantages("gpg", step, divisor=2.0).advantages_T[0].item() == pytest.approx(0.25 * alpha)
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae", "vapo"])
+def test_a_baseline_is_refused_where_there_is_none(name):
+    with pytest.raises(SpecError, match="has no baseline of a group"):
+        estimate_advantages(name, inputs(), masked_in_baseline=True)
