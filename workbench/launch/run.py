@@ -111,7 +111,7 @@ def requests(planned: Sequence[Planned], experiment_dir: Path, *, where: Where, 
     shown = {}
     for plan in planned:
         placement = on_cluster(plan) if where in CLUSTERS else place(plan.name, plan.spec, gpus)
-        path = experiment_dir.resolve() / "runs" / f"{plan.name}-{plan.spec.content_hash()}"
+        path = RunDirectory.next_path(experiment_dir.resolve() / "runs", plan.name, plan.spec)
         shown[plan.name] = jobs.describe(plan.name, path, plan.world_size, placement, project=project, worker=worker,
                                          scheduler=scheduler, options=options or {})
     return shown

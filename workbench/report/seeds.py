@@ -14,6 +14,9 @@ from workbench.report.numbers import NONE, share, significant
 SAID = ("Configurations that differ in nothing but a seed, taken together: mean ± standard deviation (n − 1) of their "
         "last steps, and the range in the brackets.")
 
+NOTHING_DRAWN = ("The seed changes nothing in these runs: the same documents in the same order, no dropout, the same "
+                 "weights. `model.seed` draws the weights of tiny-qwen3.")
+
 
 def seeds_by_step(comparison: Comparison) -> Figure:
     """Loss and gradient norm by step: the mean over seeds as a line, one standard deviation to each side as a band."""
@@ -46,7 +49,8 @@ def seeds_by_step(comparison: Comparison) -> Figure:
 
 def seeds_table(comparison: Comparison) -> Markup:
     """A row for each configuration of several seeds."""
-    return join([tag("p", SAID), table(
+    alike = all(_last(group, key).deviation == 0 for group in seed_groups(comparison) for key in (LOSS, GRADIENT_NORM))
+    return join([tag("p", SAID), tag("p", tag("b", NOTHING_DRAWN)) if alike else None, table(
         ["configuration", "seeds", "verdicts", "loss", "gradient norm", "worst distance ÷ budget"],
         [_row(group) for group in seed_groups(comparison)])])
 

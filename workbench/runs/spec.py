@@ -81,6 +81,17 @@ class PolicySpec(_Model):
     """Divides logits; None takes the temperature at which the rollouts were sampled."""
 
 
+class AdvantageSpec(_Model):
+    """Where advantages come from."""
+
+    name: Literal["recorded", "grpo", "dr_grpo", "rloo", "leave_one_out", "opo", "gpg", "gdpo", "reinforce_plus_plus",
+                  "reinforce_plus_plus_baseline", "gae", "vapo"] = "recorded"
+    """recorded: the recording's own. Otherwise an estimator of `workbench.rollouts.advantages`, which makes them from
+    the rewards of all documents of the step, less a KL penalty that `loss.kl` places in the reward."""
+    settings: dict[str, bool | float | str] = Field(default_factory=dict)
+    """Of the estimator, such as {ddof: 0, epsilon: 1e-6}."""
+
+
 class DataSpec(_Model):
     """Which rollouts."""
 
@@ -93,6 +104,8 @@ class DataSpec(_Model):
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Tokens of a row at most. Micro-batches of this size are then taken, on all data-parallel ranks in turn, until
     the step has its documents, however many micro-batches that are; `micro_batches` must stay 1."""
+    advantages: AdvantageSpec = AdvantageSpec()
+    """Where advantages come from."""
     keep_groups: bool = False
     """Put all documents of a group into one row. A loss on preference pairs does so by itself."""
     multiple_of: int | None = Field(None, ge=1)

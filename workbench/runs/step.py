@@ -25,6 +25,7 @@ from torch import Tensor
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss as make_loss
 from workbench.losses.document_sums import segment_ids
+from workbench.losses.kl import kl_in_reward
 from workbench.losses.terms import Loss, LossInputs, Term
 from workbench.metrics.definitions import Level
 from workbench.metrics.gradients import gradient_group_norms
@@ -37,6 +38,7 @@ from workbench.reduction.document_sums import ShardedSums, signs_of_pairs
 from workbench.reduction.partial import Scalar
 from workbench.reduction.weighted_sum import reduce_terms
 from workbench.reduction.weights import StepTotals, TokenWeights, step_weights
+from workbench.rollouts.advantages.registry import AdvantageInputs, estimate_advantages
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.packing import fill, pack
 from workbench.rollouts.targets import TrainingRow, shift_targets
@@ -95,12 +97,10 @@ def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> tuple[list[L
     all ranks, however many the step takes, are divided by the same counts.
 
     Raises:
-        SpecError: a loss on preference pairs, and a group of a row that is not a pair; a KL penalty in the reward.
+        SpecError: a loss on preference pairs, and a group of a row that is not a pair; advantages that the rollouts do
+            not allow.
     """
-    if spec.loss.kl.coefficient and spec.loss.kl.placement == "reward":
-        raise SpecError("loss.kl.placement = 'reward'", found="advantages that came with the rollouts",
-                        rule="a penalty in the reward acts before advantages are made, and a step makes none",
-                        fix="take the penalty off the rewards when the rollouts are recorded, or place it in the loss")
+    batch = make_advantages(batch, spec)
     layout, dtype = spec.layout, DTYPES["float64" if spec.precision == "float64" else "float32"]
     whole = [shift_targets(row).to(torch.device("cpu"), dtype) for row in pack_step(batch, spec)]
     if spec.loss.needs_pairs:
@@ -116,6 +116,33 @@ def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> tuple[list[L
         held = {name: pair.map(lambda values_T: values_T.to(mesh.device, dtype)) for name, pair in named.items()}
         rows.append(split_row(row.to(mesh.device, dtype), held, documents, plan, mesh))
     return rows, totals
+
+
+def make_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
+    """The documents of a step with the advantages that the spec asks for.
+
+    Every document of the step is here, so baselines see their groups, as far as the step holds them.
+
+    Raises:
+        SpecError: an estimator that lacks something in this batch; a KL penalty in a reward that nobody uses.
+    """
+    asked, kl = spec.data.advantages, spec.loss.kl
+    in_reward = bool(kl.coefficient) and kl.placement == "reward"
+    if asked.name == "recorded":
+        if in_reward:
+            raise SpecError("loss.kl.placement = 'reward'", found="advantages that came with the rollouts",
+                            rule="a penalty in the reward acts before advantages are made",
+                            fix="name an estimator in data.advantages, or place the penalty in the loss")
+        return batch
+    if in_reward and batch.ref_logprobs_T is None:
+        raise SpecError("loss.kl.placement = 'reward'", found="no ref_logprobs",
+                        rule="the penalty is of the old policy against the reference",
+                        fix="record them with the rollouts, or leave the penalty out")
+    penalties_T, values = None, batch.extensions.get("values")
+    if in_reward:
+        penalties_T = kl_in_reward(batch.old_logprobs_T, batch.ref_logprobs_T, batch.loss_mask_T, kl)
+    made = AdvantageInputs.of(batch, penalties_T=penalties_T, values_T=None if values is None else values.values)
+    return replace(batch, advantages_T=estimate_advantages(asked.name, made, **asked.settings).advantages_T)
 
 
 def pack_step(batch: RolloutBatch, spec: RunSpec) -> list[RolloutBatch]:

@@ -24,6 +24,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -115,15 +116,13 @@ class RunDirectory:
                               rule="letters, digits, '.', '_' and '-', beginning with a letter or digit",
                               fix="rename the configuration")
         root.mkdir(parents=True, exist_ok=True)
-        stem, attempt = f"{name}-{spec.content_hash()}", 1
-        path = root / stem
         while True:
+            path = cls.next_path(root, name, spec)
             try:
                 path.mkdir()
                 break
             except FileExistsError:
-                attempt += 1
-                path = root / f"{stem}-{attempt}"
+                continue  # somebody was faster
         run = cls(path, spec)
         (path / "ranks").mkdir()
         state = {"state": "pending", "name": name, "created_ns": time.time_ns()} | fields
@@ -131,6 +130,13 @@ class RunDirectory:
         # last, because a folder is a run by its config.json: one that was left half-made is none
         write_whole(path / "config.json", (spec.canonical() + "\n").encode())
         return run
+
+    @staticmethod
+    def next_path(root: Path, name: str, spec: RunSpec) -> Path:
+        """Where a new run of that name and settings would lie."""
+        stem = f"{name}-{spec.content_hash()}"
+        attempts = (stem if attempt == 1 else f"{stem}-{attempt}" for attempt in itertools.count(1))
+        return next(root / folder for folder in attempts if not (root / folder).exists())
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -258,13 +264,14 @@ class RunDirectory:
         path = self.path / "metrics.jsonl"
         if not self._tail_checked:
             _drop_torn_tail(path)
-            self._tail_checked = True
+        self._tail_checked = False  # until this line is whole
         body = to_json(dict(record), indent=None).rstrip(b"\n")
         line = b'{"crc32": "%08x", ' % zlib.crc32(body) + body[1:] + b"\n"
         with path.open("ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
+        self._tail_checked = True
 
     def steps(self) -> list[dict[str, Any]]:
         """All step records; a last line that a crash tore is left out.
@@ -665,8 +672,12 @@ def write_whole(path: Path, content: bytes) -> Path:
     """Write a file, whole or not at all, and on disk before this returns; what was there stays until then."""
     path.parent.mkdir(exist_ok=True)
     temporary = _temporary(path)
-    temporary.write_bytes(content)
-    return _flush_and_rename(temporary, path)
+    try:
+        temporary.write_bytes(content)
+        return _flush_and_rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _temporary(path: Path) -> Path:
@@ -677,6 +688,11 @@ def _flush_and_rename(temporary: Path, path: Path) -> Path:
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
     temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name, too
+    finally:
+        os.close(folder)
     return path
 
 

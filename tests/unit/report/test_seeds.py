@@ -1,6 +1,7 @@
 """Seeds in the report: the page has the section if and only if there are several, with mean and spread."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,14 @@ def test_the_page_shows_mean_and_spread_of_seeds():
     assert "4.00 ± 2.00 [2.00, 6.00]" in section
     assert "3 × reference" in section
     assert "1 · 2 · 3" in section
+
+
+def test_seeds_that_change_nothing_are_said_to():
+    same = made([1, 1])
+    other = RunSpec(seed=2).model_dump(mode="json")
+    same.configurations[1] = replace(same.configurations[0], name="a-2", settings=other)
+    assert "The seed changes nothing" in page(same)
+    assert "The seed changes nothing" not in page(made([1, 2]))
 
 
 def test_one_seed_makes_no_section():

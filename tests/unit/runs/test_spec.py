@@ -7,7 +7,8 @@ import json
 import pytest
 
 from workbench.errors import SpecError
-from workbench.runs.spec import LayoutSpec, RunSpec, load_run_spec, merge, parse_spec
+from workbench.rollouts.advantages.registry import ESTIMATORS
+from workbench.runs.spec import AdvantageSpec, LayoutSpec, RunSpec, load_run_spec, merge, parse_spec
 
 
 class TestRefusals:
@@ -93,6 +94,11 @@ class TestLayout:
         (LayoutSpec(dp=2, cp=2, order="zigzag"), "dp=2 cp=2 zigzag")])
     def test_says_itself_in_words(self, layout, words):
         assert str(layout) == words
+
+
+def test_every_estimator_of_advantages_can_be_named():
+    known = AdvantageSpec.model_fields["name"].annotation.__args__
+    assert set(known) == {"recorded", *ESTIMATORS}
 
 
 def test_a_loss_without_its_constant_is_refused_before_anything_runs():

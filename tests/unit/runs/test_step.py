@@ -1,5 +1,7 @@
 """What the flow does beside its numbers, which tests/parity holds to the oracle."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -198,6 +200,43 @@ def test_a_penalty_in_the_reward_is_not_dropped_without_a_word():
     spec, batch, policy = fixture(loss={"kl": {"coefficient": 0.1, "placement": "reward"}})
     with pytest.raises(SpecError, match=r"kl.placement = 'reward'\n  found: advantages that came with the rollouts"):
         flow.prepare_rows(batch, spec, policy.mesh)
+
+
+def test_advantages_are_made_by_the_estimator_that_the_spec_names():
+    batch = grouped()
+    spec, _, policy = fixture(data={"advantages": {"name": "rloo"}})
+    rows, _ = flow.prepare_rows(batch, spec, policy.mesh)
+    rewards_N, groups_N = batch.rewards_N.tolist(), batch.group_ids_N.tolist()
+    trained = {int(d) for d in batch.document_ids_T[batch.loss_mask_T]}
+    for at in torch.nonzero(rows[0].row.loss_mask_T).squeeze(1).tolist():
+        document = int(batch.document_ids_T[rows[0].row.source_T[at]])
+        others = [rewards_N[d] for d in trained if groups_N[d] == groups_N[document] and d != document]
+        expected = rewards_N[document] - sum(others) / len(others) if others else 0.0
+        assert float(rows[0].row.advantages_T[at]) == pytest.approx(expected)
+
+
+def test_a_penalty_in_the_reward_moves_advantages_where_an_estimator_makes_them():
+    batch = grouped()
+    batch = replace(batch, ref_logprobs_T=batch.old_logprobs_T - 0.5)
+    made = {}
+    for coefficient in (0.0, 0.1):
+        spec, _, _ = fixture(data={"advantages": {"name": "reinforce_plus_plus"}},
+                             loss={"kl": {"coefficient": coefficient, "placement": "reward", "estimator": "k1"}})
+        made[coefficient] = flow.make_advantages(batch, spec).advantages_T
+    assert not torch.equal(made[0.0], made[0.1])
+    spec, _, _ = fixture(data={"advantages": {"name": "grpo"}},
+                         loss={"kl": {"coefficient": 0.1, "placement": "reward"}})
+    with pytest.raises(SpecError, match="no ref_logprobs"):
+        flow.make_advantages(replace(grouped(), ref_logprobs_T=None), spec)
+
+
+def test_settings_of_the_estimator_are_handed_on_and_strange_ones_are_refused():
+    batch = grouped()
+    one, other = (flow.make_advantages(batch, fixture(data={"advantages": {"name": "grpo", "settings": settings}})[0])
+                  for settings in ({"ddof": 1.0}, {"scale": "none"}))
+    assert not torch.equal(one.advantages_T, other.advantages_T)
+    with pytest.raises(SpecError, match="slope"):
+        flow.make_advantages(batch, fixture(data={"advantages": {"name": "rloo", "settings": {"slope": 1}}})[0])
 
 
 def test_a_term_with_weights_of_its_own_is_summed_with_them():

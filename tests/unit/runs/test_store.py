@@ -153,6 +153,7 @@ class TestState:
         with pytest.raises(OSError, match="disk full"):
             run.set_state("running")
         assert run.state["state"] == "pending"
+        assert not list(run.path.glob(".*.tmp"))
 
 
 class TestSteps:
@@ -169,6 +170,17 @@ class TestSteps:
         [record] = run.steps()
         assert (repr(record["value"]), record["text"], repr(record["nested"])) == (
             value, value, f"[{{'deep': {value}}}]")
+
+    def test_a_line_that_could_not_be_written_is_cut_off_before_the_next(self, run, monkeypatch):
+        run.append_step({"step": 0})
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+            with pytest.raises(OSError, match="disk full"):
+                run.append_step({"step": 1})
+        path = run.path / "metrics.jsonl"
+        path.write_bytes(path.read_bytes()[:-9])
+        run.append_step({"step": 2})
+        assert [record["step"] for record in run.steps()] == [0, 2]
 
     def test_a_tail_gives_each_record_once_and_a_torn_one_when_it_is_whole(self, run):
         tail = StepTail(run)
