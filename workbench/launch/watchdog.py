@@ -23,7 +23,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -208,18 +208,22 @@ class Watchdog:
         now_ns, stack = time.time_ns(), self.stack_of(wait.rank)
         view = self._views.get(wait.rank)
         waited_in = str(view.inside) if view is not None and view.inside is not None else ""
-        self._signal(wait.rank, signal.SIGKILL)  # before it overwrites what is said of it here
-        deadline = time.monotonic() + _GRACE_S
-        while self._lives(wait.rank) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        write_hang(self.run, wait.rank, wait.in_words(now_ns), certain=wait.certain, waited_in=waited_in, stack=stack)
         others = [rank for rank in self._processes if rank != wait.rank]
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for rank in others:
-                self._signal(rank, number)
-            deadline = time.monotonic() + _GRACE_S
-            while any(map(self._lives, others)) and time.monotonic() < deadline:
-                time.sleep(0.05)
+        for rank in others:  # first: when the guilty one is gone they would see its connection close, and say only that
+            self._signal(rank, signal.SIGTERM)
+        self._signal(wait.rank, signal.SIGKILL)  # before it overwrites what is said of it here
+        self._wait_for([wait.rank])
+        write_hang(self.run, wait.rank, wait.in_words(now_ns), certain=wait.certain, waited_in=waited_in, stack=stack)
+        self._wait_for(others)
+        for rank in others:
+            self._signal(rank, signal.SIGKILL)
+        self._wait_for(others)
+
+    def _wait_for(self, ranks: Sequence[int]) -> None:
+        """Wait until ranks are gone, for the grace at most."""
+        deadline = time.monotonic() + _GRACE_S
+        while any(map(self._lives, ranks)) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
         """Signal a rank, if it is still the one that was started."""

@@ -102,13 +102,9 @@ def test_a_rank_that_skipped_a_collective_is_named_within_half_a_minute(tmp_path
     assert " in train\n" in failure["stack"]
     assert failure["waited_in"].startswith("all_sum over cp [#10, ")
     assert failure["also"][0].startswith("all_gather of lengths over cp [#10, ")
-    # rank 0 is stopped where it waits, or sees its peer's connection close a moment earlier: either way it says where
-    waited = run.exits()[0]
-    assert " in train\n" in waited["stack"] + waited["traceback"], "where the other rank waited is kept too"
+    assert " in train\n" in run.exits()[0]["stack"], "the stack of who waited is kept too"
     codes = json.loads((run.path / "ranks/exit_codes.json").read_text())
-    assert set(codes) == {"0", "1"}
-    assert codes["1"] == -signal.SIGKILL
-    assert codes["0"] != 0
+    assert codes == {"1": -signal.SIGKILL, "0": -signal.SIGTERM}
 
 
 def test_a_rank_that_hangs_outside_is_named_while_it_hangs_and_after_the_time_out(tmp_path):
