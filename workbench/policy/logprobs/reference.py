@@ -32,6 +32,19 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, t
     logits_TV = hidden_TD @ weight_VD.T
     if bias_V is not None:
         logits_TV = logits_TV + bias_V
+    return token_logprobs_from_logits(logits_TV, targets_T, temperature=temperature)
+
+
+def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *,
+                               temperature: float | Tensor = 1.0) -> TokenLogprobs:
+    """The same from logits that are there already: for models that return them.
+
+    Shapes:   logits_TV [T, V], targets_T [T] -> three of [T].
+    Units:    nats.
+    Backward: ordinary autograd, through all results.
+    Raises:   ShapeError: sizes disagree, or a temperature that is not positive and finite.
+    """
+    check_shapes("token_logprobs_from_logits", logits_TV=logits_TV, targets_T=targets_T)
     # Half precision is widened after the product; float64 stays.
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     scaled_TV = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide)
