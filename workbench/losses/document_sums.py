@@ -78,24 +78,39 @@ class LocalSums:
 
     def _sum_by(self, part_T: Tensor, values_T: Tensor) -> Tensor:
         kept_T = torch.where(self.loss_mask_T, values_T, 0.0)
-        parts = int(part_T.max()) + 1 if part_T.numel() else 0
-        return kept_T.new_zeros(parts).index_add(0, part_T, kept_T)[part_T]
+        # index_select: the adjoint of indexing sorts, and adds a document's tokens up one after another.
+        return torch.zeros_like(kept_T).index_add(0, part_T, kept_T).index_select(0, part_T)
 
     @cached_property
     def _document_T(self) -> Tensor:
-        return self.document_ids_T.unique(return_inverse=True)[1]
+        return dense_labels(self.document_ids_T)
 
     @cached_property
     def _segment_T(self) -> Tensor:
-        return segment_ids(self.document_ids_T, self.loss_mask_T).unique(return_inverse=True)[1]
+        return dense_labels(segment_ids(self.document_ids_T, self.loss_mask_T))
 
     @cached_property
     def _pair_T(self) -> Tensor:
-        return self.group_ids_T.unique(return_inverse=True)[1]
+        return dense_labels(self.group_ids_T)
 
     @cached_property
     def _pair_signs_T(self) -> Tensor:
         return pair_signs(self.document_ids_T, self.group_ids_T, self.rewards_T, self.loss_mask_T)
+
+
+def dense_labels(ids_T: Tensor) -> Tensor:
+    """Number labels from 0 in their order, without waiting for the device (which `unique` does for its length).
+
+    Shapes: [T] -> [T] long.
+
+    Example:
+        >>> dense_labels(torch.tensor([7, -1, 7, 3]))
+        tensor([2, 0, 2, 1])
+    """
+    sorted_T, order_T = ids_T.sort()
+    number_T = torch.zeros_like(order_T)
+    number_T[1:] = (sorted_T[1:] != sorted_T[:-1]).cumsum(0)
+    return torch.zeros_like(order_T).scatter(0, order_T, number_T)
 
 
 def segment_ids(document_ids_T: Tensor, loss_mask_T: Tensor) -> Tensor:

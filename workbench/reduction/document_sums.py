@@ -15,7 +15,7 @@ Letters: T packed tokens | N documents, segments or pairs of the whole row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -64,34 +64,47 @@ class ShardedSums:
         """
         return self._sum_by(self._pairs, values_T * self._pair_signs_T.to(values_T.dtype))
 
+    def at(self, places_C: Tensor) -> ShardedSums:
+        """The same sums, over and for some of this rank's tokens only.
+
+        Args:
+            places_C: [C] their places among this rank's tokens.
+        """
+        some = replace(self, positions_T=self.positions_T[places_C.to(self.positions_T.device)])
+        some.__dict__["_numbers"] = self._numbers  # of the whole row: found once
+        return some
+
     def _sum_by(self, parts: _Parts, values_T: Tensor) -> Tensor:
         kept_T = torch.where(self._loss_mask_T, values_T, 0.0)
         partial_N = kept_T.new_zeros(parts.count).index_add(0, parts.ids_T, kept_T)
-        return self.complete(partial_N, self.axis)[parts.ids_T]
+        return self.complete(partial_N, self.axis).index_select(0, parts.ids_T)
 
     @cached_property
     def _loss_mask_T(self) -> Tensor:
         return self._mine(self.row.loss_mask_T)
 
     @cached_property
+    def _numbers(self) -> _Numbers:
+        return _Numbers(self.row)
+
+    @cached_property
     def _documents(self) -> _Parts:
-        return self._numbered(self.row.document_ids_T)
+        return self._of_mine(self._numbers.documents)
 
     @cached_property
     def _segments(self) -> _Parts:
-        return self._numbered(segment_ids(self.row.document_ids_T, self.row.loss_mask_T))
+        return self._of_mine(self._numbers.segments)
 
     @cached_property
     def _pairs(self) -> _Parts:
-        return self._numbered(self.row.group_ids_T)
+        return self._of_mine(self._numbers.pairs)
 
     @cached_property
     def _pair_signs_T(self) -> Tensor:
-        return self._mine(signs_of_pairs(self.row))
+        return self._mine(self._numbers.pair_signs_T)
 
-    def _numbered(self, labels_T: Tensor) -> _Parts:
-        numbers_T = labels_T.unique(return_inverse=True)[1]
-        return _Parts(self._mine(numbers_T), int(numbers_T.max()) + 1)
+    def _of_mine(self, parts: _Parts) -> _Parts:
+        return _Parts(self._mine(parts.ids_T), parts.count)
 
     def _mine(self, values_T: Tensor) -> Tensor:
         return values_T.index_select(0, self.positions_T.to(values_T.device))
@@ -99,10 +112,38 @@ class ShardedSums:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Which part of the row each token of this rank belongs to, and how many parts the whole row has."""
+    """Which part of the row each token belongs to, and how many parts the whole row has."""
 
     ids_T: Tensor
     count: int
+
+    @classmethod
+    def of(cls, labels_T: Tensor) -> _Parts:
+        numbers_T = labels_T.unique(return_inverse=True)[1]
+        return cls(numbers_T, int(numbers_T.max()) + 1)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The parts of a whole row, each found when it is first asked for."""
+
+    row: TrainingRow
+
+    @cached_property
+    def documents(self) -> _Parts:
+        return _Parts.of(self.row.document_ids_T)
+
+    @cached_property
+    def segments(self) -> _Parts:
+        return _Parts.of(segment_ids(self.row.document_ids_T, self.row.loss_mask_T))
+
+    @cached_property
+    def pairs(self) -> _Parts:
+        return _Parts.of(self.row.group_ids_T)
+
+    @cached_property
+    def pair_signs_T(self) -> Tensor:
+        return signs_of_pairs(self.row)
 
 
 def signs_of_pairs(row: TrainingRow) -> Tensor:

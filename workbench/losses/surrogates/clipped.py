@@ -54,11 +54,11 @@ def clip_ratio(log_ratio_T: Tensor, advantages_T: Tensor, frozen_clip_T: Tensor 
     with torch.no_grad():
         positive_T = advantages_T > 0
         # Bounds as tensors of the ratio's dtype: two Python numbers in `where` would make float32 of them.
-        bound_T = torch.where(positive_T, log_ratio_T.new_tensor(above_if_positive), log_ratio_T.new_tensor(lower))
+        bound_T = torch.where(positive_T, log_ratio_T.new_full((), above_if_positive), log_ratio_T.new_full((), lower))
         ratio_T = log_ratio_T.exp()
         clipped_T = torch.where(positive_T, ratio_T > bound_T, (ratio_T < bound_T) & (advantages_T < 0))
         if bounds_if_negative:
-            above = log_ratio_T.new_tensor(min(bounds_if_negative))
+            above = log_ratio_T.new_full((), min(bounds_if_negative))
             bound_T = torch.where(~positive_T & (log_ratio_T > 0), above, bound_T)
             clipped_T = clipped_T | ((advantages_T < 0) & (ratio_T > above))
         if frozen_clip_T is not None:

@@ -81,7 +81,7 @@ def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4, a
     """
     advantages_T, log_ratio_T = inputs.counted_advantages_T, inputs.log_ratio(anchor)
     with torch.no_grad():
-        high, low = log_ratio_T.new_tensor(clip_high), log_ratio_T.new_tensor(-clip_low)
+        high, low = log_ratio_T.new_full((), clip_high), log_ratio_T.new_full((), -clip_low)
         bound_T = torch.where(advantages_T > 0, high, low)
         clipped_T = ((advantages_T > 0) & (log_ratio_T > high)) | ((advantages_T < 0) & (log_ratio_T < low))
         if inputs.frozen_clip_T is not None:
@@ -110,8 +110,8 @@ def vespo(inputs: LossInputs, *, k_positive: float = 2.0, lambda_positive: float
         log_ratio_T = inputs.log_ratio(anchor).clamp(-TOKEN_LOG_CLAMP, TOKEN_LOG_CLAMP)
         log_w_T = inputs.document_sums.document(log_ratio_T).clamp(*SEQUENCE_LOG_CLAMP)
         rising_T = advantages_T >= 0
-        k_T = torch.where(rising_T, log_w_T.new_tensor(k_positive), log_w_T.new_tensor(k_negative))
-        lambda_T = torch.where(rising_T, log_w_T.new_tensor(lambda_positive), log_w_T.new_tensor(lambda_negative))
+        k_T = torch.where(rising_T, log_w_T.new_full((), k_positive), log_w_T.new_full((), k_negative))
+        lambda_T = torch.where(rising_T, log_w_T.new_full((), lambda_positive), log_w_T.new_full((), lambda_negative))
         phi_T = torch.exp(lambda_T + k_T * log_w_T - lambda_T * log_w_T.exp())
     return Term(-phi_T * advantages_T * inputs.counted_logprobs_T, extras={"sequence_weight": phi_T})
 

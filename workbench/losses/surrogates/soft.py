@@ -27,7 +27,7 @@ def sapo(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float =
     """
     advantages_T = inputs.counted_advantages_T
     log_ratio_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
-    positive, negative = log_ratio_T.new_tensor(tau_positive), log_ratio_T.new_tensor(tau_negative)
+    positive, negative = log_ratio_T.new_full((), tau_positive), log_ratio_T.new_full((), tau_negative)
     tau_T = torch.where(advantages_T > 0, positive, negative)
     with torch.no_grad():
         saturated_T = log_ratio_T > torch.log1p(SATURATED / tau_T)
