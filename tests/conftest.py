@@ -11,11 +11,15 @@ import tempfile
 
 import pytest
 
+from tests.helpers.interpreted_triton import interpret_where_no_gpu_is
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: no test waits for a network
 
 # the leases of devices lie here: two test runs on one machine do not queue for each other's cores
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="workbench-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
+
+interpret_where_no_gpu_is()
 
 pytest_plugins = ["tests.helpers.no_skips"]
 

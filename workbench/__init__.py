@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 _PLACES = {
     "AblationSpec": "workbench.launch.ablation",
     "Comparison": "workbench.compare.comparison",
+    "KeptSets": "workbench.policy.logprobs.kept",
     "RolloutBatch": "workbench.rollouts.batch",
     "RunDirectory": "workbench.runs.store",
     "RunSpec": "workbench.runs.spec",
@@ -38,6 +39,7 @@ _PLACES = {
     "describe_runs": "workbench.cli.status:describe",
     "doctor": "workbench.cli.doctor:examine",
     "export_runs": "workbench.cli.export:export",
+    "fused_loss": "workbench.policy.logprobs.fused_loss",
     "list_runs": "workbench.cli.ls",
     "load_ablation": "workbench.launch.ablation",
     "load_comparison": "workbench.compare.comparison",
@@ -52,6 +54,8 @@ _PLACES = {
     "loss_curves": "workbench.report.loss_curves",
     "make_loss": "workbench.losses.build",
     "token_credit": "workbench.reduction.credit",
+    "token_logprobs": "workbench.policy.logprobs",
+    "token_logprobs_from_logits": "workbench.policy.logprobs.from_logits",
     "figures": "workbench.report.figures:",
 }
 """Public name -> its module; after a colon its name there, nothing for the module itself."""

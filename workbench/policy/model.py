@@ -9,6 +9,7 @@ Letters: T packed tokens | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs
-from workbench.policy.logprobs.reference import token_logprobs as reference_logprobs
-from workbench.policy.logprobs.vocabulary_parallel import token_logprobs as vocabulary_parallel_logprobs
+from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_refusal
+from workbench.policy.logprobs.head import make_head
+from workbench.policy.logprobs.kept import KeptSets
 from workbench.policy.precision import lift_to_float64
 from workbench.sharding.attention import AttentionShard, gathered_attention
 from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
@@ -40,6 +41,9 @@ class Policy:
         vocabulary_size: V of the whole model.
         temperature: divides logits, unless a call gives one for each token.
         implementation: of the log-probabilities, by name.
+        fp32_head: whether hidden states and head are lifted to float32 before they meet.
+        chunk_tokens: rows whose logits exist at a time.
+        keep_bytes: how much the head may keep for backward.
     """
 
     model: Any
@@ -48,6 +52,9 @@ class Policy:
     vocabulary_size: int
     temperature: float
     implementation: str
+    fp32_head: bool = False
+    chunk_tokens: int = 4096
+    keep_bytes: int = 0
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard) -> Tensor:
         """Last hidden states of this rank's tokens.
@@ -59,8 +66,9 @@ class Policy:
                                     shard=shard)
         return out.last_hidden_state[0]
 
-    def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor,
-                       temperature_T: Tensor | None = None) -> TokenLogprobs:
+    def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *,
+                       active_T: Tensor | None = None, kept: KeptSets | None = None,
+                       wanted: Iterable[str] = ("entropy", "logsumexp")) -> TokenLogprobs:
         """Log-probability of each target, entropy and log-normaliser of each distribution, in nats.
 
         Args:
@@ -68,23 +76,27 @@ class Policy:
             targets_T: [t] vocabulary ids.
             temperature_T: [t] what each token's logits are divided by (1 where nothing counts), for rollouts that
                 were sampled at several temperatures; None takes the policy's one temperature for all.
+            active_T: [t] the tokens that are computed; None: all.
+            kept: what the sampler cut each distribution down to; None: nothing was cut.
+            wanted: see `logprobs.token_logprobs`.
 
-        Shapes: three of [t].
+        Shapes: [t] each.
         """
-        temperature = self.temperature if temperature_T is None else temperature_T
-        head = self.model.get_output_embeddings()
-        bias = getattr(head, "bias", None)
-        if self.implementation == "reference":
-            return reference_logprobs(hidden_TD, head.weight, targets_T, temperature=temperature, bias_V=bias)
+        return token_logprobs(hidden_TD, targets_T=targets_T, implementation=self.implementation,
+                              temperature=self.temperature if temperature_T is None else temperature_T,
+                              active_T=active_T, kept=kept, wanted=wanted, **self.head_arguments())
+
+    def head_arguments(self) -> dict[str, Any]:
+        """The output head of this rank and its rules, as `logprobs.token_logprobs` takes them."""
         axis = self.mesh["tp"]
         first, _ = shard_range(self.vocabulary_size, axis, what="output head: vocabulary")
-        return vocabulary_parallel_logprobs(hidden_TD, head.weight, targets_T, axis=axis, first_token=first,
-                                            temperature=temperature, local_bias_V=bias)
+        return {**_head_of(self.model), "axis": axis, "first_token": first, "fp32_head": self.fp32_head,
+                "chunk_tokens": self.chunk_tokens, "keep_bytes": self.keep_bytes}
 
 
 def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "float32", temperature: float = 1.0,
                 implementation: str = "auto", project: Path | None = None, tied: bool | None = None,
-                seed: int = 0) -> Policy:
+                seed: int = 0, fp32_head: bool = False, chunk_tokens: int = 4096, keep_bytes: int = 0) -> Policy:
     """Load a decoder, give it the workbench's attention, and cut it for this rank.
 
     Args:
@@ -92,22 +104,29 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
         mesh: the axes; one rank if None.
         precision: float64, float32 or bfloat16. float64 lifts norms and rotary embeddings too.
         temperature: divides logits.
-        implementation: of the log-probabilities: auto, reference or vocabulary_parallel.
+        implementation: of the log-probabilities: auto, or one of `logprobs.IMPLEMENTATIONS`.
         project: what relative folders are relative to.
         tied: for ``tiny-qwen3``: whether the head is the embedding.
         seed: for ``tiny-qwen3``: of its weights.
+        fp32_head: lift hidden states and head to float32 before they meet.
+        chunk_tokens: rows whose logits exist at a time, for chunked and triton.
+        keep_bytes: how much these may keep for backward.
 
     Raises:
         SpecError: no such checkpoint, an unknown implementation, or one that cannot serve this layout.
         ShardingError: heads or features that tp does not divide.
     """
     mesh = mesh or single_process_mesh()
+    dtype = torch.promote_types(DTYPES[precision], torch.float32) if fp32_head else DTYPES[precision]
     if implementation == "auto":
-        implementation = "vocabulary_parallel" if mesh["tp"].size > 1 else "reference"
+        implementation = _choose(mesh, dtype)
     if implementation not in IMPLEMENTATIONS or (implementation == "reference" and mesh["tp"].size > 1):
         raise SpecError(f"policy.logprobs = {implementation!r} with tp={mesh['tp'].size}",
                         rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}; reference needs the whole vocabulary, tp=1",
                         fix="use auto, or vocabulary_parallel")
+    if implementation == "triton" and (why := triton_refusal(dtype, mesh.device)):
+        raise SpecError("policy.logprobs = 'triton'", found=why, rule="a GPU that Triton compiles for, and a dtype of "
+                        "at most 32 bits", fix="use auto, or chunked, which needs nothing but torch")
     model = _load(source, project, tied, seed).eval()  # no dropout; gradients are as in training
     _refuse_unknown(model)
     model = with_our_attention(model)
@@ -119,7 +138,23 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
         model = model.to(DTYPES[precision])
     config = model.config.get_text_config()
     shards = _cut(model, config, mesh)
-    return Policy(model.to(mesh.device), mesh, shards, config.vocab_size, temperature, implementation)
+    return Policy(model.to(mesh.device), mesh, shards, config.vocab_size, temperature, implementation, fp32_head,
+                  chunk_tokens, keep_bytes)
+
+
+def _choose(mesh: Mesh, dtype: torch.dtype) -> str:
+    """On a GPU what is fastest; on a CPU the slow and obvious, whose numbers earlier runs have."""
+    if mesh.device.type == "cuda":
+        return fastest(dtype, mesh.device)
+    return "vocabulary_parallel" if mesh["tp"].size > 1 else "reference"
+
+
+def _head_of(model: Any) -> dict[str, Any]:
+    """Weight, bias, scale and cap of a decoder's output head; how its configuration names them is of `transformers`."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return {"weight_VD": head.weight, "bias_V": getattr(head, "bias", None), "logit_scale": scale,
+            "soft_cap": getattr(config, "final_logit_softcapping", None) or None}
 
 
 def _load(source: str, project: Path | None, tied: bool | None, seed: int) -> Any:
@@ -155,17 +190,14 @@ def _load(source: str, project: Path | None, tied: bool | None, seed: int) -> An
 def _refuse_unknown(model: Any) -> None:
     """Refuse by name what is known to be left out here; `with_our_attention` measures the rest."""
     config = model.config.get_text_config()
-    left_out = {name: getattr(config, name, None) for name in
-                ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")}
-    if getattr(config, "use_sliding_window", False):
-        left_out["use_sliding_window"] = True
-    asked = [f"{name} = {value}" for name, value in left_out.items() if value]
+    asked = [f"{name} = {value}" for name in ("attn_logit_softcapping", "use_sliding_window")
+             if (value := getattr(config, name, None))]
     # These take their frequencies from the longest position, which differs by rank and by packing.
     asked += [f"rotary embedding {module.rope_type!r}" for module in model.modules()
               if getattr(module, "rope_type", "default") in ("dynamic", "longrope")]
     if asked:
         raise SpecError(f"policy of model type {config.model_type!r}", found=", ".join(dict.fromkeys(asked)),
-                        rule="plain causal attention, plain logits, rotary angles from the token's own position",
+                        rule="plain causal attention, rotary angles from the token's own position",
                         fix="use a model without these")
 
 
@@ -173,8 +205,9 @@ def with_our_attention(model: Any) -> Any:
     """Give a decoder the workbench's attention, and refuse it if it then means anything else than before.
 
     Two short documents in one packed row, its tokens in a shuffled order, must get the logits that the stock model
-    gives each alone, from our hidden states times the head's weight. That finds what no list of names can: a scale or
-    cap on the logits, positions that the model counts for itself, attention that does not go through the registry.
+    gives each alone, from our hidden states and what its configuration says of the head. That finds what no list of
+    names can: another scale on the logits, positions that the model counts for itself, attention that does not go
+    through the registry.
 
     Raises:
         SpecError: it does not run with our attention, or not to the same logits.
@@ -197,13 +230,14 @@ def _probe(model: Any, what: str) -> Tensor:
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])[_PROBE_ORDER]
     allowed = (documents[:, None] == documents) & (positions[:, None] >= positions)
     shard = AttentionShard(Axis("cp"), allowed)
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    config = model.config.get_text_config()
     try:
         with torch.no_grad():
             tokens = _PROBE[_PROBE_ORDER] % config.vocab_size
             hidden_TD = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False,
                                          shard=shard).last_hidden_state[0]
-            logits_TV = torch.nn.functional.linear(hidden_TD, head.weight, getattr(head, "bias", None))
+            head = make_head(**_head_of(model))
+            logits_TV = head.logits_(hidden_TD @ head.weight_VD.T, head.bias_V, 1.0)
             return logits_TV[torch.argsort(_PROBE_ORDER)]
     except (TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
         raise SpecError(f"policy of model type {config.model_type!r}: {what}",
@@ -218,8 +252,9 @@ def _hold(model: Any, actual_TV: Tensor, expected_TV: Tensor, *, what: str) -> N
     if not far <= 1e-3:
         raise SpecError(f"policy of model type {model.config.get_text_config().model_type!r}: {what}",
                         found=f"logits off by {far:.2g} of the largest, against the stock model's",
-                        rule="hidden states times the head's weight are the logits, documents in a packed row do not "
-                             "see each other, and norms and rotary embeddings are of a known kind",
+                        rule="hidden states times the head's weight, scaled and capped as the configuration says, are "
+                             "the logits, documents in a packed row do not see each other, and norms and rotary "
+                             "embeddings are of a known kind",
                         fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral without a window")
 
 

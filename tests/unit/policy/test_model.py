@@ -29,21 +29,22 @@ def test_the_temperature_divides_logits_in_every_implementation():
     hidden, targets = torch.randn(5, 64, dtype=torch.float64), torch.tensor([0, 18, 3, 7, 7])
     found = [load_policy("tiny-qwen3", precision="float64", temperature=temperature, implementation=name)
              .token_logprobs(hidden, targets)[0].detach()
-             for temperature in (0.7, 1.0) for name in ("reference", "vocabulary_parallel")]
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(found[3], found[2], rtol=0, atol=1e-12)
-    assert (found[0] - found[2]).abs().max() > 0.1
+             for temperature in (0.7, 1.0) for name in ("reference", "vocabulary_parallel", "chunked")]
+    for cooler, plain in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(cooler, found[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(plain, found[3], rtol=0, atol=1e-12)
+        assert (cooler - plain).abs().max() > 0.1
 
 
 def test_a_temperature_of_each_token_replaces_the_policys_own_in_every_implementation():
     hidden, targets = torch.randn(5, 64, dtype=torch.float64), torch.tensor([0, 18, 3, 7, 7])
     temperatures = torch.tensor([1.0, 0.7, 1.0, 0.7, 0.7], dtype=torch.float64)
-    for name in ("reference", "vocabulary_parallel"):
+    for name in ("reference", "vocabulary_parallel", "chunked"):
         policy = load_policy("tiny-qwen3", precision="float64", temperature=0.7, implementation=name)
         found = policy.token_logprobs(hidden, targets, temperatures)
         cooler = policy.token_logprobs(hidden, targets)
         plain = policy.token_logprobs(hidden, targets, torch.ones(5, dtype=torch.float64))
-        for mixed, at_07, at_1 in zip(found, cooler, plain, strict=True):
+        for mixed, at_07, at_1 in zip(found[:3], cooler[:3], plain[:3], strict=True):
             torch.testing.assert_close(mixed, torch.where(temperatures == 0.7, at_07, at_1), rtol=0, atol=1e-12)
             assert (at_07 - at_1).abs().max() > 0.01
 
@@ -70,8 +71,10 @@ def test_a_checkpoint_that_is_not_there_is_refused_in_words(tmp_path):
 def test_settings_that_do_not_fit_are_refused():
     with pytest.raises(SpecError, match="needs the whole vocabulary"):
         load_policy("tiny-qwen3", mesh=TP3, implementation="reference")
-    with pytest.raises(SpecError, match=r"policy\.logprobs = 'triton'"):
-        load_policy("tiny-qwen3", implementation="triton")
+    with pytest.raises(SpecError, match=r"policy\.logprobs = 'liger'"):
+        load_policy("tiny-qwen3", implementation="liger")
+    with pytest.raises(SpecError, match=r"policy\.logprobs = 'triton'(.|\n)*float64|not installed"):
+        load_policy("tiny-qwen3", implementation="triton", precision="float64")
     with pytest.raises(SpecError, match=r"model\.tied = True"):
         load_policy("some/checkpoint", tied=True)
 
@@ -110,15 +113,37 @@ def test_other_dense_decoders_are_taken(kind, more, precision, tmp_path):
     torch.testing.assert_close(logprobs, expected.to(logprobs.dtype), rtol=0, atol=5e-6)
 
 
-def test_what_would_be_left_out_silently_is_refused_by_name(tmp_path):
-    small("Granite", tmp_path, logits_scaling=4.0)
-    with pytest.raises(SpecError, match=r"logits_scaling = 4\.0"):
-        load_policy("Granite", project=tmp_path)
+@pytest.mark.parametrize(("kind", "more", "option", "value"), [
+    ("Granite", {"logits_scaling": 4.0}, "logit_scale", 0.25),
+    ("Cohere", {"logit_scale": 0.0625}, "logit_scale", 0.0625),
+    ("Gemma2", {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None, "head_dim": 8,
+                "layer_types": ["full_attention"] * 2}, "soft_cap", 0.5),
+])
+def test_what_the_configuration_does_to_logits_is_done_by_the_head(kind, more, option, value, tmp_path):
+    stock = small(kind, tmp_path, **more)
+    for implementation in ("reference", "vocabulary_parallel", "chunked"):
+        policy = load_policy(kind, project=tmp_path, implementation=implementation)
+        assert policy.head_arguments()[option] == value
+        tokens = torch.tensor([3, 1, 4, 1, 5])
+        hidden = policy.hidden_states(tokens, torch.arange(5), one_rank([0] * 5))
+        logprobs = policy.token_logprobs(hidden[:-1], tokens[1:]).logprobs_T
+        with torch.no_grad():
+            expected = torch.log_softmax(stock(input_ids=tokens[None]).logits[0], -1)[torch.arange(4), tokens[1:]]
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=5e-6)
+
+
+def test_what_the_configuration_says_and_the_model_does_not_do_is_found_by_measuring(tmp_path):
     model = tiny_qwen3(19)
-    model.config.final_logit_softcapping = 30.0
+    model.config.final_logit_softcapping = 0.5
     model.save_pretrained(tmp_path / "capped")
-    with pytest.raises(SpecError, match=r"final_logit_softcapping = 30\.0"):
+    with pytest.raises(SpecError, match="scaled and capped as the configuration says"):
         load_policy("capped", project=tmp_path)
+
+
+def test_what_would_be_left_out_silently_is_refused_by_name(tmp_path):
+    small("Gemma2", tmp_path, attn_logit_softcapping=50.0, head_dim=8)
+    with pytest.raises(SpecError, match=r"attn_logit_softcapping = 50\.0"):
+        load_policy("Gemma2", project=tmp_path)
 
 
 def test_rotary_that_depends_on_the_longest_position_is_refused_in_every_precision(tmp_path):

@@ -1,45 +1,169 @@
-"""Hidden states to token log-probabilities: one meaning, several implementations by name."""
+"""Hidden states to token log-probabilities: one meaning, several implementations by name.
+
+`token_logprobs` is the door. Behind it stand a slow and obvious reference, its vocabulary-parallel twin, and a driver
+(`driver`) that never holds the logits of more than a chunk, over one of two engines: `chunked` (torch) and `triton`.
+
+Letters: T tokens | V vocabulary (this rank's rows of the head) | D model dimension.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import importlib.util
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from workbench.errors import ShapeError
+from workbench.errors import ShapeError, SpecError
 from workbench.shapes import check_shapes
 
-IMPLEMENTATIONS = ("reference", "vocabulary_parallel")
+if TYPE_CHECKING:
+    from workbench.policy.logprobs.kept import KeptSets
+    from workbench.sharding.mesh import Axis
+
+IMPLEMENTATIONS = ("reference", "vocabulary_parallel", "chunked", "triton")
 
 
 class TokenLogprobs(NamedTuple):
-    """What the output head says about each token, in nats; every field carries a gradient.
+    """What the output head says about each token, in nats; every field carries a gradient, None was not wanted.
+
+    With z the logits as they enter the softmax (scaled, capped, over the temperature) and p = softmax(z):
 
     Attributes:
         logprobs_T: [T] log-probability of the target.
         entropy_T: [T] entropy of the distribution.
-        logsumexp_T: [T] log of the normaliser of logits over temperature; what a squared-logit penalty holds small.
+        logsumexp_T: [T] log of the normaliser, log sum exp z; what a squared-logit penalty holds small.
+        mean_squared_logit_T: [T] mean of z^2 over the vocabulary; a logit of -inf adds nothing.
+        kept_logprobs_T: [T] log-probability of the target among the kept tokens alone.
+        kept_entropy_T: [T] entropy of the distribution over the kept tokens alone.
     """
 
     logprobs_T: Tensor
-    entropy_T: Tensor
-    logsumexp_T: Tensor
+    entropy_T: Tensor | None = None
+    logsumexp_T: Tensor | None = None
+    mean_squared_logit_T: Tensor | None = None
+    kept_logprobs_T: Tensor | None = None
+    kept_entropy_T: Tensor | None = None
+
+
+def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, implementation: str = "auto",
+                   temperature: float | Tensor = 1.0, bias_V: Tensor | None = None, logit_scale: float = 1.0,
+                   soft_cap: float | None = None, valid: int | None = None, active_T: Tensor | None = None,
+                   kept: KeptSets | None = None, wanted: Iterable[str] = ("entropy", "logsumexp"),
+                   fp32_head: bool = False, axis: Axis | None = None, first_token: int = 0, chunk_tokens: int = 4096,
+                   keep_bytes: int = 0) -> TokenLogprobs:
+    """Log-probability of each target under the output head, and what else is wanted of its distribution.
+
+    Formula:  a_v = logit_scale (h . w_v + b_v),   z_v = soft_cap tanh(a_v / soft_cap) / temperature
+              logprob = z_target - log sum_v exp z_v
+
+    Args:
+        hidden_TD: hidden states, the same on every tp rank.
+        weight_VD: the output head, or this rank's rows of it; may be the embedding too. Of the dtype of hidden.
+        targets_T: ids in the whole vocabulary. A token whose id is negative is ignored.
+        implementation: one of `IMPLEMENTATIONS`, or auto: triton where it can run, chunked elsewhere.
+        temperature: divides logits, never log-probabilities; one number, or [T], one for each token.
+        bias_V: of the rows of the head.
+        logit_scale: multiplies logits, bias included.
+        soft_cap: bounds logits, before the temperature; None: no bound.
+        valid: so many of the local rows exist; the others are padding with probability 0. None: all.
+        active_T: [T] bool: the tokens that are computed; None: all. The others say 0, move nothing and cost nothing.
+        kept: what the sampler cut its distribution down to, token by token; None: nothing was cut.
+        wanted: any of entropy, logsumexp, mean_squared_logit. Entropy is also that of the kept tokens.
+        fp32_head: lift hidden states and head to float32 first. Gradients arrive in the dtypes of the originals.
+        axis: the tensor-parallel axis, where ranks hold different rows of the head, any number each.
+        first_token: vocabulary id of the first local row.
+        chunk_tokens: rows whose logits exist at a time; for chunked and triton.
+        keep_bytes: how much may be kept for backward. A chunk that is kept costs 3 products with the head, forward and
+            backward together, another 4; for chunked and triton.
+
+    Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T] -> [T] each, float32 (float64 for float64).
+    Units:    nats.
+    Backward: through every result, to hidden, weight and bias. Hidden: summed over tp, once; weight and bias: local.
+              The incoming gradients must be the same on every tp rank.
+    Raises:   ShapeError: sizes or dtypes disagree, ids outside the vocabulary, a temperature that is not positive.
+              SpecError: a setting that means nothing, or an implementation that cannot run here.
+    """
+    options = {"temperature": temperature, "bias_V": bias_V, "logit_scale": logit_scale, "soft_cap": soft_cap,
+               "valid": valid, "active_T": active_T, "kept": kept, "wanted": tuple(wanted), "fp32_head": fp32_head}
+    if implementation == "auto":
+        dtype = torch.promote_types(weight_VD.dtype, torch.float32) if fp32_head else weight_VD.dtype
+        implementation = fastest(dtype, weight_VD.device)
+    match implementation:
+        case "reference":
+            from workbench.policy.logprobs import reference
+
+            if first_token or (axis is not None and axis.size > 1):
+                raise SpecError("token_logprobs: implementation = 'reference'",
+                                found=f"tp = {1 if axis is None else axis.size}, first_token = {first_token}",
+                                rule="reference needs the whole vocabulary: tp = 1, from token 0",
+                                fix="use auto, or vocabulary_parallel")
+            return reference.token_logprobs(hidden_TD, weight_VD, targets_T, **options)
+        case "vocabulary_parallel":
+            from workbench.policy.logprobs import vocabulary_parallel
+            from workbench.sharding.mesh import Axis
+
+            return vocabulary_parallel.token_logprobs(hidden_TD, weight_VD, targets_T, axis=axis or Axis("tp"),
+                                                      first_token=first_token, **options)
+        case "chunked":
+            from workbench.policy.logprobs.chunked import ChunkedEngine as engine
+        case "triton":
+            from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine as engine
+        case _:
+            raise SpecError(f"token_logprobs: implementation = {implementation!r}",
+                            rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}", fix="use auto")
+    from workbench.policy.logprobs import driver
+
+    return driver.token_logprobs(hidden_TD, weight_VD, targets_T, engine=engine, axis=axis, first_token=first_token,
+                                 chunk_tokens=chunk_tokens, keep_bytes=keep_bytes, **options)
+
+
+@functools.cache
+def triton_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the Triton engine cannot take operands of this dtype on this device; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    from workbench.policy.logprobs.exp_epilogue.engine import refusal
+
+    return refusal(dtype, device)
+
+
+def fastest(dtype: torch.dtype, device: torch.device) -> str:
+    """The implementation that never holds the logits and is fastest with operands of this dtype on this device."""
+    return "triton" if device.type == "cuda" and triton_refusal(dtype, device) is None else "chunked"
+
+
+def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor | None:
+    """Where a temperature per token is not positive and finite, [T] bool on its device; None for one number.
+
+    Raises:   ShapeError: a number that is not positive and finite, not one value per target, or one that wants a
+              gradient.
+    """
+    if not isinstance(temperature, Tensor):
+        if not 0 < temperature < float("inf"):
+            raise ShapeError(f"token_logprobs: temperature = {temperature}", rule=_RULE, fix=_FIX)
+        return None
+    check_shapes("token_logprobs", targets_T=targets_T, temperature_T=temperature)
+    if temperature.requires_grad:
+        raise ShapeError("token_logprobs: temperature_T", found="requires_grad = True",
+                         rule="a temperature is given, not trained: no implementation has a gradient for it",
+                         fix="pass temperature_T.detach()")
+    return ~((temperature > 0) & torch.isfinite(temperature))
 
 
 def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.dtype) -> float | Tensor:
     """What logits are divided by: a number as it is, one value per token as a column of the logits' dtype.
 
     Shapes:   [T] -> [T, 1].
-    Raises:   ShapeError: not one value per target, or a temperature that is not positive and finite.
+    Raises:   ShapeError: see `check_temperature`, and a value per token that is not positive and finite.
     """
-    if not isinstance(temperature, Tensor):
-        if not 0 < temperature < float("inf"):
-            raise ShapeError(f"token_logprobs: temperature = {temperature}", rule=_RULE, fix=_FIX)
+    bad_T = check_temperature(temperature, targets_T)
+    if bad_T is None:
         return temperature
-    check_shapes("token_logprobs", targets_T=targets_T, temperature_T=temperature)
-    if not bool(((temperature > 0) & torch.isfinite(temperature)).all()):
-        at = torch.nonzero(~((temperature > 0) & torch.isfinite(temperature)))[:5, 0].tolist()
+    if bool(bad_T.any()):
+        at = torch.nonzero(bad_T)[:5, 0].tolist()
         raise ShapeError("token_logprobs: temperature_T", found=f"{temperature[at].tolist()} at {at}", rule=_RULE,
                          fix=_FIX)
     return temperature.to(dtype)[:, None]

@@ -5,34 +5,52 @@ Letters: T tokens | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from workbench.policy.logprobs import TokenLogprobs, logit_divisor
+from workbench.policy.logprobs.head import check_rows, make_head
+from workbench.policy.logprobs.kept import KeptSets, check_kept
 from workbench.shapes import check_shapes
 
 
 def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, temperature: float | Tensor = 1.0,
-                   bias_V: Tensor | None = None) -> TokenLogprobs:
-    """Log-probability of each target under softmax(hidden @ weight.T / temperature), entropy and log-normaliser.
+                   bias_V: Tensor | None = None, logit_scale: float = 1.0, soft_cap: float | None = None,
+                   valid: int | None = None, active_T: Tensor | None = None, kept: KeptSets | None = None,
+                   wanted: Iterable[str] = ("entropy", "logsumexp"), fp32_head: bool = False) -> TokenLogprobs:
+    """What the head says about each token, from all its logits; arguments as at `logprobs.token_logprobs`.
 
-    Args:
-        hidden_TD: hidden states.
-        weight_VD: the output head.
-        targets_T: vocabulary ids.
-        temperature: divides the logits; one number, or [T], one for each token.
-        bias_V: of the head.
-
-    Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T], bias_V [V] -> three of [T].
+    Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T], bias_V [V] -> [T] each.
     Units:    nats.
     Backward: ordinary autograd, through all results.
-    Raises:   ShapeError: sizes disagree, or a temperature that is not positive and finite.
+    Raises:   ShapeError, SpecError: see `head` and `kept`.
     """
-    check_shapes("token_logprobs", hidden_TD=hidden_TD, weight_VD=weight_VD, targets_T=targets_T, bias_V=bias_V)
+    wanted = frozenset(wanted)
+    if fp32_head:
+        hidden_TD, weight_VD = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (hidden_TD, weight_VD))
+    head = make_head(weight_VD, bias_V=bias_V, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid)
+    check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, wanted=wanted)
     logits_TV = hidden_TD @ weight_VD.T
     if bias_V is not None:
         logits_TV = logits_TV + bias_V
-    return token_logprobs_from_logits(logits_TV, targets_T, temperature=temperature)
+    # Half precision is widened after the product; float64 stays.
+    logits_TV = logits_TV.to(head.wide) * logit_scale
+    if soft_cap is not None:
+        logits_TV = soft_cap * torch.tanh(logits_TV / soft_cap)
+    logits_TV = logits_TV[:, :head.valid]
+    active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
+    targets_T = targets_T.where(active_T, 0)
+    said = _said(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
+    if kept is not None:
+        check_kept(kept, targets_T, head)
+        # Outside its set a token has no logit.
+        logits_TV = logits_TV.masked_fill(~_is_kept(kept, targets_T, head.valid), -torch.inf)
+        among = _said(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
+        said = said._replace(kept_logprobs_T=among.logprobs_T, kept_entropy_T=among.entropy_T)
+    return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in said))
 
 
 def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *,
@@ -48,6 +66,29 @@ def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *,
     # Half precision is widened after the product; float64 stays.
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     scaled_TV = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide)
+    return _said(scaled_TV, targets_T, frozenset({"entropy", "logsumexp"}))
+
+
+def _said(scaled_TV: Tensor, targets_T: Tensor, wanted: frozenset[str]) -> TokenLogprobs:
     logprobs_TV = torch.log_softmax(scaled_TV, dim=-1)
     chosen_T = logprobs_TV.gather(-1, targets_T[:, None]).squeeze(-1)
-    return TokenLogprobs(chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1), torch.logsumexp(scaled_TV, dim=-1))
+    exists_TV = scaled_TV != -torch.inf
+    surprise_TV = logprobs_TV.exp() * logprobs_TV.where(exists_TV, 0.0)
+    return TokenLogprobs(
+        chosen_T,
+        -surprise_TV.sum(-1) if "entropy" in wanted else None,
+        torch.logsumexp(scaled_TV, dim=-1) if "logsumexp" in wanted else None,
+        scaled_TV.where(exists_TV, 0.0).square().mean(-1) if "mean_squared_logit" in wanted else None)
+
+
+def _is_kept(kept: KeptSets, targets_T: Tensor, vocabulary: int) -> Tensor:
+    """[T, V]: which tokens of the vocabulary each token's set holds; an empty set all, any other its target too."""
+    is_kept_TV = torch.zeros(len(targets_T), vocabulary, dtype=torch.bool, device=targets_T.device)
+    borders = kept.offsets_S.tolist()
+    for token, (start, stop) in enumerate(itertools.pairwise(borders)):
+        if start == stop:
+            is_kept_TV[token] = True
+        else:
+            is_kept_TV[token, kept.ids_P[start:stop]] = True
+            is_kept_TV[token, targets_T[token]] = True
+    return is_kept_TV

@@ -12,54 +12,72 @@ Letters: T tokens | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from workbench.errors import ShapeError
 from workbench.policy.logprobs import TokenLogprobs, logit_divisor
-from workbench.shapes import check_shapes
-from workbench.sharding.collectives import all_max, all_sum, identity_sum
+from workbench.policy.logprobs.head import check_rows, make_head
+from workbench.policy.logprobs.kept import KeptSets, check_kept
+from workbench.sharding.collectives import all_max, all_sum, identity_sum, sum_identity
 from workbench.sharding.mesh import Axis
 
 
-def token_logprobs(hidden_TD: Tensor, local_weight_VD: Tensor, targets_T: Tensor, *, axis: Axis,
-                   first_token: int, temperature: float | Tensor = 1.0,
-                   local_bias_V: Tensor | None = None) -> TokenLogprobs:
-    """Log-probability of each target, entropy and log-normaliser, from a slice of the output head on each tp rank.
+def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, axis: Axis, first_token: int,
+                   temperature: float | Tensor = 1.0, bias_V: Tensor | None = None, logit_scale: float = 1.0,
+                   soft_cap: float | None = None, valid: int | None = None, active_T: Tensor | None = None,
+                   kept: KeptSets | None = None, wanted: Iterable[str] = ("entropy", "logsumexp"),
+                   fp32_head: bool = False) -> TokenLogprobs:
+    """What the head says about each token, from a slice of it on each tp rank; see `logprobs.token_logprobs`.
 
-    Args:
-        hidden_TD: hidden states, the same on every tp rank.
-        local_weight_VD: rows ``first_token ...`` of the output head. Ranks may hold different numbers of rows.
-        targets_T: ids in the whole vocabulary.
-        axis: the tensor-parallel axis.
-        first_token: vocabulary id of the first local row.
-        temperature: divides the logits; one number, or [T], one for each token.
-        local_bias_V: the matching slice of the head's bias.
-
-    Shapes:   hidden_TD [T, D], local_weight_VD [v, D] -> three of [T], the same on every tp rank.
+    Shapes:   hidden_TD [T, D], weight_VD [v, D] of any v -> [T] each, the same on every tp rank.
     Units:    nats.
     Backward: hidden: summed over tp, once; weight and bias: local. The incoming gradients must be the same on
               every tp rank.
-    Raises:   ShapeError: sizes disagree, a target is outside the whole vocabulary, or a temperature is not positive
-              and finite.
+    Raises:   ShapeError, SpecError: see `head` and `kept`.
     Source:   Megatron-LM, arXiv 1909.08053, section 3 (vocabulary-parallel cross entropy).
     """
-    sizes = check_shapes("token_logprobs", hidden_TD=hidden_TD, local_weight_VD=local_weight_VD,
-                         targets_T=targets_T, local_bias_V=local_bias_V)
-    vocabulary = int(all_sum(torch.tensor(sizes["V"], device=hidden_TD.device), axis))
-    if targets_T.numel() and not 0 <= int(targets_T.min()) <= int(targets_T.max()) < vocabulary:
-        raise ShapeError("token_logprobs: targets", found=f"ids {int(targets_T.min())} to {int(targets_T.max())}",
-                         rule=f"0 <= id < {vocabulary}, the whole vocabulary",
-                         fix="replace ids that are not trained by 0 and mask them afterwards")
-    logits_TV = identity_sum(hidden_TD, axis) @ local_weight_VD.T
-    if local_bias_V is not None:
-        logits_TV = logits_TV + local_bias_V
-    wide = torch.promote_types(logits_TV.dtype, torch.float32)
-    scaled_TV = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide)
-    return TokenLogprobs(*_FromLocalLogits.apply(scaled_TV, targets_T - first_token, axis))
+    wanted = frozenset(wanted)
+    if fp32_head:
+        hidden_TD, weight_VD = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (hidden_TD, weight_VD))
+    head = make_head(weight_VD, bias_V=bias_V, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid, axis=axis,
+                     first_token=first_token)
+    check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, wanted=wanted)
+    logits_TV = identity_sum(hidden_TD, axis) @ weight_VD.T
+    if bias_V is not None:
+        logits_TV = logits_TV + bias_V
+    logits_TV = logits_TV.to(head.wide) * logit_scale
+    if soft_cap is not None:
+        logits_TV = soft_cap * torch.tanh(logits_TV / soft_cap)
+    columns_V = torch.arange(weight_VD.shape[0], device=weight_VD.device)
+    scaled_TV = logits_TV / logit_divisor(temperature, targets_T, head.wide)
+    scaled_TV = scaled_TV.masked_fill(columns_V >= head.valid, -torch.inf)
+    active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
+    local_T = targets_T.where(active_T, 0) - first_token
+    logprobs_T, entropy_T, logsumexp_T = _FromLocalLogits.apply(scaled_TV, local_T, axis)
+    said = TokenLogprobs(logprobs_T, entropy_T if "entropy" in wanted else None,
+                         logsumexp_T if "logsumexp" in wanted else None)
+    if "mean_squared_logit" in wanted:
+        squares_T = scaled_TV.where(scaled_TV != -torch.inf, 0.0).square().sum(-1)
+        said = said._replace(mean_squared_logit_T=sum_identity(squares_T, axis) / head.vocabulary)
+    if kept is not None:
+        check_kept(kept, targets_T, head)
+        kept_TV = scaled_TV.masked_fill(~_is_kept(kept, local_T, columns_V, first_token), -torch.inf)
+        logprobs_T, entropy_T, _ = _FromLocalLogits.apply(kept_TV, local_T, axis)
+        said = said._replace(kept_logprobs_T=logprobs_T, kept_entropy_T=entropy_T if "entropy" in wanted else None)
+    return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in said))
+
+
+def _is_kept(kept: KeptSets, local_T: Tensor, columns_V: Tensor, first_token: int) -> Tensor:
+    """[T, v]: which local columns each token's set holds; an empty set all, any other its target too."""
+    is_kept_TV = columns_V == local_T[:, None]
+    for token, ids in enumerate(kept.ids_P.split(kept.offsets_S.diff().tolist())):
+        is_kept_TV[token] |= torch.isin(columns_V + first_token, ids.to(columns_V)) if len(ids) else True
+    return is_kept_TV
 
 
 class _FromLocalLogits(Function):
@@ -80,6 +98,7 @@ class _FromLocalLogits(Function):
         return target_T - sum_T.log(), sum_T.log() - weighted_T / sum_T, highest_T + sum_T.log()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, logprob_gradient_T: Tensor, entropy_gradient_T: Tensor,
                  logsumexp_gradient_T: Tensor) -> tuple[Tensor, None, None]:
         exp_TV, shifted_TV, sum_T, weighted_T, index_T, mine_T = ctx.saved_tensors

@@ -1,10 +1,56 @@
+"""The reference against loops over Python floats, option by option and all of them crossed."""
+
 import math
 
 import pytest
 import torch
 
+from tests.helpers.head_problem import PLAIN, crossed, named, problem, wants
+from tests.oracles.head import row
 from workbench.errors import ShapeError
-from workbench.policy.logprobs.reference import token_logprobs
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.logprobs.reference import token_logprobs, token_logprobs_from_logits
+
+
+def oracle(leaves, call, coefficients):
+    hidden, weight, bias = leaves
+    tokens = len(hidden)
+    temperature = call["temperature"]
+    kept, active = call["kept"], call["active_T"]
+    return row(
+        hidden.tolist(), weight.tolist(), [0.0] * len(weight) if bias is None else bias.tolist(),
+        call["targets_T"].tolist(),
+        temperatures=[temperature] * tokens if isinstance(temperature, float) else temperature.tolist(),
+        scale=call["logit_scale"], cap=call["soft_cap"], valid=call["valid"] or len(weight),
+        active=[True] * tokens if active is None else active.tolist(),
+        kept=None if kept is None else [ids.tolist() for ids in kept.ids_P.split(kept.offsets_S.diff().tolist())],
+        wants={name.removesuffix("_T"): [0.0] * tokens if w_T is None else w_T.tolist()
+               for name, w_T in zip(TokenLogprobs._fields, coefficients, strict=True)})
+
+
+@pytest.mark.parametrize("options", crossed(40), ids=named)
+def test_equals_loops_over_floats(options):
+    leaves, call = problem(options, tokens=7, vocabulary=13, width=4)
+    leaves = [None if x is None else x.requires_grad_() for x in leaves]
+    said = token_logprobs(*leaves[:2], bias_V=leaves[2], **call)
+    coefficients = wants(said)
+    sum((x_T * w_T).sum() for x_T, w_T in zip(said, coefficients, strict=True) if x_T is not None).backward()
+    fields, *gradients = oracle([None if x is None else x.detach() for x in leaves], call, coefficients)
+    for name, x_T in said._asdict().items():
+        if x_T is not None:
+            expected = fields[name.removesuffix("_T")]
+            torch.testing.assert_close(x_T.detach(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12,
+                                       atol=1e-12)
+    for leaf, expected in zip(leaves, gradients, strict=True):
+        if leaf is not None:
+            torch.testing.assert_close(leaf.grad, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_not_wanted_is_none():
+    leaves, call = problem(PLAIN | {"kept": True, "wanted": ("logsumexp",)})
+    said = token_logprobs(*leaves[:2], **call)
+    assert [name for name, x_T in said._asdict().items() if x_T is None] == [
+        "entropy_T", "mean_squared_logit_T", "kept_entropy_T"]
 
 
 def test_equals_the_definition_by_hand():
@@ -25,20 +71,11 @@ def test_temperature_divides_logits_and_not_logprobs():
     assert (at_half - plain / 0.5).abs().max() > 0.1
 
 
-def test_each_token_may_have_a_temperature_of_its_own():
-    g = torch.Generator().manual_seed(3)
-    hidden = torch.randn(4, 3, generator=g, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(7, 3, generator=g, dtype=torch.float64, requires_grad=True)
-    targets, temperatures = torch.tensor([0, 6, 3, 2]), torch.tensor([0.3, 1.0, 2.5, 0.7], dtype=torch.float64)
-    together = token_logprobs(hidden, weight, targets, temperature=temperatures)
-    for field in range(3):
-        alone = torch.cat([token_logprobs(hidden[t: t + 1], weight, targets[t: t + 1],
-                                          temperature=float(temperatures[t]))[field] for t in range(4)])
-        torch.testing.assert_close(together[field], alone, rtol=0, atol=1e-14)
-        for ours, wanted in zip(*(torch.autograd.grad((x * torch.arange(1, 5)).sum(), (hidden, weight),
-                                                      retain_graph=True) for x in (together[field], alone)),
-                                strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-13)
+def test_the_soft_cap_bounds_logits_before_the_temperature_divides_them():
+    hidden = torch.tensor([[100.0]], dtype=torch.float64)
+    weight = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    found = token_logprobs(hidden, weight, torch.tensor([1]), soft_cap=3.0, temperature=0.5).logprobs_T
+    assert found.item() == pytest.approx(-12 - math.log1p(math.exp(-12)), abs=1e-12)
 
 
 def test_the_log_normaliser_is_that_of_logits_over_temperature():
@@ -62,7 +99,7 @@ def test_a_temperature_that_divides_nothing_is_refused(bad):
 def test_a_temperature_in_float64_does_not_widen_a_float32_run():
     hidden, weight, targets = torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dtype=torch.int64)
     found = token_logprobs(hidden, weight, targets, temperature=torch.ones(3, dtype=torch.float64))
-    assert {x.dtype for x in found} == {torch.float32}
+    assert {x.dtype for x in found if x is not None} == {torch.float32}
 
 
 def test_half_precision_logits_are_widened_before_the_softmax():
@@ -70,11 +107,29 @@ def test_half_precision_logits_are_widened_before_the_softmax():
     assert token_logprobs(hidden, weight, torch.zeros(4, dtype=torch.int64))[0].dtype == torch.float32
 
 
+def test_an_fp32_head_multiplies_in_float32_and_its_gradients_come_back_in_the_dtype_of_the_originals():
+    leaves, call = problem(PLAIN, dtype=torch.bfloat16)
+    hidden, weight = (x.requires_grad_() for x in leaves[:2])
+    lifted = token_logprobs(hidden, weight, call["targets_T"], fp32_head=True)
+    expected = token_logprobs(hidden.float(), weight.float(), call["targets_T"])
+    assert torch.equal(lifted.logprobs_T, expected.logprobs_T)
+    lifted.logprobs_T.sum().backward()
+    assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
 def test_bias_counts():
     hidden, weight = torch.zeros(1, 2), torch.zeros(3, 2)
     bias = torch.tensor([0.0, math.log(2.0), 0.0])
     logprobs = token_logprobs(hidden, weight, torch.tensor([1]), bias_V=bias).logprobs_T
     assert logprobs.item() == pytest.approx(math.log(0.5))
+
+
+def test_logits_that_are_there_already_say_the_same():
+    leaves, call = problem(PLAIN)
+    expected = token_logprobs(*leaves[:2], call["targets_T"], temperature=0.7)
+    found = token_logprobs_from_logits(leaves[0] @ leaves[1].T, call["targets_T"], temperature=0.7)
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
 def test_sizes_that_disagree_are_named():

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.helpers.head_problem import answers, assert_same, crossed, named
+from tests.helpers.head_problem import problem as drawn
 from tests.helpers.ranks import run_ranks
 from workbench.errors import ShapeError
 from workbench.policy.logprobs import reference, vocabulary_parallel
@@ -31,7 +33,7 @@ def sliced(temperature):
     hidden.requires_grad_()
     weight, bias = weight[start:stop].clone().requires_grad_(), bias[start:stop].clone().requires_grad_()
     found = vocabulary_parallel.token_logprobs(hidden, weight, targets, axis=axis, first_token=start,
-                                               temperature=TEMPERATURES[temperature], local_bias_V=bias)
+                                               temperature=TEMPERATURES[temperature], bias_V=bias)[:3]
     (torch.stack(found) * gradients).sum().backward()
     return torch.stack(found).detach(), hidden.grad, (start, stop), weight.grad, bias.grad
 
@@ -41,13 +43,20 @@ def test_equals_the_reference_forward_and_backward(world, temperature, tmp_path)
     hidden, weight, bias, targets, gradients = problem()
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
     expected = torch.stack(reference.token_logprobs(*leaves[:2], targets, temperature=TEMPERATURES[temperature],
-                                                    bias_V=bias))
+                                                    bias_V=bias)[:3])
     (expected * gradients).sum().backward()
     for found, d_hidden, (start, stop), d_weight, d_bias in run_ranks(sliced, world, tmp_path, temperature):
         pairs = [(found, expected.detach()), (d_hidden, hidden.grad),
                  (d_weight, weight.grad[start:stop]), (d_bias, bias.grad[start:stop])]
         for actual, wanted in pairs:
             torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", crossed(40, seed=9), ids=named)
+def test_equals_the_reference_with_every_option(options):
+    leaves, call = drawn(options)
+    found = answers(vocabulary_parallel.token_logprobs, leaves, call, axis=Axis("tp"), first_token=0)
+    assert_same(found, answers(reference.token_logprobs, leaves, call))
 
 
 def test_gradient_agrees_with_finite_differences():
@@ -59,21 +68,33 @@ def test_gradient_agrees_with_finite_differences():
     assert torch.autograd.gradcheck(all_three, (logits,))
 
 
+def test_a_second_derivative_is_refused_and_not_half_given():
+    hidden, weight, _, targets, _ = problem()
+    weight.requires_grad_()
+    said = vocabulary_parallel.token_logprobs(hidden.requires_grad_(), weight, targets, axis=Axis("tp"), first_token=0)
+    gradient, = torch.autograd.grad(said.logprobs_T.sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 def test_a_column_that_does_not_exist_has_no_probability_and_no_nan():
     hidden = torch.randn(2, D, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
     found = vocabulary_parallel.token_logprobs(
         hidden, torch.randn(3, D, dtype=torch.float64), torch.tensor([0, 1]), axis=Axis("tp"), first_token=0,
-        local_bias_V=bias)
+        bias_V=bias)[:3]
     torch.cat(found).sum().backward()
     assert torch.isfinite(torch.cat(found)).all()
     assert torch.isfinite(hidden.grad).all()
 
 
-@pytest.mark.parametrize("bad", [-1, 19])
-def test_a_target_outside_the_vocabulary_is_refused(bad):
+def test_a_target_outside_the_vocabulary_is_refused_and_a_negative_one_ignored():
     hidden, weight, *_ = problem()
     targets = torch.zeros(T, dtype=torch.int64)
-    targets[3] = bad
-    with pytest.raises(ShapeError, match="0 <= id < 19"):
+    targets[3] = 19
+    with pytest.raises(ShapeError, match=r"ids \[19\] at \[3\](.|\n)*0 <= id < 19"):
         vocabulary_parallel.token_logprobs(hidden, weight, targets, axis=Axis("tp"), first_token=0)
+    targets[3] = -1
+    found = vocabulary_parallel.token_logprobs(hidden, weight, targets, axis=Axis("tp"), first_token=0)
+    assert found.logprobs_T[3] == 0
+    assert (found.logprobs_T != 0).sum() == T - 1

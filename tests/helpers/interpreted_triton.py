@@ -1,0 +1,55 @@
+"""Triton kernels without a GPU: run by Triton's own interpreter, on numpy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+DEVICE_FILES = ("nvidiactl", "dxg", "kfd")  # NVIDIA's, NVIDIA's under WSL, AMD's
+
+
+def interpret_where_no_gpu_is() -> None:
+    """Let Triton interpret kernels where none can be compiled and run; before anything imports Triton."""
+    if not any((Path("/dev") / name).exists() for name in DEVICE_FILES):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def mend_interpreter() -> None:
+    """Mend what the interpreter of Triton 3.6 gets wrong: loops with numpy 2.4, and bfloat16.
+
+    numpy 2.4 no longer makes a number of an array of one element. bfloat16 lies in arrays of uint16: the interpreter
+    multiplies those as they are, and rounds towards zero where it makes them.
+    """
+    import numpy
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if getattr(interpreter, "mended", False):
+        return
+    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    convert = interpreter._convert_float
+
+    def patch_and_mend(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def convert_float(data, source, target, rounding):
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return data.view(numpy.uint16).astype(numpy.uint32) << 16
+        if (source, target) == (tl.float32, tl.bfloat16):
+            bits = numpy.ascontiguousarray(data, dtype=numpy.float32).view(numpy.uint32).astype(numpy.uint64)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, ties to even
+            return numpy.where(numpy.isnan(data), 0x7FC0, rounded).astype(numpy.uint16)
+        return convert(data, source, target, rounding)
+
+    def widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        data = convert_float(handle.data, tl.bfloat16, tl.float32, None)
+        return interpreter.TensorHandle(data.view(numpy.float32), tl.float32)
+
+    def create_dot(self, a, b, d, *options):
+        return dot(self, widened(a), widened(b), d, *options)
+
+    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = patch_and_mend, create_dot
+    interpreter._convert_float, interpreter.mended = convert_float, True

@@ -1,0 +1,125 @@
+"""The kernels one by one, against what they say they compute."""
+
+import math
+
+import pytest
+import torch
+
+from workbench.policy.logprobs.engine import Accumulators, RowGradients
+from workbench.policy.logprobs.exp_epilogue import kernels
+from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine
+from workbench.policy.logprobs.head import make_head
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+T, V, D = 19, 53, 40
+
+
+def operands(dtype=torch.float32):
+    g = torch.Generator().manual_seed(2)
+    hidden, weight = torch.randn(T, D, generator=g), torch.randn(V, D, generator=g) / 4
+    return (hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype),
+            torch.randint(0, V, (T,), generator=g).to(DEVICE))
+
+
+def test_the_product_stores_exponentials_of_logits_less_the_targets():
+    hidden, weight, targets = operands()
+    engine = ExpEpilogueEngine(make_head(weight))
+    saved = engine.forward(hidden, targets, 0.7, wanted=frozenset(), keep="own").saved
+    logits = hidden.double() @ weight.double().T / 0.7
+    own = logits.gather(1, targets[:, None])
+    torch.testing.assert_close(saved.shifts_C.double(), own[:, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(saved.exponentials_CV.double(), (logits - own).exp(), rtol=2e-5, atol=0)
+    torch.testing.assert_close(saved.totals_FC[0].double(), (logits - own).exp().sum(1), rtol=2e-5, atol=0)
+
+
+def test_an_exponent_that_is_too_small_is_stored_as_it_is_where_squares_are_wanted():
+    hidden = torch.tensor([[1.0]], device=DEVICE)
+    weight = torch.tensor([[0.0], [-50.0], [-200.0]], device=DEVICE)
+    engine = ExpEpilogueEngine(make_head(weight))
+    target = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    stored = engine.forward(hidden, target, 1.0, wanted=frozenset({"mean_squared_logit"}), keep="own").saved
+    expected = [1.0, math.exp(-50), -200 / math.log(2)]
+    torch.testing.assert_close(stored.exponentials_CV[0].cpu(), torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("below", "lost"), [(kernels.LIMIT - 1, False), (kernels.LIMIT + 1, True)])
+def test_a_target_whose_probability_is_below_the_limit_has_overflowed(below, lost):
+    weight = torch.tensor([[0.0], [below]], device=DEVICE)
+    chunk = ExpEpilogueEngine(make_head(weight)).forward(
+        torch.ones(2, 1, device=DEVICE), torch.tensor([0, 1], device=DEVICE), 1.0, wanted=frozenset({"entropy"}),
+        keep="no")
+    assert chunk.overflowed_C.tolist() == [lost, False]
+    assert chunk.said.logprobs_T[0].item() == pytest.approx(-below, rel=1e-6)
+    assert torch.isfinite(torch.stack([x for x in chunk.said if x is not None])).all()
+
+
+def test_a_row_just_within_the_limit_keeps_a_gradient_that_is_small():
+    """Its scale, g / S, must be a number that bfloat16 holds."""
+    weight = torch.tensor([[0.0], [kernels.LIMIT - 1]], device=DEVICE).bfloat16()
+    engine = ExpEpilogueEngine(make_head(weight))
+    chunk = engine.forward(torch.ones(1, 1, device=DEVICE).bfloat16(), torch.zeros(1, dtype=torch.int64, device=DEVICE),
+                           1.0, wanted=frozenset(), keep="scratch")
+    into = Accumulators(torch.empty(1, 1, device=DEVICE).bfloat16(), torch.empty(2, 1, device=DEVICE))
+    engine.backward(chunk, RowGradients(torch.full((1,), 1e-10, device=DEVICE)), into, slice(0, 1), first=True)
+    torch.testing.assert_close(into.weight_VD[:, 0] * 1e10, torch.tensor([1.0, -1.0], device=DEVICE), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_element_or_one_pass_make_the_same_gradient(dtype):
+    hidden, weight, targets = operands(dtype)
+    engine = ExpEpilogueEngine(make_head(weight))
+    g = torch.Generator().manual_seed(3)
+    to_logprob, to_logsumexp = torch.randn(2, T, generator=g).to(DEVICE)
+    found = []
+    for to_entropy in (None, torch.zeros(T, device=DEVICE)):  # a zero that is not None takes the pass
+        chunk = engine.forward(hidden, targets, 0.7, wanted=frozenset({"entropy"}), keep="scratch")
+        into = Accumulators(torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32))
+        engine.backward(chunk, RowGradients(to_logprob, to_entropy, to_logsumexp), into, slice(0, T), first=True)
+        found.append(into)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
+    for name in ("hidden_TD", "weight_VD"):
+        by_element, by_pass = getattr(found[0], name).float(), getattr(found[1], name).float()
+        assert (by_element - by_pass).norm() / by_pass.norm() < tolerance
+
+
+def test_the_target_alone_is_left_where_two_gradients_cancel():
+    """k = g_logsumexp - g_logprob = 0: all of the gradient is the target's own g_logprob."""
+    hidden, weight, targets = operands()
+    engine = ExpEpilogueEngine(make_head(weight))
+    ones = torch.ones(T, device=DEVICE)
+    chunk = engine.forward(hidden, targets, 1.0, wanted=frozenset({"logsumexp"}), keep="scratch")
+    into = Accumulators(torch.empty_like(hidden), None)
+    engine.backward(chunk, RowGradients(ones, None, ones), into, slice(0, T), first=True)
+    torch.testing.assert_close(into.hidden_TD, weight[targets], rtol=1e-5, atol=1e-6)
+
+
+def test_sums_of_tiles_are_added_in_one_order_wherever_the_row_lies():
+    g = torch.Generator().manual_seed(4)
+    sums = torch.randn(2, 71, 45, generator=g).to(DEVICE)
+    found = []
+    for columns in (slice(0, 45), slice(7, 8), slice(30, 45)):
+        part = sums[:, :, columns].contiguous()
+        totals = torch.full((2, part.shape[2]), torch.nan, device=DEVICE)
+        kernels.add_tiles[(2, 2)](part, totals, part.shape[2], 71, ROWS=32, TILES=32)
+        found.append(totals)
+    torch.testing.assert_close(found[0].double(), sums.double().sum(1), rtol=0, atol=1e-5)
+    assert torch.equal(found[0][:, 7:8], found[1])
+    assert torch.equal(found[0][:, 30:45], found[2])
+
+
+def test_a_bias_gets_the_sum_over_rows_of_scaled_gradients():
+    g = torch.Generator().manual_seed(5)
+    gradient, scales = torch.randn(T, 200, generator=g).to(DEVICE)[:, :V], torch.randn(T, generator=g).to(DEVICE)
+    found = torch.full((V,), torch.nan, device=DEVICE)
+    for first in (True, False):
+        kernels.add_columns[(1,)](gradient, scales, found, T, V, gradient.stride(0), FIRST=first, ROWS=32, BLOCK=128)
+    torch.testing.assert_close(found.double(), 2 * scales.double() @ gradient.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_scaled_in_place_and_nothing_beside_them():
+    g = torch.Generator().manual_seed(6)
+    wide, scales = torch.randn(5, 90, generator=g).to(DEVICE), torch.randn(5, generator=g).to(DEVICE)
+    expected = wide.clone()
+    expected[:, :70] *= scales[:, None]
+    kernels.scale_rows[(5,)](wide, scales, 70, wide.stride(0), BLOCK=32)
+    torch.testing.assert_close(wide, expected, rtol=1e-6, atol=0)

@@ -1,0 +1,47 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from workbench.policy.logprobs.exp_epilogue import tiles
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU with so much shared memory, in kilobytes."""
+    def with_shared_memory(kilobytes):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(
+            shared_memory_per_block_optin=kilobytes * 1024, multi_processor_count=132))
+        return CUDA
+
+    def forget():
+        tiles.processors.cache_clear()
+        tiles.shared_memory.cache_clear()
+
+    forget()
+    yield with_shared_memory
+    forget()
+
+
+@pytest.mark.parametrize(("kilobytes", "depth", "dtype"), [
+    (227, 1024, torch.bfloat16), (227, 8192, torch.float16), (99, 4096, torch.bfloat16), (163, 4096, torch.float32)])
+def test_operands_in_flight_and_what_is_stored_fit_into_shared_memory(device, kilobytes, depth, dtype):
+    tile = tiles.choose_tile(depth, dtype, device(kilobytes))
+    loaded = (tile.rows + tile.columns) * tile.depth * dtype.itemsize
+    stored = tile.rows * (tile.columns // 2) * dtype.itemsize
+    assert tile.per_processor * (tile.stages * loaded + stored) <= kilobytes * 1024
+
+
+def test_float32_is_not_multiplied_in_fewer_bits(device):
+    assert tiles.choose_tile(4096, torch.float32, device(227)).precision in ("ieee", "bf16x6")
+
+
+def test_shallow_products_have_two_programs_that_take_turns(device):
+    where = device(227)
+    assert [tiles.choose_tile(depth, torch.bfloat16, where).per_processor for depth in (1024, 2048, 4096)] == [2, 2, 1]
+
+
+def test_there_is_a_program_for_each_multiprocessor(device):
+    assert tiles.processors(device(227)) == 132

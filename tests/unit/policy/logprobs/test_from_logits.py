@@ -1,0 +1,222 @@
+"""Both implementations against the reference, whole and in slices of the vocabulary, the gradient in either place."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from tests.helpers.interpreted_triton import mend_interpreter
+from tests.helpers.ranks import run_ranks
+from workbench.errors import ShapeError, SpecError
+from workbench.policy.logprobs import from_logits, reference
+from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
+from workbench.sharding.mesh import make_mesh
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EVERYTHING = ("entropy", "logsumexp", "mean_squared_logit")
+T, V = 7, 23
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5}
+RELATIVE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-3}
+
+
+def rows(dtype=torch.float64, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(T, V, generator=g, dtype=torch.float64)).to(dtype)
+    return logits, torch.randint(0, V, (T,), generator=g), 0.4 + torch.rand(T, generator=g, dtype=torch.float64)
+
+
+def answers(logits, targets, **call):
+    """What is said, and the gradient of a random sum of all of it."""
+    leaf = logits.clone().requires_grad_()
+    said = token_logprobs_from_logits(leaf * 1, targets, **call)
+    return [None if x is None else x.detach() for x in said[:4]], weighted(said, leaf)
+
+
+def expected_of(logits, targets, temperature, wanted):
+    leaf = logits.double().requires_grad_()
+    divisor = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
+    ignored = targets < 0
+    said = reference._said(leaf / divisor, targets.masked_fill(ignored, 0), frozenset(wanted))
+    said = [None if x is None else x.masked_fill(ignored, 0) for x in said[:4]]
+    return [None if x is None else x.detach() for x in said], weighted(said, leaf)
+
+
+def weighted(said, leaf):
+    g = torch.Generator().manual_seed(2)
+    wants = [torch.randn(len(leaf), generator=g, dtype=torch.float64).to(leaf.device) for _ in range(4)]
+    total = sum((x * w).sum() for x, w in zip(said, wants, strict=False) if x is not None)
+    return torch.autograd.grad(total, leaf)[0]
+
+
+def cases(count):
+    implementations = [("torch", torch.float64), ("torch", torch.bfloat16), ("triton", torch.float32),
+                       ("triton", torch.bfloat16)]
+    everything = itertools.product(implementations, ("one", "each"), ((), ("entropy",), EVERYTHING), (False, True),
+                                   ("plain", "padding", "ignored"))
+    return random.Random(3).sample(list(everything), count)
+
+
+@pytest.mark.parametrize("case", cases(36), ids=lambda case: " ".join(map(str, case)).replace("torch.", ""))
+def test_equals_the_reference(case):
+    (implementation, dtype), temperature, wanted, inplace, kind = case
+    logits, targets, temperatures = rows(dtype)
+    temperature = temperatures if temperature == "each" else 0.7
+    if kind == "padding":
+        logits[:, 17:], targets = -torch.inf, targets % 17
+    if kind == "ignored":
+        targets[::3] = -100
+    given = temperature.to(DEVICE) if isinstance(temperature, torch.Tensor) else temperature
+    said, gradient = answers(logits.to(DEVICE), targets.to(DEVICE), implementation=implementation, temperature=given,
+                             wanted=wanted, inplace_backward=inplace)
+    expected, wanted_gradient = expected_of(logits, targets, temperature, wanted)
+    for one, other in zip(said, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one.double().cpu(), other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert gradient.dtype == dtype
+    assert (gradient.cpu().double() - wanted_gradient).norm() < RELATIVE[dtype] * wanted_gradient.norm()
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_extreme_logits_are_exact(implementation):
+    logits, targets, _ = rows(torch.float32)
+    logits[0, :] -= 1e4
+    logits[1, targets[1]] = -200
+    logits[2, targets[2]] = 1e4
+    logits[3, targets[3] - 1] = 1e4
+    logits[4, targets[4]] = -torch.inf
+    said, gradient = answers(logits.to(DEVICE), targets.to(DEVICE), implementation=implementation, wanted=EVERYTHING)
+    expected, wanted_gradient = expected_of(logits, targets, 1.0, EVERYTHING)
+    for one, other in zip(said, expected, strict=True):
+        torch.testing.assert_close(one.double().cpu(), other, rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(gradient.double().cpu(), wanted_gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_the_gradient_lies_over_the_logits_only_where_that_was_asked_for(implementation):
+    logits, targets, _ = rows(torch.float32)
+    for inplace in (False, True):
+        leaf = logits.clone().to(DEVICE).requires_grad_()
+        copy = leaf * 1
+        copy.retain_grad()
+        token_logprobs_from_logits(copy, targets.to(DEVICE), implementation=implementation,
+                                   inplace_backward=inplace).logprobs_T.sum().backward()
+        assert torch.equal(copy.detach(), leaf.grad) == inplace
+        assert torch.equal(copy.detach(), leaf.detach()) != inplace
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_whoever_saved_the_logits_is_stopped_and_not_deceived(implementation):
+    logits, targets, _ = rows(torch.float32)
+    copy = logits.to(DEVICE).requires_grad_() * 1
+    other = copy.square().sum()
+    said = token_logprobs_from_logits(copy, targets.to(DEVICE), implementation=implementation, inplace_backward=True)
+    said.logprobs_T.sum().backward(retain_graph=True)
+    for loss in (other, said.logprobs_T.sum()):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("changed", ["targets", "temperature"])
+def test_what_was_changed_after_forward_is_noticed(changed):
+    logits, targets, temperatures = rows()
+    said = token_logprobs_from_logits(logits.requires_grad_(), targets, temperature=temperatures)
+    {"targets": targets, "temperature": temperatures}[changed].mul_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        said.logprobs_T.sum().backward()
+
+
+@pytest.mark.parametrize(("seen", "words"), [
+    (lambda x: x, "outlives its gradient"), (lambda x: x[:, 1:], "outlives its gradient"),
+    (lambda x: (x[:1] * 1).expand(T, V), "one place for each logit")])
+def test_logits_that_must_stay_are_not_written_over(seen, words):
+    logits, targets, _ = rows(torch.float32)
+    with pytest.raises(SpecError, match=words):
+        token_logprobs_from_logits(seen(logits.requires_grad_()), targets % (V - 1), inplace_backward=True)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_logits_may_lie_in_memory_as_they_like(implementation, inplace):
+    logits, targets, _ = rows(torch.float32)
+    expected = expected_of(logits, targets, 1.0, ("entropy",))[1]
+    for laid in (torch.zeros(V, T).T, torch.zeros(T, 2 * V)[:, 1:V + 1]):
+        leaf = torch.zeros(T, V).copy_(logits).to(DEVICE).requires_grad_()
+        view = laid.to(DEVICE).copy_(leaf)
+        said = token_logprobs_from_logits(view, targets.to(DEVICE), implementation=implementation,
+                                          wanted=("entropy",), inplace_backward=inplace)
+        torch.testing.assert_close(weighted([said.logprobs_T, said.entropy_T], leaf).double().cpu(), expected,
+                                   rtol=1e-4, atol=1e-5)
+
+
+def split(implementation, inplace):
+    mend_interpreter()
+    import numpy
+
+    axis = make_mesh(tp=3)["tp"]
+    logits, targets, temperatures = rows(torch.float32)
+    targets[2] = -1
+    logits[3, :9] = -torch.inf  # the first rank has no finite logit of this row
+    targets[3] = 20
+    start, stop = ((0, 9), (9, 23), (23, 23))[axis.rank]
+    with numpy.errstate(all="ignore"):
+        return answers(logits[:, start:stop].contiguous(), targets, implementation=implementation, axis=axis,
+                       first_token=start, temperature=temperatures, wanted=EVERYTHING, inplace_backward=inplace)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="ranks of gloo are interpreted")
+@pytest.mark.parametrize(("implementation", "inplace"), [("torch", False), ("triton", True)])
+def test_ranks_with_uneven_and_with_empty_slices(implementation, inplace, tmp_path):
+    logits, targets, temperatures = rows(torch.float32)
+    targets[2], targets[3] = -1, 20
+    logits[3, :9] = -torch.inf
+    expected, wanted_gradient = expected_of(logits, targets, temperatures, EVERYTHING)
+    ranks = run_ranks(split, 3, tmp_path, implementation, inplace)
+    for said, _ in ranks:
+        for one, other in zip(said, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+    gradient = torch.cat([gradient for _, gradient in ranks], dim=1)
+    torch.testing.assert_close(gradient.double(), wanted_gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_of_rows_are_what_one_block_is(monkeypatch):
+    logits, targets, temperatures = rows()
+    whole = answers(logits, targets, temperature=temperatures, wanted=EVERYTHING)
+    monkeypatch.setattr(from_logits, "BLOCK_BYTES", 3 * 8 * V)
+    pieces = answers(logits, targets, temperature=temperatures, wanted=EVERYTHING)
+    for one, other in zip((*whole[0], whole[1]), (*pieces[0], pieces[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
+
+
+def test_no_row_at_all_says_nothing():
+    said, gradient = answers(torch.zeros(0, V), torch.zeros(0, dtype=torch.int64), wanted=EVERYTHING)
+    assert [x.shape for x in (*said, gradient)] == [(0,)] * 4 + [(0, V)]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    ({"implementation": "fast"}, SpecError, "one of auto, torch, triton"),
+    ({"implementation": "triton"}, SpecError, "float64; the kernels sum in float32"),
+    ({"wanted": ("variance",)}, SpecError, "any of entropy, logsumexp, mean_squared_logit"),
+    ({"temperature": 0.0}, ShapeError, "positive and finite"),
+    ({"first_token": 3}, ShapeError, "3 to 26"),
+])
+def test_what_means_nothing_is_refused_in_words(call, error, words):
+    logits, targets, _ = rows()
+    with pytest.raises(error, match=words):
+        token_logprobs_from_logits(logits, targets, **call)
+
+
+def test_a_target_outside_the_vocabulary_is_named():
+    logits, targets, _ = rows()
+    targets[4] = V
+    with pytest.raises(ShapeError, match=f"id < {V}"):
+        token_logprobs_from_logits(logits, targets)
+
+
+def test_operands_of_another_kind_are_refused_in_words():
+    logits, targets, _ = rows()
+    for wrong, words in (((logits, targets.double()), "targets(.|\n)*float64"),
+                         ((logits.long(), targets), "logits(.|\n)*int64")):
+        with pytest.raises(ShapeError, match=words):
+            token_logprobs_from_logits(*wrong)

@@ -1,0 +1,209 @@
+"""Gradients in the forward pass are those of autograd over the reference, whatever a loss couples."""
+
+import pytest
+import torch
+
+from tests.helpers.fused_case import DOCUMENT, IDS, MIXED, ROW, TOKEN, Case, T
+from tests.helpers.head_problem import crossed, named, problem, wants
+from workbench.errors import ShapeError, SpecError
+from workbench.policy.logprobs import fused_loss as module
+from workbench.policy.logprobs import reference
+from workbench.policy.logprobs.engine import count_products
+from workbench.policy.logprobs.fused_loss import fused_loss
+
+VARIANTS = ({}, {"couples": "token"}, {"couples": "row"}, {"keep_bytes": 2**20}, {"document_ids_T": None},
+            {"document_ids_T": IDS[torch.randperm(T, generator=torch.Generator().manual_seed(1))]})
+
+
+@pytest.mark.parametrize("name", TOKEN + DOCUMENT + MIXED + ROW)
+def test_gradients_are_those_of_autograd(name):
+    """However rows are cut, whatever is said of the coupling; documents of 9 and 17 tokens do not fit into 5."""
+    case = Case()
+    for number, call in enumerate(VARIANTS):
+        case.assert_right(getattr(case, name), chunk_tokens=5, factor=1.7,
+                   expected_logprobs_T=case.old if number % 2 else None, **call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", TOKEN + DOCUMENT + MIXED + ROW)
+def test_gradients_are_those_of_autograd_for_every_cut(name, seed):
+    case = Case(seed)
+    for chunk_tokens in (1, 2, 3, 4, 7, 13, 14, 17, 40, 100):
+        for call in VARIANTS:
+            for expected in (None, case.old):
+                case.assert_right(getattr(case, name), chunk_tokens=chunk_tokens, expected_logprobs_T=expected, **call)
+
+
+def test_what_is_no_number_in_a_chunk_spoils_nothing_if_it_is_one_in_the_row():
+    case = Case()
+
+    def standardised(said, places):
+        return case.ppo(said, places) + (said.logprobs_T - said.logprobs_T.mean()).square().sum().sqrt()
+
+    for chunk_tokens in (1, 5):
+        case.assert_right(standardised, chunk_tokens=chunk_tokens)  # of one token: the gradient of a root at 0
+
+
+def test_what_is_no_number_in_the_row_is_none_in_the_gradient():
+    case = Case()
+    for chunk_tokens in (5, 100):
+        found = case.fused(lambda said, places: (said.logprobs_T * torch.nan).sum(), chunk_tokens=chunk_tokens)
+        hidden, weight = torch.autograd.grad(found.loss, (case.hidden, case.weight))
+        assert hidden[case.active].isnan().all()
+        assert weight.isnan().any()
+        assert not hidden[~case.active].any()
+
+
+CUTS = [{"chunk_tokens": chunk_tokens, "couples": couples, "keep_bytes": keep_bytes}
+        for chunk_tokens, keep_bytes in ((1, 0), (4, 0), (4, 2**20), (100, 0))
+        for couples in ("token", "document", "row")]
+
+
+@pytest.mark.parametrize(("options", "cut"), [(options, CUTS[number % len(CUTS)])
+                                              for number, options in enumerate(crossed(72, seed=5))],
+                         ids=lambda x: named(x) if "wanted" in x else "-".join(map(str, x.values())))
+def test_every_option_of_the_head(options, cut):
+    held_to_the_reference(options, **cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", CUTS[3:], ids=lambda cut: "-".join(map(str, cut.values())))
+def test_every_combination_of_options(cut):
+    for options in crossed(None):
+        held_to_the_reference(options, **cut)
+
+
+def held_to_the_reference(options, **call):
+    leaves, head = problem(options)
+    hidden, weight, bias = (None if leaf is None else leaf.clone().requires_grad_() for leaf in leaves)
+    given = head | {"bias_V": bias}
+    said = reference.token_logprobs(hidden, weight, **given)
+    weights = wants(said)
+    expected = sum((x * w).sum() for x, w in zip(said, weights, strict=True) if x is not None)
+
+    def linear(said, places):
+        return sum((x * w[places]).sum() for x, w in zip(said, weights, strict=True) if x is not None)
+
+    leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
+    found = fused_loss(hidden, weight, loss_fn=linear, document_ids_T=torch.arange(len(hidden)) // 5, **given, **call)
+    torch.testing.assert_close(found.loss.detach(), expected.detach(), rtol=1e-12, atol=1e-12)
+    assert found.fallback is None or (call["couples"] == "row" and found.products <= 4)
+    for one, other in zip(found.said, said, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other.detach(), rtol=1e-12, atol=1e-12)
+    for one, other in zip(torch.autograd.grad(found.loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_parts_cost_no_product():
+    case = Case()
+    rows = int(case.active.sum())
+    for hidden, weight, products in ((True, False, 2), (False, True, 2), (False, False, 1)):
+        case.hidden.requires_grad_(hidden), case.weight.requires_grad_(weight)
+        with count_products() as count:
+            found = case.fused(case.gspo, chunk_tokens=4, expected_logprobs_T=case.old)
+        assert (found.products, count.rows) == (products, products * rows)
+        assert found.loss.requires_grad == (hidden or weight)
+    with torch.no_grad():
+        assert case.fused(case.gspo, chunk_tokens=4).products == 1.0
+
+
+def test_no_row_at_all_gives_zeros_and_not_nothing():
+    case = Case()
+    found = case.fused(case.ppo, active_T=torch.zeros(T, dtype=torch.bool))
+    hidden, weight = torch.autograd.grad(found.loss, (case.hidden, case.weight))
+    assert (found.loss.item(), found.products) == (0.0, 0.0)
+    assert not hidden.any()
+    assert not weight.any()
+
+
+@pytest.mark.parametrize("accumulate", ["float32", "weight"])
+@pytest.mark.parametrize("fp32_head", [False, True])
+def test_half_precision_gradients_come_in_half_precision(accumulate, fp32_head):
+    case = Case(dtype=torch.bfloat16)
+    exact = Case()
+    exact.hidden, exact.weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.weight))
+    exact.old, exact.lengths = case.old.double(), case.lengths.double()
+    for name in ("ppo", "gspo"):
+        found = case.fused(getattr(case, name), chunk_tokens=5, expected_logprobs_T=case.old, accumulate=accumulate,
+                           fp32_head=fp32_head)
+        gradients = torch.autograd.grad(found.loss, (case.hidden, case.weight))
+        assert found.fallback is None
+        for one, other in zip(gradients, exact.truth(getattr(exact, name))[1:], strict=True):
+            assert one.dtype == torch.bfloat16
+            assert float((one.double() - other).norm() / other.norm()) < (0.01 if accumulate == "float32" else 0.02)
+
+
+@pytest.mark.parametrize("name", ["every_field", "gspo", *ROW])
+def test_the_triton_engine_serves_as_well(name):
+    """In float32: on a CPU its kernels are interpreted."""
+    case, exact = Case(dtype=torch.float32), Case()
+    exact.hidden, exact.weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.weight))
+    exact.old = case.old.double()
+    found = case.fused(getattr(case, name), implementation="triton", chunk_tokens=12, expected_logprobs_T=case.old)
+    for one, other in zip(torch.autograd.grad(found.loss, (case.hidden, case.weight)),
+                          exact.truth(getattr(exact, name))[1:], strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 1e-5
+
+
+def test_the_upstream_number_is_multiplied_in_once_and_losses_add_up():
+    case = Case()
+    found = case.fused(case.ppo, chunk_tokens=5)
+    (found.loss * 3 - found.loss).backward()
+    for one, other in zip((case.hidden.grad, case.weight.grad), case.truth(case.ppo)[1:], strict=True):
+        torch.testing.assert_close(one, 2 * other, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_are_handed_out_and_not_copied(monkeypatch):
+    """In the dtype of the parameter the very tensor that was filled becomes its .grad."""
+    case, filled, fetch = Case(), [], module._Gradients.fetch
+
+    def watched(self):
+        found = fetch(self)
+        filled.extend([found.hidden_TD.data_ptr(), found.weight_VD.data_ptr()])
+        return found
+
+    monkeypatch.setattr(module._Gradients, "fetch", watched)
+    case.fused(case.gspo, active_T=None, chunk_tokens=5).loss.backward()
+    assert [case.hidden.grad.data_ptr(), case.weight.grad.data_ptr()] == filled
+
+
+def test_a_second_backward_is_refused():
+    found = Case().fused(Case().ppo, chunk_tokens=5)
+    found.loss.backward(retain_graph=True)
+    with pytest.raises(SpecError, match="a second time\n  found: gradients that were handed out already"):
+        found.loss.backward()
+
+
+def test_a_gradient_that_would_be_lost_is_refused():
+    case = Case()
+    trained = torch.ones(T, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(SpecError, match=r"found: a gradient to another tensor, \[41\]"):
+        case.fused(lambda said, places: (said.logprobs_T * trained[places]).sum())
+
+
+@pytest.mark.parametrize(("loss", "found"), [(lambda said, places: said.logprobs_T, "shape "),
+                                             (lambda said, places: 1.0, "a float")])
+def test_a_loss_that_is_not_one_number_is_refused(loss, found):
+    with pytest.raises(ShapeError, match=f"loss_fn\n  found: {found}"):
+        Case().fused(loss)
+
+
+@pytest.mark.parametrize(("call", "asked"), [
+    ({"couples": "pairs"}, "couples = 'pairs'"), ({"accumulate": "bfloat16"}, "accumulate = 'bfloat16'"),
+    ({"implementation": "reference"}, "implementation = 'reference'"), ({"chunk_tokens": 0}, "chunk_tokens = 0"),
+    ({"keep_bytes": -1}, "keep_bytes = -1"), ({"wanted": ("entrpy",)}, "wanted = 'entrpy'")])
+def test_settings_that_mean_nothing_are_refused(call, asked):
+    with pytest.raises(SpecError, match=asked):
+        Case().fused(Case().ppo, **call)
+
+
+def test_a_loss_without_a_gradient_gives_zeros():
+    case = Case()
+    found = case.fused(lambda said, places: torch.ones(()), chunk_tokens=5)
+    hidden, weight = torch.autograd.grad(found.loss, (case.hidden, case.weight))
+    assert found.loss.item() == 1.0
+    assert not hidden.any()
+    assert not weight.any()

@@ -1,0 +1,278 @@
+"""How rows are cut, how many products each way takes, and what is mended: exactly, and in words."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+
+from tests.helpers.fused_case import DOCUMENT, IDS, MIXED, ROW, TOKEN, Case, V
+from tests.helpers.ranks import run_ranks
+from workbench.policy.logprobs import fused_loss as module
+from workbench.policy.logprobs import reference
+from workbench.policy.logprobs.chunked import ChunkedEngine
+from workbench.policy.logprobs.fused_pass import plan_rows
+from workbench.sharding.mesh import make_mesh
+
+
+def test_a_plan_keeps_documents_whole_where_it_can():
+    units = torch.tensor([5, 5, 3, 3, 3, 8, 1, 1, 1, 1, 1, 1, 1, 2])
+    plan = plan_rows(14, 4, "document", units)
+    assert plan.order_A is None
+    assert plan.groups == [[slice(6, 10), slice(10, 13)], [slice(0, 2)], [slice(2, 6)], [slice(13, 14)]]
+    assert plan_rows(14, 4, "token", units).groups == [[slice(0, 4)], [slice(4, 8)], [slice(8, 12)], [slice(12, 14)]]
+    assert plan_rows(5, 4, "row").groups == [[slice(0, 4), slice(4, 5)]]
+    assert [plan_rows(0, 4, couples, units[:0]).groups for couples in ("token", "document", "row")] == [[], [], []]
+
+
+def test_a_plan_gathers_documents_whose_rows_are_scattered():
+    units = torch.tensor([1, 2, 1, 3, 2, 1])
+    plan = plan_rows(6, 3, "document", units)
+    assert plan.order_A.tolist() == [0, 2, 5, 1, 3, 4]
+    assert plan.groups == [[slice(0, 3)], [slice(3, 6)]]
+
+
+def test_everything_is_shown_in_the_order_of_the_row():
+    """Also where documents were gathered; chunks by themselves in any."""
+    case, shown = Case(), []
+
+    def watched(said, places):
+        shown.append(places)
+        return case.gspo(said, places)
+
+    scattered = torch.arange(len(IDS)) % 4
+    found = case.fused(watched, chunk_tokens=14, document_ids_T=scattered)
+    assert torch.equal(shown[-1], torch.nonzero(case.active)[:, 0])
+    assert torch.equal(torch.cat(shown[:-1]).sort().values, shown[-1])
+    assert not torch.equal(torch.cat(shown[:-1]), shown[-1])
+    torch.testing.assert_close(found.loss.detach(), case.truth(case.gspo)[0], rtol=1e-13, atol=1e-13)
+
+
+# -- products and words ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TOKEN + DOCUMENT)
+def test_three_products_also_where_documents_do_not_fit(name):
+    case = Case()
+    for chunk_tokens in (4, 7, 100):
+        found = case.assert_right(getattr(case, name), chunk_tokens=chunk_tokens, expected_logprobs_T=case.old)
+        assert (found.products, found.fallback) == (3.0, None), chunk_tokens
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "clipped_gspo", "vespo"])
+def test_three_products_without_expectations(name):
+    case = Case()
+    assert case.assert_right(getattr(case, name), chunk_tokens=4).products == 3.0
+
+
+def long_rows(case, chunk_tokens):
+    """Computed rows of documents that do not fit into a chunk."""
+    sizes = [int(case.active[label == IDS].sum()) for label in IDS.unique()]
+    return [size for size in sizes if size > chunk_tokens], sum(sizes)
+
+
+def test_a_document_that_wants_more_than_a_number_goes_forward_twice():
+    case = Case()
+    found = case.assert_right(case.gspo_with_kl, chunk_tokens=5, expected_logprobs_T=case.old)
+    long, rows = long_rows(case, 5)
+    assert len(long) == 3
+    assert found.products == pytest.approx(3 + sum(long) / rows, rel=1e-12)
+    assert "a document of 13 tokens, more than 5, went forward twice" in found.fallback
+    assert case.assert_right(case.gspo_with_kl, chunk_tokens=5, keep_bytes=2**20).products == 3.0
+
+
+def test_a_loss_that_couples_a_row_takes_four_if_it_says_so_and_comes_out_right_if_not():
+    case = Case()
+    rows = int(case.active.sum())
+    said = case.assert_right(case.across, chunk_tokens=14, couples="row")
+    assert said.products == 4.0
+    assert said.fallback == f"all {rows} tokens, more than 14, went forward twice: the loss couples the whole row"
+    unsaid = case.assert_right(case.across, chunk_tokens=14, couples="token")
+    assert unsaid.products == 6.0
+    assert unsaid.fallback == (f"{rows} tokens went through again: the loss looks across tokens, and wants something "
+                               "else from them in the whole row than in their chunk")
+    assert "across documents" in case.assert_right(case.across, chunk_tokens=14).fallback
+    assert case.assert_right(case.across, chunk_tokens=100, couples="token").products == 3.0
+    assert case.assert_right(case.across, chunk_tokens=14, couples="row", keep_bytes=2**20).products == 3.0
+
+
+def test_only_rows_that_the_loss_ties_to_others_go_through_again():
+    case = Case()
+    few = torch.nonzero(case.active)[[3, -2], 0]
+
+    def two(said, places):
+        chosen = said.logprobs_T[(places[:, None] == few).any(1)]
+        return case.ppo(said, places) + chosen.sum().square()
+
+    found = case.assert_right(two, chunk_tokens=14)
+    assert found.fallback.startswith("2 tokens went through again")
+    assert found.products == pytest.approx(3 + 6 / int(case.active.sum()), rel=1e-12)
+
+
+def test_an_engine_hears_nothing_of_fields_that_the_loss_does_not_look_at(monkeypatch):
+    case, heard = Case(), []
+
+    class Listening(ChunkedEngine):
+        def backward(self, chunk, gradients, into, rows, *, first):
+            heard.append(tuple(gradient is not None for gradient in gradients))
+            super().backward(chunk, gradients, into, rows, first=first)
+
+    monkeypatch.setattr(module, "ChunkedEngine", Listening)
+    for name, fields in {"gspo": (True, False, False, False), "every_field": (True, True, True, False)}.items():
+        case.assert_right(getattr(case, name), chunk_tokens=5)
+        assert set(heard) == {fields}
+        heard.clear()
+
+
+# -- rows beyond an engine ---------------------------------------------------------------------------------------------
+
+FAR = -7.5
+
+
+class NearSighted(ChunkedEngine):
+    """An engine that cannot represent rows with a log-probability below a bound, and says nonsense of them."""
+
+    def forward(self, *rows, **how):
+        chunk = super().forward(*rows, **how)
+        chunk.overflowed_C = chunk.said.logprobs_T < FAR
+        chunk.said.logprobs_T[chunk.overflowed_C] = torch.nan
+        return chunk
+
+    def backward(self, chunk, gradients, into, rows, *, first):
+        gradients = type(gradients)(*(g if g is None else g.masked_fill(chunk.overflowed_C, 0) for g in gradients))
+        chunk.said.logprobs_T[chunk.overflowed_C] = 0.0
+        super().backward(chunk, gradients, into, rows, first=first)
+
+
+@pytest.mark.parametrize("name", [*TOKEN, "gspo", "gmpo", *MIXED, *ROW])
+def test_rows_beyond_an_engine_go_through_an_exact_one(name, monkeypatch):
+    monkeypatch.setattr(module, "ChunkedEngine", NearSighted)
+    case = Case()
+    far = int((reference.token_logprobs(case.hidden, case.weight, case.targets).logprobs_T[case.active] < FAR).sum())
+    assert 0 < far < 10
+    for call in ({"chunk_tokens": 5}, {"chunk_tokens": 100}, {"chunk_tokens": 14, "couples": "row"}):
+        found = case.assert_right(getattr(case, name), expected_logprobs_T=case.old, **call)
+        assert f"{far} beyond the exponents of the engine" in found.fallback
+        assert found.said.logprobs_T.isfinite().all()
+    with torch.no_grad():
+        found = case.fused(getattr(case, name), chunk_tokens=5)
+    torch.testing.assert_close(found.loss, case.truth(getattr(case, name))[0], rtol=1e-13, atol=1e-13)
+
+
+# -- on a device -----------------------------------------------------------------------------------------------------
+
+
+def on_device(tokens, loss, **call):
+    """A row of bfloat16 on the GPU, in documents of 64 tokens, one of them of 256."""
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(*shape, generator=g).to("cuda", torch.bfloat16).requires_grad_()
+                      for shape in ((tokens, 64), (304, 64)))
+    targets = torch.randint(0, 304, (tokens,), generator=g).cuda()
+    ids = (torch.arange(tokens) // 64).clamp_min(3)
+    advantages, ids = torch.randn(tokens, generator=g).cuda()[ids], ids.cuda()
+    said = reference.token_logprobs(hidden.detach().float(), weight.detach().float(), targets)
+    old = said.logprobs_T + 0.01 * torch.randn(tokens, generator=g).cuda()
+    lengths = torch.zeros(tokens, device="cuda").index_add(0, ids, torch.ones(tokens, device="cuda")).clamp_min(1)
+
+    def value(said, places):
+        gap, label = said.logprobs_T - old.index_select(0, places), ids.index_select(0, places)
+        if loss == "gspo":
+            sums = torch.zeros_like(lengths, dtype=gap.dtype).index_add(0, label, gap) / lengths
+            gap = sums.index_select(0, label)
+        return -(gap.exp() * advantages.index_select(0, places)).sum()
+
+    def run(implementation, chunk_tokens):
+        found = module.fused_loss(hidden, weight, targets, value, document_ids_T=ids, expected_logprobs_T=old,
+                                  chunk_tokens=chunk_tokens, implementation=implementation, **call)
+        return found, torch.autograd.grad(found.loss, (hidden, weight))
+
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    truth = value(reference.token_logprobs(*exact, targets), torch.arange(tokens, device="cuda"))
+    return run, torch.autograd.grad(truth, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", ["float32", "weight"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+@pytest.mark.parametrize("implementation", ["chunked", "triton"])
+def test_on_a_device_gradients_are_right_for_three_products(implementation, loss, accumulate):
+    run, truth = on_device(1000, loss, accumulate=accumulate)
+    for chunk_tokens in (100, 1000):
+        found, gradients = run(implementation, chunk_tokens)
+        assert (found.products, found.fallback) == (3.0, None)
+        for one, other in zip(gradients, truth, strict=True):
+            assert float((one.double() - other).norm() / other.norm()) < (6e-3 if accumulate == "float32" else 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+@pytest.mark.parametrize("implementation", ["chunked", "triton"])
+def test_nothing_waits_for_the_device_between_chunks(implementation, loss):
+    waits = []
+    run, _ = on_device(2048, loss)
+    run(implementation, 128)
+    for chunk_tokens in (128, 512):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            run(implementation, chunk_tokens)
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append(sorted((w.filename, w.lineno) for w in caught if "workbench" in w.filename))
+    assert len(waits[1]) < 10
+    assert len(waits[0]) <= len(waits[1]) + 1, "a document that is too long is looked at once"
+
+
+# -- several ranks --------------------------------------------------------------------------------------------------
+
+
+def of_two_minds(rank, case):
+    """A loss whose last bits the second rank computes in another way than the first, in the whole row alone."""
+    everything = int(case.active.sum())
+
+    def loss(said, places):
+        return case.ppo(said, places) * (1 + 1e-9 * rank * (len(places) == everything))
+
+    return loss
+
+
+def sharded_of_two_minds():
+    mesh, case = make_mesh(tp=2), Case()
+    rank = mesh["tp"].rank
+    weight = case.weight.detach()[5 * rank:5 + 8 * rank].clone().requires_grad_()
+    found = module.fused_loss(case.hidden, weight, case.targets, of_two_minds(rank, case), active_T=case.active,
+                              chunk_tokens=5, axis=mesh["tp"], first_token=5 * rank)
+    return found.products, found.fallback
+
+
+def test_what_one_rank_finds_wrong_both_mend(tmp_path):
+    one, other = run_ranks(sharded_of_two_minds, 2, tmp_path, timeout_s=30)
+    assert one == other
+    assert one[0] > 5
+
+
+def sharded(names, engine):
+    """What one rank of tp finds: its rows of the head, cut unevenly."""
+    mesh, case = make_mesh(tp=2), Case()
+    first, last = ((0, 5), (5, V))[mesh["tp"].rank]
+    weight = case.weight.detach()[first:last].clone().requires_grad_()
+    module.ChunkedEngine = engine
+    answers = []
+    for name in names:
+        found = module.fused_loss(case.hidden, weight, case.targets, getattr(case, name), document_ids_T=IDS,
+                           expected_logprobs_T=case.old, active_T=case.active, chunk_tokens=5, axis=mesh["tp"],
+                           first_token=first)
+        answers.append((found.loss.detach(), *torch.autograd.grad(found.loss, (case.hidden, weight)), found.fallback))
+    return answers
+
+
+@pytest.mark.parametrize("engine", [ChunkedEngine, NearSighted])
+def test_a_vocabulary_that_two_ranks_share(engine, tmp_path):
+    names = ("every_field", "gspo", *MIXED, *ROW)
+    ranks, case = run_ranks(functools.partial(sharded, names, engine), 2, tmp_path), Case()
+    for number, name in enumerate(names):
+        loss, hidden, weight = case.truth(getattr(case, name))
+        for answers in ranks:
+            torch.testing.assert_close(answers[number][0], loss, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(answers[number][1], hidden, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(torch.cat([answers[number][2] for answers in ranks]), weight, rtol=1e-12, atol=1e-12)
+        assert ranks[0][number][3] == ranks[1][number][3]

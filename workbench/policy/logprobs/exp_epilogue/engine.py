@@ -1,0 +1,287 @@
+"""The engine whose product writes exponentials: the speed of the products themselves, and the memory of one chunk.
+
+What a chunk keeps is E = exp(z - z_target) in the operands' width. Where the loss wants the log-probability (and the
+log-normaliser) alone, the gradient of a row is E with one element changed, times a number of the row, so that backward
+is one element and two products:
+
+    dz_v = (k / S) (E_v + 1[v = target] g_logprob S / k),     k = g_logsumexp - g_logprob
+    d hidden = scale (E @ W),       d weight += E^T @ (scale hidden)
+
+An entropy or squared-logit gradient, a soft cap and float16 take one pass over E in between. On tp, one sum of C
+numbers completes the targets' logits and one sum of up to 3C the chunk; there is no maximum to agree on.
+
+A row whose target is less likely than exp(-60) leaves the range. A slow kernel says it by its maximum, where no other
+rank holds a part of the head; its gradient comes out as zero, and who drives asks an exact engine for it.
+
+Sources:  the exponential in the product's epilogue: quack 0.6.5, `linear_cross_entropy` scaled-exp, which shifts each
+tile by its own maximum; one shift for a row, its target's logit, is what makes plain products of E enough.
+
+Letters: C rows of a chunk | V vocabulary (this rank's valid rows of the head) | D model dimension | N tiles of columns
+| F sums of a row.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from workbench.errors import SpecError
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, note_product
+from workbench.policy.logprobs.exp_epilogue import kernels
+from workbench.policy.logprobs.exp_epilogue.tiles import Tile, choose_tile, processors
+from workbench.policy.logprobs.head import Head
+from workbench.policy.logprobs.products import add_product_, exact_float32
+from workbench.sharding.collectives import all_sum
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why this engine cannot compute with such operands; None if it can."""
+    if dtype not in DTYPES:
+        return f"operands are {dtype}; the kernels sum in float32"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return None if major >= 8 else f"compute capability {major}.{minor}; the kernels need 8.0"
+    if not isinstance(kernels.exp_product, InterpretedFunction):
+        return f"operands are on {device.type}; Triton needs CUDA, or its interpreter (TRITON_INTERPRET=1)"
+    return None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a chunk keeps for its backward.
+
+    Attributes:
+        exponentials_CV: exp(z - shift), or the negative exponent in bits where that would be lost (``exponents``).
+        totals_FC: S, and X in bits where entropy was wanted, over all ranks.
+        shifts_C: the targets' logits.
+        exponents: whether exponents that are too small for an exponential are kept as they are.
+    """
+
+    exponentials_CV: Tensor
+    totals_FC: Tensor
+    shifts_C: Tensor
+    exponents: bool
+
+
+class ExpEpilogueEngine:
+    """Exponentials of a chunk's shifted logits, and their row sums, from one product.
+
+    Args:
+        head: what turns rows into logits.
+        tile: how products are cut; None: what is fastest here.
+
+    Raises:
+        SpecError: operands that the kernels cannot take.
+    """
+
+    def __init__(self, head: Head, *, tile: Tile | None = None) -> None:
+        weight_VD = head.weight_VD
+        if why := refusal(weight_VD.dtype, weight_VD.device):
+            raise SpecError("token_logprobs: implementation 'triton'", found=why, rule=f"one of {DTYPES} on CUDA",
+                            fix="choose implementation='chunked', which needs nothing but torch")
+        self.head = head
+        self._tile = tile or choose_tile(weight_VD.shape[1], weight_VD.dtype, weight_VD.device)
+        self._weight_VD = _aligned(weight_VD[: head.valid])
+        self._bias_V = None if head.bias_V is None else head.bias_V[: head.valid].to(torch.float32).contiguous()
+        self._scratch = torch.empty(0, dtype=self._kept_dtype, device=weight_VD.device)
+
+    def bytes_kept(self, rows: int) -> int:
+        """The exponentials of so many rows, and their sums."""
+        return rows * (self._stride * self._kept_dtype.itemsize + 16)
+
+    def forward(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str],
+                keep: Keep) -> Chunk:
+        """See `engine.Engine.forward`."""
+        with self._on_device():
+            hidden_CD = _aligned(hidden_CD)
+            shifts_C = self._target_logits(hidden_CD, targets_C, temperature)
+            exponents = keep != "no" and "mean_squared_logit" in wanted
+            exponentials_CV = None if keep == "no" else self._buffer(len(hidden_CD), keep)
+            totals_FC = self._exponentials(hidden_CD, shifts_C, temperature, exponentials_CV, wanted, exponents)
+            said, overflowed_C = self._say(hidden_CD, temperature, totals_FC, shifts_C, wanted)
+        note_product(len(hidden_CD))
+        saved = None if exponentials_CV is None else Saved(exponentials_CV, totals_FC, shifts_C, exponents)
+        return Chunk(hidden_CD, targets_C, temperature, said, saved, overflowed_C, said_exactly=not self.head.is_split)
+
+    def backward(self, chunk: Chunk, gradients: RowGradients, into: Accumulators, rows: slice, *, first: bool) -> None:
+        """See `engine.Engine.backward`."""
+        head, hidden_CD = self.head, chunk.hidden_CD
+        with self._on_device(), exact_float32(hidden_CD.dtype):
+            gradient_CV, scaled_CD, scales_C = self._gradient(chunk, gradients)
+            chunk.saved = None
+            if into.hidden_TD is not None:
+                hidden_gradient_CD = into.hidden_TD[rows]
+                torch.mm(gradient_CV, self._weight_VD, out=hidden_gradient_CD)
+                depth = hidden_CD.shape[1]
+                kernels.scale_rows[(len(hidden_CD),)](hidden_gradient_CD, scales_C, depth, hidden_gradient_CD.stride(0),
+                                                      BLOCK=_block(depth))
+                note_product(len(hidden_CD))
+            if into.weight_VD is not None:
+                add_product_(into.weight_VD[: head.valid], gradient_CV, scaled_CD, first=first)
+                if first:
+                    into.weight_VD[head.valid:].zero_()
+                note_product(len(hidden_CD))
+            if into.bias_V is not None:
+                self._add_bias(gradient_CV, scales_C, into.bias_V, first=first)
+
+    @property
+    def _kept_dtype(self) -> torch.dtype:
+        # the range of float32 in 16 bits: float16 would overflow
+        return torch.float32 if self.head.weight_VD.dtype == torch.float32 else torch.bfloat16
+
+    @property
+    def _stride(self) -> int:
+        """Elements from a row of exponentials to the next: whole lines of memory."""
+        return -(-max(1, self.head.valid) // 64) * 64
+
+    @property
+    def _soft_cap(self) -> float:
+        return 1.0 if self.head.soft_cap is None else self.head.soft_cap
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        weight_VD = self._weight_VD
+        return torch.cuda.device(weight_VD.device) if weight_VD.is_cuda else nullcontext()
+
+    def _buffer(self, rows: int, keep: Keep) -> Tensor:
+        if keep == "own":
+            buffer = self._scratch.new_empty(rows * self._stride)
+        else:
+            if len(self._scratch) < rows * self._stride:
+                self._scratch = self._scratch.new_empty(0)  # the smaller one goes first
+                self._scratch = self._scratch.new_empty(rows * self._stride)
+            buffer = self._scratch[: rows * self._stride]
+        return buffer.view(rows, self._stride)[:, : self.head.valid]
+
+    def _temperatures(self, temperature: float | Tensor) -> tuple[Tensor | None, float]:
+        if isinstance(temperature, Tensor):
+            return temperature.to(torch.float32).contiguous(), 1.0
+        return None, temperature
+
+    def _target_logits(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor) -> Tensor:
+        head, (rows, depth) = self.head, hidden_CD.shape
+        temperatures_C, one = self._temperatures(temperature)
+        logits_C = torch.empty(rows, dtype=torch.float32, device=hidden_CD.device)
+        kernels.target_logits[(rows,)](
+            hidden_CD, self._weight_VD, self._bias_V, targets_C, temperatures_C, logits_C, head.valid, depth,
+            hidden_CD.stride(0), self._weight_VD.stride(0), head.first_token, head.logit_scale, self._soft_cap, one,
+            BIAS=self._bias_V is not None, CAP=head.soft_cap is not None, PER_ROW=temperatures_C is not None,
+            BLOCK=_block(depth))
+        return all_sum(logits_C, head.axis) if head.axis is not None and head.is_split else logits_C
+
+    def _exponentials(self, hidden_CD: Tensor, shifts_C: Tensor, temperature: float | Tensor,
+                      exponentials_CV: Tensor | None, wanted: frozenset[str], exponents: bool) -> Tensor:
+        """S, and X and Q where wanted, over all ranks; exponentials where there is a place for them."""
+        head, tile, (rows, depth) = self.head, self._tile, hidden_CD.shape
+        temperatures_C, one = self._temperatures(temperature)
+        entropy, squares = "entropy" in wanted, "mean_squared_logit" in wanted
+        tiles = triton.cdiv(head.valid, tile.columns)
+        kinds = 1 + entropy + squares
+        totals_FC = torch.zeros(kinds, rows, dtype=torch.float32, device=hidden_CD.device)
+        if head.valid:
+            sums_FNC = torch.empty(kinds, tiles, rows, dtype=torch.float32, device=hidden_CD.device)
+            store = exponentials_CV is not None
+            hidden_tiles = TensorDescriptor.from_tensor(hidden_CD, [tile.rows, tile.depth])
+            weight_tiles = TensorDescriptor.from_tensor(self._weight_VD, [tile.columns, tile.depth])
+            out_tiles = hidden_tiles if exponentials_CV is None else TensorDescriptor.from_tensor(
+                exponentials_CV, [tile.rows, tile.columns // 2])
+            at_once = tile.per_processor * processors(hidden_CD.device)
+            kernels.exp_product[(min(at_once, triton.cdiv(rows, tile.rows) * tiles),)](
+                hidden_tiles, weight_tiles, out_tiles, self._bias_V, shifts_C, temperatures_C, sums_FNC, rows,
+                head.valid, depth, head.logit_scale, self._soft_cap, one,
+                ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=tile.group, PROGRAMS=at_once,
+                PRECISION=tile.precision, STORE=store, EXPONENTS=exponents, ENTROPY=entropy, SQUARES=squares,
+                BIAS=self._bias_V is not None, CAP=head.soft_cap is not None, PER_ROW=temperatures_C is not None,
+                num_warps=tile.warps, num_stages=tile.stages)
+            kernels.add_tiles[(triton.cdiv(rows, 32), kinds)](sums_FNC, totals_FC, rows, tiles, ROWS=32, TILES=32)
+        return all_sum(totals_FC, head.axis) if head.axis is not None and head.is_split else totals_FC
+
+    def _say(self, hidden_CD: Tensor, temperature: float | Tensor, totals_FC: Tensor, shifts_C: Tensor,
+             wanted: frozenset[str]) -> tuple[TokenLogprobs, Tensor]:
+        """What sums say; where they overflowed, what the logits say, unless other ranks hold some of them."""
+        head, (rows, depth) = self.head, hidden_CD.shape
+        entropy, squares = "entropy" in wanted, "mean_squared_logit" in wanted
+        logprobs_C, entropy_C, logsumexp_C, squares_C = torch.empty(4, rows, dtype=torch.float32,
+                                                                    device=shifts_C.device)
+        overflowed_C = torch.empty(rows, dtype=torch.int8, device=shifts_C.device)
+        kernels.say[(triton.cdiv(rows, 128),)](
+            totals_FC, shifts_C, logprobs_C, entropy_C, logsumexp_C, squares_C, overflowed_C, rows,
+            float(head.vocabulary), ENTROPY=entropy, SQUARES=squares, ROWS=128)
+        if not head.is_split:
+            temperatures_C, one = self._temperatures(temperature)
+            kernels.say_exactly[(triton.cdiv(rows, 8),)](
+                hidden_CD, self._weight_VD, self._bias_V, shifts_C, temperatures_C, overflowed_C, logprobs_C, entropy_C,
+                logsumexp_C, squares_C, rows, head.valid, float(head.vocabulary), depth, hidden_CD.stride(0),
+                self._weight_VD.stride(0), head.logit_scale, self._soft_cap, one,
+                ENTROPY=entropy, SQUARES=squares, BIAS=self._bias_V is not None, CAP=head.soft_cap is not None,
+                PER_ROW=temperatures_C is not None, ROWS=8, COLUMNS=64,
+                DEPTH=min(128, triton.next_power_of_2(depth)))
+        said = TokenLogprobs(logprobs_C, entropy_C if entropy else None, logsumexp_C, squares_C if squares else None)
+        return said, overflowed_C.view(torch.bool)
+
+    def _gradient(self, chunk: Chunk, gradients: RowGradients) -> tuple[Tensor, Tensor, Tensor]:
+        """What exponentials become [C, V], hidden rows times their scales, and the scales."""
+        head, hidden_CD, saved = self.head, chunk.hidden_CD, chunk.saved
+        rows, depth = hidden_CD.shape
+        temperatures_C, one = self._temperatures(chunk.temperature)
+        logprob_C, entropy_C, logsumexp_C, squares_C = (
+            None if g_C is None else g_C.to(torch.float32).contiguous() for g_C in gradients)
+        exponentials_CV = saved.exponentials_CV
+        gradient_CV = exponentials_CV.view(hidden_CD.dtype)
+        scaled_CD = torch.empty((rows, depth), dtype=hidden_CD.dtype, device=hidden_CD.device)
+        scales_C = torch.empty_like(saved.shifts_C)
+        stride, hidden_stride = exponentials_CV.stride(0), hidden_CD.stride(0)
+        by_pass = (entropy_C is not None or squares_C is not None or head.soft_cap is not None or saved.exponents
+                   or hidden_CD.dtype == torch.float16)
+        if by_pass and head.valid:
+            kernels.write_gradient[(rows * triton.cdiv(head.valid, 4096),)](
+                exponentials_CV, gradient_CV, hidden_CD, scaled_CD, scales_C, saved.totals_FC, saved.shifts_C,
+                chunk.targets_C, temperatures_C, chunk.overflowed_C, logprob_C, logsumexp_C, entropy_C, squares_C,
+                rows, head.valid, float(head.vocabulary), depth, stride, hidden_stride, head.first_token,
+                head.logit_scale, self._soft_cap, one,
+                LOGPROB=logprob_C is not None, LOGSUMEXP=logsumexp_C is not None, ENTROPY=entropy_C is not None,
+                SQUARES=squares_C is not None, EXPONENTS=saved.exponents, CAP=head.soft_cap is not None,
+                PER_ROW=temperatures_C is not None, FAST=hidden_CD.is_cuda, BLOCK=4096,
+                DEPTH=_block(depth), num_warps=8)
+        else:
+            kernels.fold_target[(rows,)](
+                exponentials_CV, hidden_CD, scaled_CD, scales_C, saved.totals_FC, chunk.targets_C, temperatures_C,
+                chunk.overflowed_C, logprob_C, logsumexp_C, head.valid, depth, stride, hidden_stride,
+                head.first_token, head.logit_scale, one,
+                LOGPROB=logprob_C is not None, LOGSUMEXP=logsumexp_C is not None,
+                PER_ROW=temperatures_C is not None, BLOCK=_block(depth))
+        return gradient_CV, scaled_CD, scales_C
+
+    def _add_bias(self, gradient_CV: Tensor, scales_C: Tensor, bias_V: Tensor, *, first: bool) -> None:
+        rows, columns = gradient_CV.shape
+        if first:
+            bias_V[columns:].zero_()
+        if columns:
+            kernels.add_columns[(triton.cdiv(columns, 128),)](
+                gradient_CV, scales_C, bias_V, rows, columns, gradient_CV.stride(0), FIRST=first, ROWS=32, BLOCK=128)
+
+
+def _block(depth: int) -> int:
+    """Elements of a row of hidden states that a program takes at a time."""
+    return min(1024, triton.next_power_of_2(depth))
+
+
+def _aligned(matrix: Tensor) -> Tensor:
+    """The same matrix, every row at a multiple of 16 bytes as the copy engine wants it; a copy only if need be."""
+    size = matrix.element_size()
+    fits = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * size % 16 == 0
+    if fits and matrix.data_ptr() % 16 == 0:
+        return matrix
+    rows, columns = matrix.shape
+    per_row = 16 // size
+    copy = matrix.new_empty(rows, -(-columns // per_row) * per_row)[:, :columns]
+    return copy.copy_(matrix)

@@ -1,0 +1,405 @@
+"""A matrix product whose logits never leave the chip, and the small kernels around it.
+
+The product writes exponentials instead of logits. With z the logits as they enter the softmax and c one number for each
+row, which is the target's own logit:
+
+    E_v = exp(z_v - c)      S = sum_v E_v      X = sum_v E_v (z_v - c)      Q = sum_v z_v^2
+    logprob = -log S        logsumexp = c + log S        entropy = log S - X / S
+
+so that neither a maximum nor a second pass is needed: bfloat16 has the range of float32, and E_target is 1. Inside,
+exponents are in bits (base 2), because the chip's exponential is. Sums of a tile of columns go to their own place and
+are added up in one order: no atomics, so a row says the same whatever chunk it lies in and whoever its neighbours are.
+
+Letters: C rows of a chunk | V columns of the head | D model dimension | N tiles of columns | F sums of a row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+LIMIT = 60.0
+"""A row whose sum of exponentials reaches exp(LIMIT) has overflowed: its target is less likely than exp(-LIMIT)."""
+
+_BITS = tl.constexpr(1.4426950408889634)  # per nat
+_NATS = tl.constexpr(0.6931471805599453)  # per bit
+_LIMIT = tl.constexpr(LIMIT)
+_NOTHING = tl.constexpr(-1e30)  # stands for a logit of -inf: no probability, and 0 times it is 0
+_SMALLEST = tl.constexpr(-125.0)  # bits, below which an exponential is stored as its exponent, where that is asked for
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (tl.exp2(x * (2.0 * _BITS)) + 1.0)
+
+
+@triton.jit
+def _log2(x, FAST: tl.constexpr):
+    """log2 of numbers that are not negative, -123 for 0; fast is one instruction, right to 22 bits."""
+    x = tl.maximum(x, 1e-37)
+    if FAST:
+        return libdevice.fast_log2f(x)
+    return tl.log2(x)
+
+
+@triton.jit
+def _logits(dots, bias, logit_scale, soft_cap, per_temperature, BIAS: tl.constexpr, CAP: tl.constexpr):
+    """Logits as they enter the softmax, in units of which ``per_temperature`` has its own."""
+    if BIAS:
+        dots += bias
+    if CAP:
+        return _tanh(dots * (logit_scale / soft_cap)) * (soft_cap * per_temperature)
+    return dots * (logit_scale * per_temperature)
+
+
+@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["targets", "temperatures"])
+def target_logits(hidden, weight, bias, targets, temperatures, out, columns, depth, hidden_stride, weight_stride,
+                  first_token, logit_scale, soft_cap, temperature,
+                  BIAS: tl.constexpr, CAP: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """[C] logit of each row's target, in nats; 0 where another rank has it. One program for each row."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row) - first_token
+    here = (target >= 0) & (target < columns)
+    target = tl.where(here, target, 0).to(tl.int64)
+    products = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, depth, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        inside = (places < depth) & here
+        h = tl.load(hidden + row * hidden_stride + places, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weight + target * weight_stride + places, mask=inside, other=0.0).to(tl.float32)
+        products += h * w
+    b = 0.0
+    if BIAS:
+        b = tl.load(bias + target, mask=here, other=0.0).to(tl.float32)
+    if PER_ROW:
+        temperature = tl.load(temperatures + row)
+    logit = _logits(tl.sum(products, 0), b, logit_scale, soft_cap, 1.0 / temperature, BIAS, CAP)
+    tl.store(out + row, tl.where(here, logit, 0.0))
+
+
+@triton.jit
+def _emit(dots, out, bias, shift, per_temperature, row, column, columns, logit_scale, soft_cap,
+          WIDTH: tl.constexpr, STORE: tl.constexpr, EXPONENTS: tl.constexpr, ENTROPY: tl.constexpr,
+          SQUARES: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr):
+    """Exponentials of a tile of dot products, and their sums over its columns."""
+    places = column + tl.arange(0, WIDTH)
+    b = 0.0
+    if BIAS:
+        b = tl.load(bias + places, mask=places < columns, other=0.0).to(tl.float32)
+        b = tl.maximum(b, _NOTHING)[None, :]
+    logits = _logits(dots, b, logit_scale, soft_cap, per_temperature, BIAS, CAP)
+    bits = logits - shift
+    if column + WIDTH > columns:
+        bits = tl.where((places < columns)[None, :], bits, _NOTHING)
+    exponentials = tl.exp2(bits)
+    if STORE:
+        kept = tl.where(bits < _SMALLEST, bits, exponentials) if EXPONENTS else exponentials
+        out.store([row, column], kept.to(out.dtype))
+    total = tl.sum(exponentials, 1)
+    weighted = total
+    squares = total
+    if ENTROPY:
+        weighted = tl.sum(exponentials * bits, 1)
+    if SQUARES:
+        squares = tl.sum(tl.where(bits > 1e-5 * _NOTHING, logits * logits, 0.0), 1)
+    return total, weighted, squares
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["temperatures"])
+def exp_product(hidden, weight, out, bias, shifts, temperatures, sums, rows, columns, depth, logit_scale, soft_cap,
+                temperature,
+                ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+                PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, STORE: tl.constexpr, EXPONENTS: tl.constexpr,
+                ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+                PER_ROW: tl.constexpr):
+    """Exponentials of shifted logits, [C, V], and the sums of every tile, [F, N, C]: S, X in bits, Q in bits^2.
+
+    A fixed number of programs takes tiles in an order in which neighbours share operands: GROUP tiles of rows, then the
+    next tile of columns. Exponentials are taken of half a tile at a time, in half the registers and shared memory.
+    """
+    row_tiles = tl.cdiv(rows, ROWS)
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    steps = tl.cdiv(depth, DEPTH)
+    width = GROUP * column_tiles
+    for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
+        group = tile // width
+        tall = tl.minimum(row_tiles - group * GROUP, GROUP)
+        row = (group * GROUP + (tile % width) % tall) * ROWS
+        column_tile = (tile % width) // tall
+        column = column_tile * COLUMNS
+        dots = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for step in range(steps):
+            h = hidden.load([row, step * DEPTH])
+            w = weight.load([column, step * DEPTH])
+            dots = tl.dot(h, w.T, dots, input_precision=PRECISION)
+        places = row + tl.arange(0, ROWS)
+        inside = places < rows
+        shift = tl.load(shifts + places, mask=inside, other=0.0)[:, None] * _BITS
+        if PER_ROW:
+            per_temperature = (1.0 / tl.load(temperatures + places, mask=inside, other=1.0))[:, None] * _BITS
+        else:
+            per_temperature = 1.0 / temperature * _BITS
+        HALF: tl.constexpr = COLUMNS // 2
+        left, right = tl.split(tl.permute(tl.reshape(dots, (ROWS, 2, HALF)), (0, 2, 1)))
+        total, weighted, squares = _emit(
+            left, out, bias, shift, per_temperature, row, column, columns, logit_scale, soft_cap,
+            HALF, STORE, EXPONENTS, ENTROPY, SQUARES, BIAS, CAP)
+        more, more_weighted, more_squares = _emit(
+            right, out, bias, shift, per_temperature, row, column + HALF, columns, logit_scale, soft_cap,
+            HALF, STORE, EXPONENTS, ENTROPY, SQUARES, BIAS, CAP)
+        total += more
+        weighted += more_weighted
+        squares += more_squares
+        place = sums + column_tile.to(tl.int64) * rows + places
+        tl.store(place, total, mask=inside)
+        if ENTROPY:
+            place += column_tiles.to(tl.int64) * rows
+            tl.store(place, weighted, mask=inside)
+        if SQUARES:
+            place += column_tiles.to(tl.int64) * rows
+            tl.store(place, squares, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_tiles(sums, totals, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """[F, N, C] -> [F, C], in one order. Programs: blocks of rows x F."""
+    kind = tl.program_id(1)
+    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    partial = tl.zeros((TILES, ROWS), tl.float32)
+    for start in range(0, tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        inside = (tile < tiles)[:, None] & (places < rows)[None, :]
+        place = sums + (kind * tiles + tile).to(tl.int64)[:, None] * rows + places[None, :]
+        partial += tl.load(place, mask=inside, other=0.0)
+    tl.store(totals + kind * rows + places, tl.sum(partial, 0), mask=places < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def say(totals, shifts, logprobs, entropy, logsumexp, mean_squares, overflowed, rows, vocabulary,
+        ENTROPY: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr):
+    """What each row's sums, over all ranks, say about it; zeros where they overflowed, NaN where they are NaN."""
+    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = places < rows
+    total = tl.load(totals + places, mask=inside, other=1.0)
+    shift = tl.load(shifts + places, mask=inside, other=0.0)
+    fine = total < tl.exp(_LIMIT)  # false for NaN too
+    instead = tl.where(total == total, 0.0, total)
+    log_total = tl.log(total)
+    tl.store(overflowed + places, tl.where(fine, 0, 1).to(tl.int8), mask=inside)
+    # the target's exponential, by another order of sums than the shift, is 1 up to rounding
+    tl.store(logprobs + places, tl.where(fine, tl.minimum(-log_total, 0.0), instead), mask=inside)
+    tl.store(logsumexp + places, tl.where(fine, shift + log_total, instead), mask=inside)
+    row_of = totals + places
+    if ENTROPY:
+        row_of += rows
+        mean = tl.load(row_of, mask=inside, other=0.0) * _NATS / total
+        tl.store(entropy + places, tl.where(fine, tl.maximum(log_total - mean, 0.0), instead), mask=inside)
+    if SQUARES:
+        row_of += rows
+        squares = tl.load(row_of, mask=inside, other=0.0) * (_NATS * _NATS)
+        tl.store(mean_squares + places, tl.where(fine, squares / vocabulary, instead), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["temperatures"])
+def say_exactly(hidden, weight, bias, shifts, temperatures, overflowed, logprobs, entropy, logsumexp, mean_squares,
+                rows, columns, vocabulary, depth, hidden_stride, weight_stride, logit_scale, soft_cap, temperature,
+                ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
+                PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """What rows that overflowed say, by their maximum: slow, row by row, and nothing to do where none did."""
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    flags = first + tl.arange(0, ROWS)
+    if tl.max(tl.load(overflowed + flags, mask=flags < rows, other=0), 0) != 0:
+        for number in range(ROWS):
+            place = first + number
+            lost = tl.load(overflowed + place, mask=place < rows, other=0) != 0
+            instead = tl.load(logprobs + place, mask=lost, other=0.0)
+            if lost & (instead == instead):
+                row = hidden + place * hidden_stride
+                if PER_ROW:
+                    temperature = tl.load(temperatures + place)
+                highest = _NOTHING
+                total = 0.0
+                weighted = 0.0
+                squares = 0.0
+                for column in range(0, columns, COLUMNS):
+                    places = column + tl.arange(0, COLUMNS)
+                    inside = places < columns
+                    dots = tl.zeros((COLUMNS,), tl.float32)
+                    for start in range(0, depth, DEPTH):
+                        deep = start + tl.arange(0, DEPTH)
+                        h = tl.load(row + deep, mask=deep < depth, other=0.0).to(tl.float32)
+                        w = tl.load(weight + places.to(tl.int64)[:, None] * weight_stride + deep[None, :],
+                                    mask=inside[:, None] & (deep < depth)[None, :], other=0.0).to(tl.float32)
+                        dots += tl.sum(w * h[None, :], 1)
+                    b = 0.0
+                    if BIAS:
+                        b = tl.maximum(tl.load(bias + places, mask=inside, other=0.0).to(tl.float32), _NOTHING)
+                    logits = _logits(dots, b, logit_scale, soft_cap, 1.0 / temperature, BIAS, CAP)
+                    logits = tl.where(inside, logits, _NOTHING)
+                    above = tl.maximum(highest, tl.max(logits, 0))
+                    raised = above - highest
+                    shrunk = tl.exp(-raised)
+                    exponentials = tl.exp(logits - above)
+                    weighted = shrunk * (weighted - raised * total) + tl.sum(exponentials * (logits - above), 0)
+                    total = shrunk * total + tl.sum(exponentials, 0)
+                    squares += tl.sum(tl.where(logits > 1e-5 * _NOTHING, logits * logits, 0.0), 0)
+                    highest = above
+                log_total = tl.log(total)
+                tl.store(logprobs + place, tl.minimum(tl.load(shifts + place) - highest - log_total, 0.0))
+                tl.store(logsumexp + place, highest + log_total)
+                if ENTROPY:
+                    tl.store(entropy + place, tl.maximum(log_total - weighted / total, 0.0))
+                if SQUARES:
+                    tl.store(mean_squares + place, squares / vocabulary)
+
+
+@triton.jit
+def _scale_row(hidden, scaled, scales, row, scale, depth, hidden_stride, BLOCK: tl.constexpr):
+    """A row of hidden states times its scale, which is kept for the gradient of hidden."""
+    tl.store(scales + row, scale)
+    for start in range(0, depth, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        h = tl.load(hidden + row * hidden_stride + places, mask=places < depth, other=0.0).to(tl.float32)
+        # a row that is not finite and has no part in this must not come in by 0 * inf
+        product = tl.where(scale == 0.0, 0.0, h * scale)
+        tl.store(scaled + row * depth + places, product.to(scaled.dtype.element_ty), mask=places < depth)
+
+
+@triton.jit(do_not_specialize=["first_token"],
+            do_not_specialize_on_alignment=["targets", "temperatures", "logprob_gradients", "logsumexp_gradients"])
+def fold_target(exponentials, hidden, scaled, scales, totals, targets, temperatures, overflowed, logprob_gradients,
+                logsumexp_gradients, columns, depth, stride, hidden_stride, first_token, logit_scale, temperature,
+                LOGPROB: tl.constexpr, LOGSUMEXP: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """Make of each row of exponentials its gradient, up to a scale, by changing one element.
+
+    With k = g_logsumexp - g_logprob:  dz_v = (k / S) (E_v + 1[v = target] g_logprob S / k).
+    The scale, times dz/d(dot product), goes into a copy of the hidden row. One program for each row.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.load(totals + row)
+    to_logprob = 0.0
+    to_logsumexp = 0.0
+    if LOGPROB:
+        to_logprob = tl.load(logprob_gradients + row).to(tl.float32)
+    if LOGSUMEXP:
+        to_logsumexp = tl.load(logsumexp_gradients + row).to(tl.float32)
+    if PER_ROW:
+        temperature = tl.load(temperatures + row)
+    slope = to_logsumexp - to_logprob
+    # Where the two cancel, the target's element is all there is: keep it finite, at a slope that does not count.
+    least = tl.abs(to_logprob) * tl.maximum(total * 1e-36, 1e-10)
+    slope = tl.where(tl.abs(slope) < least, least, slope)
+    lost = tl.load(overflowed + row) != 0
+    scale = slope / total * (logit_scale / temperature)
+    scale = tl.where(lost | (slope == 0.0), 0.0, scale)
+    place = exponentials + row * stride
+    target = tl.load(targets + row) - first_token
+    if lost:
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            tl.store(place + column, tl.zeros((BLOCK,), place.dtype.element_ty), mask=column < columns)
+    else:
+        here = (target >= 0) & (target < columns)
+        own = tl.load(place + target, mask=here, other=0.0).to(tl.float32)
+        own += tl.where(slope == 0.0, 0.0, to_logprob / slope * total)
+        tl.store(place + target, own.to(place.dtype.element_ty), mask=here)
+    _scale_row(hidden, scaled, scales, row, scale, depth, hidden_stride, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows", "first_token"],
+            do_not_specialize_on_alignment=["targets", "temperatures", "logprob_gradients",
+                                            "logsumexp_gradients", "entropy_gradients", "square_gradients"])
+def write_gradient(exponentials, gradient, hidden, scaled, scales, totals, shifts, targets, temperatures, overflowed,
+                   logprob_gradients, logsumexp_gradients, entropy_gradients, square_gradients,
+                   rows, columns, vocabulary, depth, stride, hidden_stride, first_token, logit_scale, soft_cap,
+                   temperature,
+                   LOGPROB: tl.constexpr, LOGSUMEXP: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
+                   EXPONENTS: tl.constexpr, CAP: tl.constexpr, PER_ROW: tl.constexpr, FAST: tl.constexpr,
+                   BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+    """Write over each row of exponentials its gradient, up to a scale: one pass, where one element is not enough.
+
+        dz_v = p_v (g_logsumexp - g_logprob - g_entropy (z_v - mean z)) + 1[v = target] g_logprob + 2 g_squares z_v / V
+        d(dot product)_v = dz_v (1 - (z_v temperature / soft_cap)^2) logit_scale / temperature
+
+    The scale is the sum of the incoming gradients' sizes: what is written is of order 1. Programs: rows x blocks of
+    columns, the first of which scales the hidden row; ``gradient`` is the same memory in the dtype of the operands.
+    """
+    blocks = tl.cdiv(columns, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    target = tl.load(targets + row) - first_token
+    total = tl.load(totals + row)
+    shift = tl.load(shifts + row)
+    mean = 0.0
+    to_logprob = 0.0
+    to_logsumexp = 0.0
+    to_entropy = 0.0
+    to_squares = 0.0
+    if LOGPROB:
+        to_logprob = tl.load(logprob_gradients + row).to(tl.float32)
+    if LOGSUMEXP:
+        to_logsumexp = tl.load(logsumexp_gradients + row).to(tl.float32)
+    if ENTROPY:
+        to_entropy = tl.load(entropy_gradients + row).to(tl.float32)
+        mean = tl.load(totals + rows + row) * _NATS / total
+    if SQUARES:
+        to_squares = tl.load(square_gradients + row).to(tl.float32)
+    if PER_ROW:
+        temperature = tl.load(temperatures + row)
+    size = tl.abs(to_logprob) + tl.abs(to_logsumexp) + tl.abs(to_entropy) + tl.abs(to_squares)
+    lost = (tl.load(overflowed + row) != 0) | (size == 0.0)
+    # no branch before the load: a row that is lost is rare, and waiting to know costs every row
+    value = tl.load(exponentials + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    bits = _log2(value, FAST)
+    if EXPONENTS:
+        bits = tl.where(value < 0.0, value, bits)
+        value = tl.maximum(value, 0.0)
+    per_size = 1.0 / size
+    per_total = per_size / total
+    # p_v (slope - g_entropy (z_v - mean)) / size, in two products
+    dz = value * (per_total * (to_logsumexp - to_logprob + to_entropy * mean) - bits * (per_total * to_entropy * _NATS))
+    if (target >= block * BLOCK) & (target < block * BLOCK + BLOCK):
+        dz += tl.where(column == target, to_logprob * per_size, 0.0)
+    if SQUARES:
+        pull = to_squares * per_size * 2.0 / vocabulary
+        dz += tl.where(bits > 1e-5 * _NOTHING, pull * (bits * _NATS + shift), 0.0)
+    if CAP:
+        bent = (bits * _NATS + shift) * (temperature / soft_cap)
+        dz *= 1.0 - bent * bent
+    if lost:
+        dz = tl.zeros((BLOCK,), tl.float32)
+    tl.store(gradient + row * stride + column, dz.to(gradient.dtype.element_ty), mask=inside)
+    if block == 0:
+        scale = tl.where(lost, 0.0, size * (logit_scale / temperature))
+        _scale_row(hidden, scaled, scales, row, scale, depth, hidden_stride, DEPTH)
+
+
+@triton.jit
+def scale_rows(gradient, scales, depth, stride, BLOCK: tl.constexpr):
+    """Each row times its scale, in place: one read and one write, where torch casts there and back. A program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scales + row)
+    for start in range(0, depth, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        value = tl.load(gradient + row * stride + places, mask=places < depth, other=0.0).to(tl.float32)
+        tl.store(gradient + row * stride + places, (value * scale).to(gradient.dtype.element_ty), mask=places < depth)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_columns(gradient, scales, out, rows, columns, stride, FIRST: tl.constexpr, ROWS: tl.constexpr,
+                BLOCK: tl.constexpr):
+    """[V] += sum over rows of scale * gradient: what a bias gets. One program for each block of columns."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        scale = tl.load(scales + row, mask=row < rows, other=0.0)
+        value = tl.load(gradient + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        total += tl.sum(value.to(tl.float32) * scale[:, None], 0)
+    if not FIRST:
+        total += tl.load(out + column, mask=column < columns, other=0.0)
+    tl.store(out + column, total, mask=column < columns)

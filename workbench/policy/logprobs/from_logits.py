@@ -1,0 +1,213 @@
+"""Token log-probabilities of logits that are there already, for models that return them.
+
+With z the logits over temperature, m their maximum, and sums over the whole vocabulary:
+    s = sum exp(z - m),   u = sum exp(z - m) (z - m),   q = sum z^2,   a = z_target - m
+    logprob = a - log s     entropy = log s - u / s     logsumexp = m + log s     mean squared logit = q / V
+    dz_v = g_logprob (1[v = target] - p_v) + g_logsumexp p_v - g_entropy p_v (log p_v + entropy) + g_squares 2 z_v / V
+Forward reads the logits once and keeps nothing of their size but themselves; backward reads them once more and writes
+the gradient once, over the logits if that is allowed. On tp one maximum and one sum cross the ranks, none on the way
+back.
+
+Letters: T tokens | B rows of a block | V vocabulary (this rank's columns) | K numbers of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from workbench.errors import ShapeError, SpecError
+from workbench.policy.logprobs import TokenLogprobs, fastest, logit_divisor, triton_refusal
+from workbench.policy.logprobs.head import WANTED
+from workbench.shapes import check_shapes
+from workbench.sharding.collectives import all_max, all_sum
+from workbench.sharding.mesh import Axis
+
+IMPLEMENTATIONS = ("torch", "triton")
+BLOCK_BYTES = 2**27
+"""Of the wide logits that the torch implementation holds at a time."""
+
+
+def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *, implementation: str = "auto",
+                               temperature: float | Tensor = 1.0,
+                               wanted: Iterable[str] = ("entropy", "logsumexp"), axis: Axis | None = None,
+                               first_token: int = 0, inplace_backward: bool = False) -> TokenLogprobs:
+    """Log-probability of each target under softmax(logits / temperature), and what else is wanted of it.
+
+    Args:
+        logits_TV: logits, or this rank's columns of them. Columns of padding hold -inf.
+        targets_T: ids in the whole vocabulary. A token whose id is negative is ignored: it says 0 and moves nothing.
+        implementation: one of `IMPLEMENTATIONS`, or auto: triton where it can run, torch elsewhere.
+        temperature: divides logits; one number, or [T], one for each token.
+        wanted: any of entropy, logsumexp, mean_squared_logit.
+        axis: the tensor-parallel axis, where ranks hold different columns, any number each.
+        first_token: vocabulary id of the first local column.
+        inplace_backward: the gradient is written over the logits, which nobody may read any more: half the memory.
+            Whoever saved the logits for a backward of their own is stopped by autograd.
+
+    Shapes:   logits_TV [T, V], targets_T [T] -> [T] each, float32 (float64 for float64).
+    Units:    nats.
+    Backward: to the logits, through every result, in their dtype; local on tp. The incoming gradients must be the
+              same on every tp rank.
+    Raises:   ShapeError: sizes disagree, ids outside the vocabulary, a temperature that is not positive and finite.
+              SpecError: an implementation that does not exist or cannot run here, or a gradient over a leaf.
+    """
+    check_shapes("token_logprobs_from_logits", logits_TV=logits_TV, targets_T=targets_T)
+    wanted = frozenset(wanted)
+    if unknown := sorted(wanted - set(WANTED)):
+        raise SpecError(f"token_logprobs_from_logits: wanted = {', '.join(map(repr, unknown))}",
+                        rule=f"any of {', '.join(WANTED)}", fix="ask for those")
+    if inplace_backward and logits_TV.is_leaf and logits_TV.requires_grad:
+        raise SpecError("token_logprobs_from_logits: inplace_backward = True", found="logits that are a leaf",
+                        rule="a leaf's value outlives its gradient", fix="pass inplace_backward=False")
+    wide = torch.promote_types(logits_TV.dtype, torch.float32)
+    divisor = logit_divisor(temperature, targets_T, wide)
+    columns = torch.tensor(logits_TV.shape[1], device=logits_TV.device)
+    vocabulary = logits_TV.shape[1] if axis is None else int(all_sum(columns, axis))
+    if targets_T.numel() and int(targets_T.max()) >= vocabulary:
+        raise ShapeError("token_logprobs_from_logits: targets", found=f"ids up to {int(targets_T.max())}",
+                         rule=f"id < {vocabulary}, the whole vocabulary; a negative id is ignored",
+                         fix="replace ids that are not trained by -100")
+    passes = _passes(implementation, logits_TV)
+    call = _Call(passes, targets_T, divisor, wanted, vocabulary, axis, first_token, inplace_backward)
+    return TokenLogprobs(*_FromLogits.apply(logits_TV, call))
+
+
+def _passes(implementation: str, logits_TV: Tensor) -> Any:
+    """The two passes over logits, by name."""
+    if implementation == "auto":
+        implementation = "triton" if fastest(logits_TV.dtype, logits_TV.device) == "triton" else "torch"
+    if implementation == "torch":
+        return _TorchPasses()
+    if implementation != "triton":
+        raise SpecError(f"token_logprobs_from_logits: implementation = {implementation!r}",
+                        rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}", fix="use auto")
+    if why := triton_refusal(logits_TV.dtype, logits_TV.device):
+        raise SpecError("token_logprobs_from_logits: implementation = 'triton'", found=why,
+                        rule="Triton needs what it can compute with", fix="use auto, or torch")
+    from workbench.policy.logprobs.from_logits_kernels import TritonPasses
+
+    return TritonPasses()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is asked of the logits."""
+
+    passes: Any
+    targets_T: Tensor
+    divisor: float | Tensor
+    wanted: frozenset[str]
+    vocabulary: int
+    axis: Axis | None
+    first_token: int
+    inplace_backward: bool
+
+
+class _FromLogits(Function):
+    """Logits to the fields of `TokenLogprobs`; None for what was not wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, call: _Call) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        local_T = call.targets_T - call.first_token
+        target_T, highest_T, sum_T, weighted_T, squares_T = call.passes.forward(
+            logits_TV, local_T, call.divisor, call.wanted).unbind()
+        if call.axis is not None:
+            local_highest_T = highest_T
+            highest_T = all_max(local_highest_T, call.axis)
+            # a rank without a finite logit adds nothing
+            lower_T = (local_highest_T - highest_T).masked_fill(sum_T == 0, 0)
+            weighted_T, sum_T = lower_T.exp() * (weighted_T + lower_T * sum_T), lower_T.exp() * sum_T
+            target_T = torch.where(_index(local_T, logits_TV.shape[1])[1], target_T + lower_T, 0)
+            target_T, sum_T, weighted_T, squares_T = all_sum(
+                torch.stack([target_T, sum_T, weighted_T, squares_T]), call.axis)
+        ignored_T = call.targets_T < 0
+        log_sum_T = sum_T.log()
+        entropy_T = log_sum_T - weighted_T / sum_T
+        ctx.save_for_backward(logits_TV, highest_T, log_sum_T, entropy_T)
+        ctx.call = call
+        said = {
+            "logprobs": target_T - log_sum_T,
+            "entropy": entropy_T if "entropy" in call.wanted else None,
+            "logsumexp": highest_T + log_sum_T if "logsumexp" in call.wanted else None,
+            "mean_squared_logit": squares_T / call.vocabulary if "mean_squared_logit" in call.wanted else None,
+        }
+        return tuple(None if x_T is None else x_T.masked_fill(ignored_T, 0) for x_T in said.values())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients_T: Tensor | None) -> tuple[Tensor | None, None]:
+        call: _Call = ctx.call
+        logits_TV, highest_T, log_sum_T, entropy_T = ctx.saved_tensors
+        zero_T = torch.zeros_like(entropy_T)
+        logprob_T, bend_T, normal_T, squares_T = (
+            zero_T if g_T is None else g_T.to(zero_T.dtype).masked_fill(call.targets_T < 0, 0) for g_T in gradients_T)
+        row_KT = torch.stack([normal_T - logprob_T, bend_T, squares_T * 2 / call.vocabulary, logprob_T,
+                              highest_T, log_sum_T, entropy_T])
+        out_TV = logits_TV.detach() if call.inplace_backward else torch.empty_like(logits_TV)
+        call.passes.backward(logits_TV.detach(), out_TV, call.targets_T - call.first_token, call.divisor, row_KT)
+        return out_TV, None
+
+
+class _TorchPasses:
+    """Both passes in torch, a block of rows at a time."""
+
+    def forward(self, logits_TV: Tensor, local_T: Tensor, divisor: float | Tensor, wanted: frozenset[str]) -> Tensor:
+        """[5, T]: a (0 where another rank has the target), m, s, u and q, of the local columns."""
+        rows, columns = logits_TV.shape
+        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        sums_5T = logits_TV.new_zeros(5, rows, dtype=wide)
+        sums_5T[1] = -torch.inf
+        for block in _blocks(logits_TV) if columns else ():
+            z_BV = logits_TV[block].to(wide) / _of(divisor, block)
+            index_B, mine_B = _index(local_T[block], columns)
+            highest_B = z_BV.amax(-1)
+            finite_B = highest_B.masked_fill(highest_B == -torch.inf, 0)
+            shifted_BV = z_BV - finite_B[:, None]
+            exp_BV = shifted_BV.exp()
+            sums_5T[0, block] = (z_BV.gather(1, index_B[:, None])[:, 0] - finite_B).masked_fill(~mine_B, 0)
+            sums_5T[1, block] = highest_B
+            sums_5T[2, block] = exp_BV.sum(-1)
+            sums_5T[3, block] = exp_BV.mul_(shifted_BV.masked_fill_(exp_BV == 0, 0)).sum(-1)
+            if "mean_squared_logit" in wanted:
+                sums_5T[4, block] = z_BV.masked_fill_(z_BV == -torch.inf, 0).square_().sum(-1)
+        return sums_5T
+
+    def backward(self, logits_TV: Tensor, out_TV: Tensor, local_T: Tensor, divisor: float | Tensor,
+                 row_KT: Tensor) -> None:
+        """The gradient of the logits, into a place that may be theirs."""
+        columns = logits_TV.shape[1]
+        for block in _blocks(logits_TV) if columns else ():
+            z_BV = logits_TV[block].to(row_KT.dtype) / _of(divisor, block)
+            slope_B1, bend_B1, pull_B1, own_B1, highest_B1, log_sum_B1, entropy_B1 = row_KT[:, block, None].unbind()
+            log_p_BV = (z_BV - highest_B1) - log_sum_B1
+            p_BV = log_p_BV.exp()
+            gradient_BV = p_BV * (slope_B1 - bend_B1 * (log_p_BV.masked_fill_(p_BV == 0, 0) + entropy_B1))
+            gradient_BV += pull_B1 * z_BV.masked_fill_(z_BV == -torch.inf, 0)
+            index_B, mine_B = _index(local_T[block], columns)
+            gradient_BV.scatter_add_(1, index_B[:, None], own_B1 * mine_B[:, None])
+            moves_B1 = (row_KT[:4, block] != 0).any(0)[:, None]
+            out_TV[block] = (gradient_BV / _of(divisor, block)).masked_fill_(~moves_B1, 0)
+
+
+def _blocks(logits_TV: Tensor) -> list[slice]:
+    rows, columns = logits_TV.shape
+    size = max(1, BLOCK_BYTES // (8 * columns))
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def _of(divisor: float | Tensor, block: slice) -> float | Tensor:
+    return divisor[block] if isinstance(divisor, Tensor) else divisor
+
+
+def _index(local_T: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Local column of each target, 0 where another rank has it, and whether it is here."""
+    mine_T = (local_T >= 0) & (local_T < columns)
+    return local_T.masked_fill(~mine_T, 0), mine_T

@@ -1,0 +1,227 @@
+"""The output head as one rank holds it, and what may be asked of it.
+
+With hidden state h, head row w_v, bias b_v:
+    a_v = logit_scale * (h . w_v + b_v)
+    a'_v = soft_cap * tanh(a_v / soft_cap)          without a soft cap a'_v = a_v
+    z_v = a'_v / temperature                        what enters the softmax
+
+Letters: T tokens | A rows that are computed | V vocabulary (this rank's rows of the head) | D model dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ShapeError, SpecError
+from workbench.policy.logprobs import check_temperature, logit_divisor
+from workbench.shapes import check_shapes
+from workbench.sharding.collectives import all_sum
+from workbench.sharding.mesh import Axis
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Of what is multiplied with the head, or of logits."""
+
+WANTED = ("entropy", "logsumexp", "mean_squared_logit")
+"""What may be wanted besides the log-probability; a field of `TokenLogprobs` each."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What turns a hidden state into logits: the same weights and rules for every row.
+
+    Attributes:
+        weight_VD: rows ``first_token ...`` of the head.
+        vocabulary: tokens that exist, over all tp ranks.
+        valid: of the local rows, the first so many exist; the others are padding, with probability 0 and gradient 0.
+        bias_V: of the local rows.
+        logit_scale: multiplies logits, bias included.
+        soft_cap: bounds logits by c tanh(a / c); None: no bound.
+        axis: tensor-parallel axis; None, or an axis of size 1: the whole vocabulary is here.
+        first_token: vocabulary id of the first local row.
+    """
+
+    weight_VD: Tensor
+    vocabulary: int
+    valid: int
+    bias_V: Tensor | None = None
+    logit_scale: float = 1.0
+    soft_cap: float | None = None
+    axis: Axis | None = None
+    first_token: int = 0
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Dtype of everything between two products: float32, float64 where the head is."""
+        return torch.promote_types(self.weight_VD.dtype, torch.float32)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks hold other rows."""
+        return self.axis is not None and self.axis.group is not None
+
+    def logits_(self, dots: Tensor, bias: Tensor | None, divisor: float | Tensor) -> Tensor:
+        """Products with rows of the head to what enters the softmax, in place: h . w_v to z_v.
+
+        Args:
+            dots: of any shape, in `wide`.
+            bias: of the same rows of the head; broadcasts.
+            divisor: the temperature; broadcasts.
+        """
+        if bias is not None:
+            dots += bias
+        if self.logit_scale != 1.0:
+            dots *= self.logit_scale
+        if self.soft_cap is not None:
+            dots.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            dots /= divisor
+        return dots
+
+    def back_(self, gradient: Tensor, logits: Tensor, divisor: float | Tensor) -> Tensor:
+        """The adjoint of `logits_`, in place on the gradient of z: that of h . w_v, and of the bias.
+
+        Formula:  logit_scale / temperature * (1 - (a'_v / soft_cap)^2) * dz_v,   a'_v = temperature * z_v
+        """
+        if self.soft_cap is not None:
+            gradient *= 1 - (logits * divisor / self.soft_cap).square()
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            gradient /= divisor
+        if self.logit_scale != 1.0:
+            gradient *= self.logit_scale
+        return gradient
+
+
+def make_head(weight_VD: Tensor, *, bias_V: Tensor | None = None, logit_scale: float = 1.0,
+              soft_cap: float | None = None, valid: int | None = None, axis: Axis | None = None,
+              first_token: int = 0) -> Head:
+    """A head whose settings make sense; on tp a collective, which holds the ranks' slices against each other.
+
+    Raises:
+        ShapeError: sizes disagree, or columns that do not tile the vocabulary.
+        SpecError: a scale or cap that no logit survives.
+    """
+    check_shapes("token_logprobs", weight_VD=weight_VD, bias_V=bias_V)
+    check_dtype("token_logprobs: weight", weight_VD)
+    rows = weight_VD.shape[0]
+    here = rows if valid is None else valid
+    if not 0 <= here <= rows:
+        raise ShapeError(f"token_logprobs: valid = {valid}", found=f"{rows} local rows of the head",
+                         rule="valid counts the local rows that exist; rows beyond are padding",
+                         fix="pass the vocabulary size less first_token, not less than 0 and not more than the rows")
+    if not (logit_scale and abs(logit_scale) < float("inf")):
+        raise SpecError(f"token_logprobs: logit_scale = {logit_scale}", rule="finite and not 0: it multiplies logits",
+                        fix="leave it at 1.0 for a model without one")
+    if soft_cap is not None and not 0 < soft_cap < float("inf"):
+        raise SpecError(f"token_logprobs: soft_cap = {soft_cap}", rule="positive and finite: logits stay below it",
+                        fix="pass None for a model without one")
+    return Head(weight_VD, tiled(first_token, here, axis, weight_VD.device), here, bias_V, logit_scale, soft_cap, axis,
+                first_token)
+
+
+def check_dtype(what: str, operand: Tensor) -> None:
+    """Hold an operand to the dtypes that are computed with.
+
+    Raises:   ShapeError: it is of another.
+    """
+    if operand.dtype not in DTYPES:
+        raise ShapeError(what, found=str(operand.dtype), rule="bfloat16, float16, float32 or float64",
+                         fix="cast it; a quantized head has to be dequantized first")
+
+
+def check_targets(what: str, targets_T: Tensor) -> None:
+    """Hold targets to integers.
+
+    Raises:   ShapeError: they are none.
+    """
+    if targets_T.dtype not in (torch.int64, torch.int32):
+        raise ShapeError(f"{what}: targets", found=str(targets_T.dtype), rule="vocabulary ids: int64, or int32",
+                         fix="pass ids, not masks, one-hot rows or probabilities")
+
+
+def tiled(first_token: int, here: int, axis: Axis | None, device: torch.device) -> int:
+    """The size of the vocabulary that the ranks' columns tile, each exactly once; on tp a collective.
+
+    Raises:   ShapeError: they do not.
+    """
+    pieces = [[first_token, here]]
+    if axis is not None and axis.size > 1:
+        table = torch.zeros(axis.size, 2, dtype=torch.int64, device=device)
+        table[axis.rank] = torch.tensor(pieces[0])
+        pieces = all_sum(table, axis).tolist()
+    end = 0
+    for first, count in pieces:
+        if count and first != end:
+            break
+        end += count
+    else:
+        if end:
+            return end
+    raise ShapeError("token_logprobs: the ranks' columns of the vocabulary",
+                     found=", ".join(f"{first} to {first + count}" for first, count in pieces),
+                     rule="they follow each other from 0, each token once, and there is at least one",
+                     fix="pass each rank's own first_token, and axis where tp cuts the head")
+
+
+def check_rows(head: Head, hidden_TD: Tensor, targets_T: Tensor, *, temperature: float | Tensor,
+               active_T: Tensor | None, wanted: Iterable[str]) -> int:
+    """Hold the rows, and what is asked about them, to the head; waits for the device once.
+
+    Returns:
+        How many rows are computed.
+
+    Raises:
+        ShapeError: sizes or dtypes disagree, a target that is computed is not in the vocabulary, or a temperature is
+            not positive and finite.
+        SpecError: a wanted name that does not exist.
+    """
+    check_shapes("token_logprobs", hidden_TD=hidden_TD, weight_VD=head.weight_VD, targets_T=targets_T,
+                 active_T=active_T)
+    if unknown := sorted(set(wanted) - set(WANTED)):
+        raise SpecError(f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
+                        rule=f"any of {', '.join(WANTED)}", fix="ask for those, in a tuple; kept=... adds what it says by itself")
+    if hidden_TD.dtype != head.weight_VD.dtype:
+        raise ShapeError("token_logprobs: dtypes", found=f"hidden {hidden_TD.dtype}, weight {head.weight_VD.dtype}",
+                         rule="hidden states and head are of one dtype",
+                         fix="cast one of them, or pass fp32_head=True, which lifts both to float32")
+    check_targets("token_logprobs", targets_T)
+    if active_T is not None and active_T.dtype != torch.bool:
+        raise ShapeError("token_logprobs: active_T", found=str(active_T.dtype), rule="bool: which rows are computed",
+                         fix="compare first, such as active_T = weights_T != 0")
+    computed_T = _computed(targets_T, active_T)
+    outside_T = computed_T & (targets_T >= head.vocabulary)
+    bad_T = check_temperature(temperature, targets_T)
+    counts = [computed_T.sum(), outside_T.sum(), *([] if bad_T is None else [bad_T.sum()])]
+    rows, outside, *bad = torch.stack(counts).tolist()
+    if any(bad):
+        logit_divisor(temperature, targets_T, head.wide)
+    if outside:
+        raise ShapeError("token_logprobs: targets", found=f"ids {targets_T[outside_T][:5].tolist()} at "
+                                                          f"{torch.nonzero(outside_T)[:5, 0].tolist()}",
+                         rule=f"0 <= id < {head.vocabulary}, the whole vocabulary; a negative id is ignored",
+                         fix="replace ids that are not trained by -100, or leave their rows out of active_T")
+    return rows
+
+
+def active_rows(targets_T: Tensor, active_T: Tensor | None, count: int | None = None) -> Tensor | None:
+    """Places of the rows that are computed, in order: active ones whose target is not negative; None: all of them.
+
+    Args:
+        targets_T: negative where a row is ignored.
+        active_T: bool; None: all.
+        count: how many there are, from `check_rows`; so nothing waits for the device.
+
+    Shapes:   [T] -> [A].
+    """
+    computed_T = _computed(targets_T, active_T)
+    count = int(computed_T.sum()) if count is None else count
+    if count == len(targets_T):
+        return None
+    return torch.sort((~computed_T).to(torch.uint8), stable=True).indices[:count]
+
+
+def _computed(targets_T: Tensor, active_T: Tensor | None) -> Tensor:
+    return targets_T >= 0 if active_T is None else (targets_T >= 0) & active_T
