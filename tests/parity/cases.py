@@ -22,19 +22,21 @@ def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
     mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp)
     policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, tied=spec.model.tied,
                          seed=spec.model.seed, temperature=spec.policy.temperature or 1.0,
-                         implementation=spec.policy.logprobs)
+                         implementation=spec.policy.logprobs, fp32_head=spec.policy.fp32_head,
+                         chunk_tokens=spec.policy.chunk_tokens, keep_bytes=spec.policy.keep_bytes)
     batch = as_batch(documents)
     with planted(spec.faults) if spec.faults else contextlib.nullcontext():
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
                                frozen_clip_S=frozen_clip, keep_gradients=True, level=spec.record.metrics,
-                               loss_spec=spec.loss)
+                               loss_spec=spec.loss, fused=spec.policy.fused_loss)
     return {
         "loss": float(result.loss["total"]),
         "gradients": {name: g.double() for name, g in result.gradients.items()},
         "norms": dict(result.norms),
         "tokens": dict(result.tokens),
         "metrics": dict(result.metrics),
+        "fallbacks": result.fallbacks,
         "trained_here": sum(int(local.row.loss_mask_T.sum()) for local in rows),
     }
 

@@ -75,10 +75,31 @@ class ModelSpec(_Model):
 class PolicySpec(_Model):
     """How token log-probabilities are computed from hidden states."""
 
-    logprobs: Literal["auto", "reference", "vocabulary_parallel"] = "auto"
-    """Implementation by name; auto takes vocabulary_parallel when tp > 1 and reference otherwise."""
+    logprobs: Literal["auto", "reference", "vocabulary_parallel", "chunked", "triton"] = "auto"
+    """Implementation by name. auto takes on a GPU triton, or chunked where that cannot run; on a CPU reference, or
+    vocabulary_parallel when tp > 1, and chunked with fused_loss."""
     temperature: float | None = Field(None, gt=0)
     """Divides logits; None takes the temperature at which the rollouts were sampled."""
+    fused_loss: bool = False
+    """Compute the gradient in the forward pass over the head, a chunk at a time: three products with the head, and the
+    logits of one chunk. A loss that couples tokens in a way that forbids it takes four; the record says why."""
+    fp32_head: bool = False
+    """Lift hidden states and head to float32 before they meet, in a bfloat16 run."""
+    chunk_tokens: int = Field(4096, ge=1)
+    """Rows whose logits exist at a time, for chunked and triton."""
+    keep_bytes: int = Field(0, ge=0)
+    """How much of what the head computed may be kept for backward, for chunked and triton: chunks that are kept cost
+    three products with the head, others four."""
+
+    @model_validator(mode="after")
+    def _chunks_need_an_engine(self) -> PolicySpec:
+        if self.logprobs in ("reference", "vocabulary_parallel"):
+            asked = [name for name in ("fused_loss", "chunk_tokens", "keep_bytes")
+                     if getattr(self, name) != type(self).model_fields[name].default]
+            if asked:
+                raise ValueError(f"{' and '.join(asked)} with logprobs {self.logprobs!r}, which holds all logits of a "
+                                 "row at once; take chunked, triton or auto")
+        return self
 
 
 class AdvantageSpec(_Model):
@@ -175,6 +196,13 @@ class RunSpec(_Model):
             raise ValueError(f"loss {self.loss.name!r} divides by documents * denominator_constant, which is not "
                              "given; give loss.denominator_constant, for instance the longest completion that the "
                              "sampler may write")
+        return self
+
+    @model_validator(mode="after")
+    def _head_is_lifted_from_below(self) -> RunSpec:
+        if self.policy.fp32_head and self.precision != "bfloat16":
+            raise ValueError(f"policy.fp32_head lifts the head to float32, and precision is {self.precision} already; "
+                             "leave it out, or take precision bfloat16")
         return self
 
     @field_validator("faults", mode="before")

@@ -42,6 +42,7 @@ from workbench.rollouts.advantages.registry import AdvantageInputs, estimate_adv
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.packing import fill, pack
 from workbench.rollouts.targets import TrainingRow, shift_targets
+from workbench.runs.fused import Evaluated, fused_row
 from workbench.runs.spec import LossSpec, RunSpec
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import all_gather
@@ -80,6 +81,7 @@ class StepResult:
         gradients: every parameter's whole gradient; empty unless asked for.
         tokens: per-token values in the order of the source batch, [S]; empty unless asked for.
         totals: tokens and documents of the whole step.
+        fallbacks: why this rank's fused rows took more than three products with the head.
     """
 
     loss: Mapping[str, Scalar]
@@ -88,6 +90,7 @@ class StepResult:
     gradients: Mapping[str, Tensor]
     tokens: Mapping[str, Tensor]
     totals: StepTotals
+    fallbacks: tuple[str, ...] = ()
 
 
 def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> tuple[list[LocalRow], StepTotals]:
@@ -186,7 +189,7 @@ def split_row(row: TrainingRow, weights: Mapping[str, TokenWeights], documents: 
 
 def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotals, *, num_source: int = 0,
              frozen_clip_S: Tensor | None = None, keep_gradients: bool = False, level: Level = "basic",
-             loss_spec: LossSpec | None = None) -> StepResult:
+             loss_spec: LossSpec | None = None, fused: bool = False) -> StepResult:
     """Loss, gradients and metrics of one optimizer step; gradients stay in ``parameter.grad``.
 
     Args:
@@ -199,17 +202,28 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
         keep_gradients: gather every parameter's whole gradient.
         level: how much is measured: none, basic or full.
         loss_spec: what the loss was made from, for metrics that look at its bounds; None: they are left out.
+        fused: loss and gradient in one pass over the head; see `workbench.runs.fused`.
     """
     mesh = policy.mesh
-    parts, metrics, per_token = [], [], []
+    parts, metrics, per_token, fallbacks = [], [], [], []
+
+    def evaluate(local: LocalRow, said: TokenLogprobs, frozen_clip_T: Tensor | None) -> Evaluated:
+        inputs = loss_inputs(local, said, totals, frozen_clip_T)
+        terms = loss(inputs)
+        return Evaluated(inputs, terms, reduce_terms(terms, local.weights, local.row.loss_mask_T))
+
     policy.model.zero_grad(set_to_none=True)
     for local in rows:
         row = local.row
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-        said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"))
-        inputs = loss_inputs(local, said, totals, _at_targets(frozen_clip_S, row))
-        terms = loss(inputs)
-        scalars = reduce_terms(terms, local.weights, row.loss_mask_T)
+        frozen_T = _at_targets(frozen_clip_S, row)
+        if fused:
+            found, words = fused_row(policy, hidden_TD, local, frozen_T, evaluate, loss_spec)
+            fallbacks += [words] if words else []
+        else:
+            said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"))
+            found = evaluate(local, said, frozen_T)
+        inputs, terms, scalars = found
         scalars["total"].value.backward()
         parts.append(scalars)
         metrics.append(policy_metrics(inputs, terms, row.loss_mask_T, level, loss_spec, local.documents))
@@ -225,6 +239,7 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
         gradients=full_gradients(policy.model, policy.shards, mesh) if keep_gradients else {},
         tokens=_in_source_order(per_token, mesh, num_source) if num_source else {},
         totals=totals,
+        fallbacks=tuple(dict.fromkeys(fallbacks)),
     )
 
 

@@ -74,7 +74,8 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
     policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision,
                          temperature=spec.policy.temperature or batch.temperature,
                          implementation=spec.policy.logprobs, project=project, tied=spec.model.tied,
-                         seed=spec.model.seed)
+                         seed=spec.model.seed, fp32_head=spec.policy.fp32_head, chunk_tokens=spec.policy.chunk_tokens,
+                         keep_bytes=spec.policy.keep_bytes)
     _check_batch(batch, spec, policy.vocabulary_size)
     loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
     if mesh.is_first:
@@ -86,9 +87,11 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
                                    num_source=batch.num_tokens if spec.record.tokens else 0,
                                    frozen_clip_S=_frozen_clip(run, number),
                                    keep_gradients=spec.record.gradients == "full", level=spec.record.metrics,
-                                   loss_spec=spec.loss)
+                                   loss_spec=spec.loss, fused=spec.policy.fused_loss)
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             optimizer.step()
+        for words in result.fallbacks:
+            sys.stdout.write(f"step {number}: fused_loss: {words}\n")
         if mesh.is_first:
             _record(run, number, result, norm, clock.step_ms, mesh)
 
@@ -153,6 +156,8 @@ def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float
                "documents/trained/sum": result.totals.documents}
     record |= result.metrics
     record |= {"time/step_ms": step_ms, "time/ended_ns": time.time_ns(), "memory/peak_bytes": peak_bytes(mesh.device)}
+    if result.fallbacks:
+        record["fused_loss/fallbacks"] = list(result.fallbacks)
     if run.spec.record.gradients != "none":
         record["gradient_norms"] = dict(result.norms)
     if result.gradients:
