@@ -2,7 +2,9 @@
 
 BENCHMARKS = {
     "launch_overhead": "what a torchx job costs over bare torch.distributed.run, and when ranks are ready",
+    "head": "what log-probabilities and gradients from hidden states cost, ours and others', against three products",
     "metrics_cost": "what share of a step the metrics take, on a GPU with the Qwen3-0.6B architecture",
 }
 """Name -> the question it answers. Each is a module of this package, with `measure() -> record` and `in_words(record)`,
-and a record's ``bars`` say what must hold."""
+and a record's ``bars`` say what must hold. One with a page has `write_page(record, folder)`, and one with a folder of its
+own under experiments/ a `FOLDER`."""

@@ -22,7 +22,7 @@ class BenchOptions:
     names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(
         help="Which benchmarks; all if none is named: " + "; ".join(f"{n}, {q}" for n, q in BENCHMARKS.items()))] = ()
     folder: Annotated[Path | None, tyro.conf.arg(
-        help="Where records are written; experiments/benchmarks of the project if left out.")] = None
+        help="Where records are written; if left out a folder of experiments/ of the project.")] = None
     pairs: Annotated[int | None, tyro.conf.arg(help="Samples of each kind, where a benchmark takes pairs.")] = None
 
 
@@ -33,15 +33,17 @@ def main(arguments: Sequence[str]) -> int:
     if strangers := [name for name in options.names if name not in BENCHMARKS]:
         raise SpecError(f"benchmark {', '.join(strangers)}", found="no benchmark of that name",
                         rule=f"one of {', '.join(BENCHMARKS)}", fix="choose one of them, or name none for all")
-    folder = options.folder or project_root() / "experiments" / "benchmarks"
     held = True
     for name in options.names or BENCHMARKS:
         benchmark = importlib.import_module(f"workbench.bench.{name}")
+        folder = options.folder or project_root() / "experiments" / getattr(benchmark, "FOLDER", "benchmarks")
         wanted = {} if options.pairs is None else {"pairs": options.pairs}
         record = benchmark.measure(told=lambda line: print(f"  {line}", flush=True), **wanted)
         record["command"] = " ".join(["workbench bench", *map(without_machine_paths, arguments)])
         folder.mkdir(parents=True, exist_ok=True)
         written = write_whole(folder / f"{name}.json", to_json(record))
         print(f"{benchmark.in_words(record)}\nrecord: {written}")
+        if hasattr(benchmark, "write_page"):
+            print(f"page: {benchmark.write_page(record, folder)}")
         held = held and all(bar["holds"] for bar in record["bars"].values())
     return 0 if held else 1

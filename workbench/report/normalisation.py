@@ -26,9 +26,7 @@ from workbench.reduction.denominators import DENOMINATORS
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, near_one, significant
-from workbench.report.page import POLICY, STYLE_SHEET, differences, provenance
-from workbench.report.style import inline_svg
-from workbench.report.summary import verdict_style
+from workbench.report.page import differences, document, drawing, provenance
 from workbench.runs.store import write_whole
 
 LOSS, NORM, COEFFICIENT = "loss/total/sum", "gradient/norm/global", "gradient/clip/coefficient"
@@ -81,23 +79,11 @@ def page(one_batch: Comparison, fifty_steps: Comparison) -> str:
         ("Provenance", join([tag("h3", "One batch"), provenance(one_batch),
                              tag("h3", "Training"), provenance(fifty_steps)])),
     ]
-    contents = [tag("a", title, href=f"#section-{i}") for i, (title, _) in enumerate(sections)]
-    body = [tag("section", tag("h2", title), content, id=f"section-{i}") for i, (title, content) in enumerate(sections)]
-    head = join([
-        tag("meta", charset="utf-8"), "\n",
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY), "\n",
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"), "\n",
-        tag("meta", name="color-scheme", content="light dark"), "\n",
-        tag("title", "normalisation · workbench report"),
-        tag("style", verdict_style(), Markup(STYLE_SHEET.read_text(encoding="utf8")))])
     answers = [tag("p", sentence, class_="answer") for sentence in (answer_of_batch(one_batch),
                                                                     answer_of_training(fifty_steps))]
     masthead = tag("header", tag("p", "workbench report · ", tag("b", "normalisation"), class_="eyebrow"),
                    tag("h1", QUESTION), answers)
-    main = tag("main", masthead, "\n", tag("nav", contents, aria_label="Contents"), "\n",
-               [join([section, "\n"]) for section in body])
-    return (f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n'
-            f'<body class="workbench">\n{main}\n</body>\n</html>\n')
+    return document("normalisation", [masthead], sections)
 
 
 # ---- one batch -----------------------------------------------------------------------------------------
@@ -303,10 +289,7 @@ def _coefficient(value: float | None) -> str:
 
 
 def _drawn(name: str, figure: Figure) -> Markup:
-    prefix = name.replace("_", "-")
-    return tag("figure", tag("figcaption", CAPTIONS[name], id=f"{prefix}-caption"),
-               tag("div", Markup(inline_svg(figure, prefix=prefix)), class_="drawing", role="img",
-                   aria_labelledby=f"{prefix}-caption"))
+    return drawing(name, CAPTIONS[name], figure)
 
 
 def _left_out(comparison: Comparison) -> Markup:

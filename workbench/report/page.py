@@ -7,7 +7,7 @@ from is at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,23 +96,42 @@ def page(comparison: Comparison) -> str:
         ("Failed runs", failed_runs),
         ("Provenance", provenance),
     ]
+    eyebrow = tag("p", "workbench report · ", tag("b", comparison.experiment), class_="eyebrow")
+    masthead = tag("header", eyebrow, tag("h1", comparison.question),
+                   tag("p", answer(comparison), class_="answer"), tiles(comparison))
+    opening = [masthead, "\n", tag("div", summary_table(comparison), class_="first")]
+    return document(comparison.experiment, opening, [(title, make(comparison)) for title, make in sections])
+
+
+def document(name: str, opening: Sequence[Any], sections: Sequence[tuple[str, Any]]) -> str:
+    """A whole page as text: one HTML file that needs nothing else.
+
+    Args:
+        name: of the experiment, for the title.
+        opening: what stands above the contents.
+        sections: title and content of each section, in order.
+    """
     contents = [tag("a", title, href=f"#section-{i}") for i, (title, _) in enumerate(sections)]
-    body = [tag("section", tag("h2", title), make(comparison), id=f"section-{i}")
-            for i, (title, make) in enumerate(sections)]
+    body = [tag("section", tag("h2", title), content, id=f"section-{i}") for i, (title, content) in enumerate(sections)]
     head = join([
         tag("meta", charset="utf-8"), "\n",
         tag("meta", http_equiv="Content-Security-Policy", content=POLICY), "\n",
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"), "\n",
         tag("meta", name="color-scheme", content="light dark"), "\n",
-        tag("title", f"{comparison.experiment} · workbench report"),
+        tag("title", f"{name} · workbench report"),
         tag("style", verdict_style(), Markup(STYLE_SHEET.read_text(encoding="utf8")))])
-    eyebrow = tag("p", "workbench report · ", tag("b", comparison.experiment), class_="eyebrow")
-    masthead = tag("header", eyebrow, tag("h1", comparison.question),
-                   tag("p", answer(comparison), class_="answer"), tiles(comparison))
-    main = tag("main", masthead, "\n", tag("div", summary_table(comparison), class_="first"), "\n",
-               tag("nav", contents, aria_label="Contents"), "\n", [join([s, "\n"]) for s in body])
+    main = tag("main", join(opening), "\n", tag("nav", contents, aria_label="Contents"), "\n",
+               [join([s, "\n"]) for s in body])
     return (f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n'
             f'<body class="workbench">\n{main}\n</body>\n</html>\n')
+
+
+def drawing(name: str, caption: str, figure: Figure) -> Markup:
+    """A figure with its caption, as a page shows it; the name must be its own on the page."""
+    prefix = name.replace("_", "-")
+    return tag("figure", tag("figcaption", caption, id=f"{prefix}-caption"),
+               tag("div", Markup(inline_svg(figure, prefix=prefix)), class_="drawing", role="img",
+                   aria_labelledby=f"{prefix}-caption"))
 
 
 # ---- sections -----------------------------------------------------------------------------------------
@@ -229,10 +248,7 @@ def provenance(comparison: Comparison) -> Markup:
 
 
 def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure]) -> Markup:
-    name = draw.__name__.replace("_", "-")
-    drawn = Markup(inline_svg(draw(comparison), prefix=name))
-    return tag("figure", tag("figcaption", CAPTIONS[draw.__name__], id=f"{name}-caption"),
-               tag("div", drawn, class_="drawing", role="img", aria_labelledby=f"{name}-caption"))
+    return drawing(draw.__name__, CAPTIONS[draw.__name__], draw(comparison))
 
 
 def _floored(comparison: Comparison) -> dict[str, list[tuple[Configuration, ParameterDifference]]]:

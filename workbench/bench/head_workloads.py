@@ -1,0 +1,166 @@
+"""What the heads are measured on: hidden states, an output head and rollouts that look like a language model's.
+
+Logits of random weights would be flat: every row plants its target, so that sampled tokens have probabilities between
+about 0.05 and 0.95 and the other tokens share a long tail. Documents have 1 024 tokens and an advantage each; the old
+policy is the present one with a little noise, so that some ratios are clipped.
+
+Letters: T packed tokens | V vocabulary | D model dimension | C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.losses.build import make_loss
+from workbench.losses.spec import LossSpec
+from workbench.losses.terms import LossInputs
+from workbench.policy.logprobs import TokenLogprobs
+
+DOCUMENT = 1024
+"""Tokens of a document, and of a sequence where a contender wants rectangles."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a workload is."""
+
+    name: str
+    tokens: int
+    dimension: int
+    vocabulary: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.tokens} tokens, hidden {self.dimension}, vocabulary {self.vocabulary}"
+
+    @property
+    def product_flops(self) -> float:
+        """Floating-point operations of one matrix product."""
+        return 2.0 * self.tokens * self.dimension * self.vocabulary
+
+
+SIZES = (Size("A", 8192, 4096, 151936), Size("B", 32768, 2048, 151936), Size("C", 16384, 4096, 128256),
+         Size("D", 65536, 1024, 151936))
+"""Qwen3-8B, -1.7B, Llama-3-8B and Qwen3-0.6B heads, with as many tokens as a rank trains on at once."""
+
+SIZES_WITHOUT_GPU = (Size("tiny", 2048, 64, 1000),)
+
+
+@dataclass
+class Workload:
+    """Tensors of one workload, in the precision of the operands.
+
+    Attributes:
+        size: how large.
+        hidden_TD: hidden states; a leaf with gradient.
+        weight_VD: the output head; a leaf with gradient.
+        targets_T: sampled tokens.
+        old_logprobs_T: of the old policy, float32.
+        advantages_T: one number a document, float32.
+    """
+
+    size: Size
+    hidden_TD: Tensor
+    weight_VD: Tensor
+    targets_T: Tensor
+    old_logprobs_T: Tensor
+    advantages_T: Tensor
+
+    @classmethod
+    def make(cls, size: Size, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Workload:
+        """Draw a workload."""
+        draw = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device, generator=draw)
+
+        weight_VD = (normal(size.vocabulary, size.dimension) * (1.28 / size.dimension**0.5)).to(dtype)
+        targets_T = torch.randint(size.vocabulary, (size.tokens,), device=device, generator=draw)
+        planted_T = 6 + 3.5 * torch.rand(size.tokens, device=device, generator=draw)
+        hidden_TD = normal(size.tokens, size.dimension).addcmul_(planted_T[:, None], weight_VD[targets_T].float())
+        hidden_TD = hidden_TD.to(dtype)
+        exact_T = exact_logprobs(hidden_TD, weight_VD, targets_T, torch.float32)
+        advantages_T = normal(-(-size.tokens // DOCUMENT)).repeat_interleave(DOCUMENT)[:size.tokens]
+        return cls(size, hidden_TD.requires_grad_(), weight_VD.requires_grad_(), targets_T,
+                   exact_T + 0.04 * normal(size.tokens), advantages_T)
+
+    def documents(self, length: int) -> Tensor:
+        """[T] long: documents of a length, one after another."""
+        return torch.arange(self.size.tokens, device=self.targets_T.device) // length
+
+    def loss_of(self, spec: LossSpec, documents_T: Tensor) -> Part:
+        """The loss as a callback: the share of some rows in the mean over all tokens."""
+        return Part(self, spec, documents_T)
+
+
+class Part:
+    """Share of some rows in a loss: what `fused_loss` is given, and what peers' log-probabilities go into."""
+
+    def __init__(self, work: Workload, spec: LossSpec, documents_T: Tensor) -> None:
+        self.work, self.loss, self.documents_T = work, make_loss(spec), documents_T
+
+    def __call__(self, said: TokenLogprobs, index_C: Tensor) -> Tensor:
+        """Sum of the rows' values over all tokens of the workload."""
+        return self.of(said.logprobs_T, self.work.old_logprobs_T[index_C], self.work.advantages_T[index_C],
+                       self.documents_T[index_C])
+
+    def whole(self, logprobs_T: Tensor) -> Tensor:
+        """The loss of all rows, from their log-probabilities."""
+        return self.of(logprobs_T, self.work.old_logprobs_T, self.work.advantages_T, self.documents_T)
+
+    def of(self, logprobs_C: Tensor, old_C: Tensor, advantages_C: Tensor, documents_C: Tensor) -> Tensor:
+        """The same from tensors of the rows."""
+        inputs = LossInputs(logprobs_C, old_C.to(logprobs_C.dtype), advantages_C.to(logprobs_C.dtype),
+                            document_ids_T=documents_C - documents_C[0])
+        return self.loss(inputs)["policy"].values_T.sum() / self.work.size.tokens
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What float64 says, from the operands as they are.
+
+    Attributes:
+        logprobs_T: log-probabilities.
+        hidden_TD: gradient of the hidden states.
+        weight_VD: gradient of the head.
+    """
+
+    logprobs_T: Tensor
+    hidden_TD: Tensor
+    weight_VD: Tensor
+
+    @classmethod
+    def of(cls, work: Workload, part: Part, rows: int = 512) -> Truth:
+        """Log-probabilities and both gradients in float64, some rows at a time."""
+        hidden_TD, weight_VD = work.hidden_TD.detach(), work.weight_VD.detach().double()
+        logprobs_T = exact_logprobs(hidden_TD, weight_VD, work.targets_T, torch.float64)
+        leaf_T = logprobs_T.clone().requires_grad_()
+        (coefficients_T,) = torch.autograd.grad(part.whole(leaf_T), leaf_T)
+        gradient_TD, gradient_VD = hidden_TD.double(), torch.zeros_like(weight_VD)
+        for start in range(0, len(hidden_TD), rows):
+            at = slice(start, start + rows)
+            logits_CV = hidden_TD[at].double() @ weight_VD.T
+            wanted_CV = torch.softmax(logits_CV, -1).mul_(-coefficients_T[at, None])
+            wanted_CV.scatter_add_(1, work.targets_T[at, None], coefficients_T[at, None])
+            gradient_VD.addmm_(wanted_CV.T, hidden_TD[at].double())
+            gradient_TD[at] = wanted_CV @ weight_VD
+        return cls(logprobs_T, gradient_TD, gradient_VD)
+
+
+def exact_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, dtype: torch.dtype,
+                   rows: int = 512) -> Tensor:
+    """[T] log-probabilities from products in a wider precision, some rows at a time."""
+    wide_VD = weight_VD.detach().to(dtype)
+    found = []
+    for start in range(0, len(hidden_TD), rows):
+        logits_CV = hidden_TD.detach()[start:start + rows].to(dtype) @ wide_VD.T
+        chosen_C = logits_CV.gather(1, targets_T[start:start + rows, None]).squeeze(1)
+        found.append(chosen_C - torch.logsumexp(logits_CV, 1))
+    return torch.cat(found)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """L2 norm of the difference over that of the truth."""
+    return float((actual.to(expected.dtype) - expected).norm() / expected.norm())
