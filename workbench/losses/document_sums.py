@@ -78,24 +78,39 @@ class LocalSums:
 
     def _sum_by(self, part_T: Tensor, values_T: Tensor) -> Tensor:
         kept_T = torch.where(self.loss_mask_T, values_T, 0.0)
-        parts = int(part_T.max()) + 1 if part_T.numel() else 0
-        return kept_T.new_zeros(parts).index_add(0, part_T, kept_T)[part_T]
+        # index_select: the adjoint of indexing sorts, and adds a document's tokens up one after another.
+        return torch.zeros_like(kept_T).index_add(0, part_T, kept_T).index_select(0, part_T)
 
     @cached_property
     def _document_T(self) -> Tensor:
-        return self.document_ids_T.unique(return_inverse=True)[1]
+        return dense_labels(self.document_ids_T)
 
     @cached_property
     def _segment_T(self) -> Tensor:
-        return segment_ids(self.document_ids_T, self.loss_mask_T).unique(return_inverse=True)[1]
+        return dense_labels(segment_ids(self.document_ids_T, self.loss_mask_T))
 
     @cached_property
     def _pair_T(self) -> Tensor:
-        return self.group_ids_T.unique(return_inverse=True)[1]
+        return dense_labels(self.group_ids_T)
 
     @cached_property
     def _pair_signs_T(self) -> Tensor:
         return pair_signs(self.document_ids_T, self.group_ids_T, self.rewards_T, self.loss_mask_T)
+
+
+def dense_labels(ids_T: Tensor) -> Tensor:
+    """Number labels from 0 in their order, without waiting for the device (which `unique` does for its length).
+
+    Shapes: [T] -> [T] long.
+
+    Example:
+        >>> dense_labels(torch.tensor([7, -1, 7, 3]))
+        tensor([2, 0, 2, 1])
+    """
+    sorted_T, order_T = ids_T.sort()
+    number_T = torch.zeros_like(order_T)
+    number_T[1:] = (sorted_T[1:] != sorted_T[:-1]).cumsum(0)
+    return torch.zeros_like(order_T).scatter(0, order_T, number_T)
 
 
 def segment_ids(document_ids_T: Tensor, loss_mask_T: Tensor) -> Tensor:
@@ -126,3 +141,28 @@ def pair_signs(document_ids_T: Tensor, group_ids_T: Tensor, rewards_T: Tensor, l
         for member, reward in zip(members, rewards, strict=True):
             signs_T[document_ids_T == member] = 1.0 if reward == max(rewards) else -1.0
     return signs_T
+
+
+def document_totals(values_T: Tensor, loss_mask_T: Tensor, document_ids_T: Tensor, documents: int) -> Tensor:
+    """The sums of a whole row, one a document and not laid back onto tokens.
+
+    Shapes:   [T] each -> [N]; 0 for a document in which nothing counts.
+    Backward: a trained token gets the cotangent of its document.
+    """
+    kept_T = torch.where(loss_mask_T, values_T, 0.0)
+    return kept_T.new_zeros(documents).index_add(0, torch.where(loss_mask_T, document_ids_T, 0), kept_T)
+
+
+def mean_of_document_means(values_T: Tensor, loss_mask_T: Tensor, document_ids_T: Tensor, documents: int) -> Tensor:
+    """The mean over documents of their token means, undefined where a document has none.
+
+    Shapes:   [T] each -> scalar; NaN if nothing counts in some document, and so is the gradient of that document's
+              tokens. A loss takes weights instead (`workbench.reduction.weights`), in which such a document counts as 0
+              or not at all.
+    Backward: 1 / (documents * length) on each trained token.
+    Source:   masked_mean(per_seq=True) of NousResearch/torchtitan.
+    """
+    counts_T = loss_mask_T.to(values_T.dtype)
+    kept_T = torch.where(loss_mask_T, values_T, values_T.nan_to_num()) * counts_T
+    kept_N = values_T.new_zeros(documents).index_add(0, document_ids_T, kept_T)
+    return (kept_N / counts_T.new_zeros(documents).index_add(0, document_ids_T, counts_T)).mean()

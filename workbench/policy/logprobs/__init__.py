@@ -20,11 +20,13 @@ class TokenLogprobs(NamedTuple):
         logprobs_T: [T] log-probability of the target.
         entropy_T: [T] entropy of the distribution.
         logsumexp_T: [T] log of the normaliser of logits over temperature; what a squared-logit penalty holds small.
+        mean_squared_logit_T: [T] mean over the vocabulary of the squared logits over temperature; None: not wanted.
     """
 
     logprobs_T: Tensor
     entropy_T: Tensor
     logsumexp_T: Tensor
+    mean_squared_logit_T: Tensor | None = None
 
 
 def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.dtype) -> float | Tensor:

@@ -5,6 +5,8 @@ Letters: T tokens | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -35,11 +37,17 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, t
     return token_logprobs_from_logits(logits_TV, targets_T, temperature=temperature)
 
 
-def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *,
-                               temperature: float | Tensor = 1.0) -> TokenLogprobs:
+def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *, temperature: float | Tensor = 1.0,
+                               wanted: Iterable[str] = ("entropy", "logsumexp")) -> TokenLogprobs:
     """The same from logits that are there already: for models that return them.
 
-    Shapes:   logits_TV [T, V], targets_T [T] -> three of [T].
+    Args:
+        logits_TV: of each token.
+        targets_T: vocabulary ids.
+        temperature: divides the logits; one number, or [T], one for each token.
+        wanted: mean_squared_logit, if it is; entropy and logsumexp are always there.
+
+    Shapes:   logits_TV [T, V], targets_T [T] -> three of [T], or four.
     Units:    nats.
     Backward: ordinary autograd, through all results.
     Raises:   ShapeError: sizes disagree, or a temperature that is not positive and finite.
@@ -50,4 +58,16 @@ def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *,
     scaled_TV = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide)
     logprobs_TV = torch.log_softmax(scaled_TV, dim=-1)
     chosen_T = logprobs_TV.gather(-1, targets_T[:, None]).squeeze(-1)
-    return TokenLogprobs(chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1), torch.logsumexp(scaled_TV, dim=-1))
+    return TokenLogprobs(chosen_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1), torch.logsumexp(scaled_TV, dim=-1),
+                         scaled_TV.square().mean(-1) if "mean_squared_logit" in wanted else None)
+
+
+def kept_logits(logits_TV: Tensor, kept_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Logits of a sampler that draws among some tokens only: -inf on the others, the target always kept.
+
+    Shapes:   logits_TV [T, V], kept_TV [T, V] bool, targets_T [T] -> [T, V].
+    Backward: 1 on what is kept, 0 elsewhere.
+    Source:   top-p and top-k replay, THUDM/slime 624b824a (log_prob_keep_mask).
+    """
+    check_shapes("kept_logits", logits_TV=logits_TV, kept_TV=kept_TV, targets_T=targets_T)
+    return logits_TV.masked_fill(~kept_TV.scatter(1, targets_T[:, None], True), -torch.inf)

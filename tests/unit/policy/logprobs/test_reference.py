@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workbench.errors import ShapeError
-from workbench.policy.logprobs.reference import token_logprobs
+from workbench.policy.logprobs.reference import kept_logits, token_logprobs, token_logprobs_from_logits
 
 
 def test_equals_the_definition_by_hand():
@@ -62,7 +62,7 @@ def test_a_temperature_that_divides_nothing_is_refused(bad):
 def test_a_temperature_in_float64_does_not_widen_a_float32_run():
     hidden, weight, targets = torch.zeros(3, 2), torch.zeros(5, 2), torch.zeros(3, dtype=torch.int64)
     found = token_logprobs(hidden, weight, targets, temperature=torch.ones(3, dtype=torch.float64))
-    assert {x.dtype for x in found} == {torch.float32}
+    assert {x.dtype for x in found if x is not None} == {torch.float32}
 
 
 def test_half_precision_logits_are_widened_before_the_softmax():
@@ -80,3 +80,19 @@ def test_bias_counts():
 def test_sizes_that_disagree_are_named():
     with pytest.raises(ShapeError, match="weight_VD has D=4, but D=2"):
         token_logprobs(torch.zeros(3, 2), torch.zeros(5, 4), torch.zeros(3, dtype=torch.int64))
+
+
+def test_the_mean_squared_logit_is_of_logits_over_temperature_and_only_there_if_it_is_wanted():
+    logits, targets = torch.tensor([[1.0, -3.0], [0.5, 0.0]], dtype=torch.float64), torch.tensor([0, 1])
+    assert token_logprobs_from_logits(logits, targets).mean_squared_logit_T is None
+    found = token_logprobs_from_logits(logits, targets, temperature=2.0, wanted=("mean_squared_logit",))
+    assert found.mean_squared_logit_T.tolist() == [(0.25 + 2.25) / 2, 0.0625 / 2]
+
+
+def test_what_a_sampler_cut_off_has_no_probability_and_the_target_always_has():
+    logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    kept = torch.tensor([[False, True, True], [False, False, True]])
+    among = kept_logits(logits, kept, torch.tensor([1, 0]))
+    assert among.tolist() == [[-math.inf, 1.0, 2.0], [0.0, -math.inf, 2.0]]
+    token_logprobs_from_logits(among, torch.tensor([1, 0])).logprobs_T.sum().backward()
+    assert (logits.grad == 0).tolist() == [[True, False, False], [False, True, False]]
