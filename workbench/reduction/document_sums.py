@@ -67,7 +67,7 @@ class ShardedSums:
     def _sum_by(self, parts: _Parts, values_T: Tensor) -> Tensor:
         kept_T = torch.where(self._loss_mask_T, values_T, 0.0)
         partial_N = kept_T.new_zeros(parts.count).index_add(0, parts.ids_T, kept_T)
-        return self.complete(partial_N, self.axis)[parts.ids_T]
+        return self.complete(partial_N, self.axis).index_select(0, parts.ids_T)
 
     @cached_property
     def _loss_mask_T(self) -> Tensor:
