@@ -53,6 +53,11 @@ _PLACES = {
     "make_loss": "workbench.losses.build",
     "token_credit": "workbench.reduction.credit",
     "figures": "workbench.report.figures:",
+    "contract_table": "workbench.adapters.contracts",
+    "explain": "workbench.adapters.explanations",
+    "loss_spec": "workbench.adapters.translate",
+    "replay": "workbench.adapters.replays",
+    "settings_for": "workbench.adapters.translate",
 }
 """Public name -> its module; after a colon its name there, nothing for the module itself."""
 
