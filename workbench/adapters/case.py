@@ -116,6 +116,11 @@ class Case:
         value_T = self.spread(name).reshape(-1)
         return torch.where(self.loss_mask_T, value_T, torch.zeros_like(value_T))
 
+    def counted(self, logits: Tensor) -> Tensor:
+        """[T, V] logits of the tokens that count, 0 elsewhere (whatever stands there)."""
+        logits_TV = logits.reshape(-1, logits.shape[-1])
+        return torch.where(self.loss_mask_T[:, None], logits_TV, torch.zeros_like(logits_TV))
+
     def everywhere(self, name: str) -> Tensor | None:
         """[T] an input of the token's document, also on tokens that do not count; None where there is none."""
         return None if name not in self.inputs else self.spread(name).reshape(-1)
@@ -164,7 +169,7 @@ def _or(value_T: Tensor | None, otherwise_T: Tensor) -> Tensor:
 
 
 def _as_tensor(value: Any) -> Tensor:
-    tensor = torch.as_tensor(value).detach().cpu()
-    if tensor.is_floating_point():
-        return tensor.double()
-    return tensor.long()
+    if hasattr(value, "copy"):  # an array may be read-only, or run backwards
+        value = value.copy()
+    real = torch.as_tensor(value).is_floating_point()
+    return torch.as_tensor(value, dtype=torch.float64 if real else torch.int64).detach().cpu()

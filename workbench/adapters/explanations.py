@@ -42,6 +42,8 @@ CLIPS = ("clip_low", "clip_high", "dual_clip", "delta", "bounds", "log_clamp", "
 DENOMINATORS = ("denominator", "denominator_constant", "documents_counted", "gradient_divisor",
                 "normalize_by_documents", "scaling", "truncated", "entropy_denominator")
 """Settings and groups that say what is divided by what."""
+TEMPERATURE = "policy.temperature"
+"""A setting of ours that is none of the loss; it tells apart two systems that both begin at logits."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +181,9 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
     scaling = specs[0].scaling.breaks == specs[1].scaling.breaks and \
         specs[0].breaks == specs[1].breaks and specs[0].scaling.powers == specs[1].scaling.powers
     titles = systems[0].title, systems[1].title
-    differences = list(_differences(systems, settings, found, verdict))
-    if heated:
-        differences.insert(0, Difference("policy.temperature", "temperature", "Divides logits.", temperatures, ("", ""),
-                                         (False, False), verdict != "same"))
+    differences = _differences(systems, settings, found, verdict, temperatures if heated else None)
     return Explanation(titles, specs, verdict, same_loss, same_gradient, scaling if verdict == "same" else None,
-                       tuple(differences), (found[0].notes, found[1].notes), witness)
+                       differences, (found[0].notes, found[1].notes), witness)
 
 
 def compare(one: LossSpec, other: LossSpec, temperatures: tuple[float, float] | None = None
@@ -224,7 +223,7 @@ def _outcome(spec: str, seed: int, temperature: float | None) -> Outcome:
 
 
 def _differences(systems: tuple[System, System], settings: tuple[Any, ...], found: tuple[Translation, ...],
-                 verdict: Verdict) -> Iterator[Difference]:
+                 verdict: Verdict, temperatures: tuple[float, float] | None) -> tuple[Difference, ...]:
     """Those that act first."""
     flat = [_flat(each.spec) for each in found]
     forms = [canonical(each.spec) for each in found]
@@ -235,9 +234,11 @@ def _differences(systems: tuple[System, System], settings: tuple[Any, ...], foun
     scaling = found[0].spec.scaling, found[1].spec.scaling
     cancelled = [f"scaling.{name}" for name in FACTORS] if scaling[0].powers == scaling[1].powers else []
     deciding = [decides(system, each) for system, each in zip(systems, settings, strict=True)]
+    values_of = {path: (value, flat[1][path]) for path, value in flat[0].items()}
+    if temperatures is not None:
+        values_of, acting = {TEMPERATURE: temperatures, **values_of}, {TEMPERATURE, *acting}
     rows = []
-    for path in flat[0]:
-        values = flat[0][path], flat[1][path]
+    for path, values in values_of.items():
         if values[0] == values[1] or path in ("name", "correction.kind") or path in cancelled:
             continue
         options = tuple(_said(each, decided.get(path, ())) for each, decided in zip(settings, deciding, strict=True))
@@ -245,29 +246,32 @@ def _differences(systems: tuple[System, System], settings: tuple[Any, ...], foun
                        for each, decided in zip(settings, deciding, strict=True))
         rows.append(Difference(path, _topic(path), _meaning(path), values, options, silent,
                                verdict != "same" and path in acting))
-    yield from sorted(rows, key=lambda row: not row.acts)
+    return tuple(sorted(rows, key=lambda row: not row.acts))
 
 
 def decides(system: System, settings: Settings) -> Mapping[str, tuple[str, ...]]:
-    """Path in our spec -> options of the system that decide it: those whose change changes it.
+    """Path in our spec, or `TEMPERATURE` -> options of the system that decide it: those whose change changes it.
 
     Args:
         system: whose.
         settings: the options that the others are left at.
     """
-    base, found = _flat(translated(system, settings).spec), {}
+    base, said, found = _reached(system, settings), settings.model_dump(exclude_unset=True), {}
     for name, annotation, value in _options(settings):
         for other in _other_values(annotation, value):
             try:
-                probed = parse_settings(type(settings), _replaced(settings.model_dump(), name, other),
-                                        where=system.name)
-                reached = _flat(translated(system, probed).spec)
+                probed = parse_settings(type(settings), _replaced(said, name, other), where=system.name)
+                reached = _reached(system, probed)
             except WorkbenchError:
                 continue  # options that do not go together
             for path in base:
                 if reached[path] != base[path] and name not in found.setdefault(path, []):
                     found[path].append(name)
     return {path: tuple(names) for path, names in found.items()}
+
+
+def _reached(system: System, settings: Settings) -> dict[str, Any]:
+    return {**_flat(translated(system, settings).spec), TEMPERATURE: system.temperature(settings)}
 
 
 def _options(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -282,7 +286,7 @@ def _options(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, 
 
 def _replaced(options: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
     group, dot, rest = name.partition(".")
-    return options | {group: _replaced(options[group], rest, value) if dot else value}
+    return options | {group: _replaced(options.get(group, {}), rest, value) if dot else value}
 
 
 def _other_values(annotation: Any, value: Any) -> Iterator[Any]:
@@ -311,6 +315,8 @@ def _is_said(settings: Settings, name: str) -> bool:
 
 def _topic(path: str) -> str:
     group, _, name = path.partition(".")
+    if path == TEMPERATURE:
+        return "temperature"
     if group == "surrogate":
         return "clip" if name in CLIPS else "policy term"
     if group in DENOMINATORS:
@@ -327,6 +333,8 @@ def _flat(spec: BaseModel, prefix: str = "") -> dict[str, Any]:
 
 
 def _meaning(path: str) -> str:
+    if path == TEMPERATURE:
+        return "Divides logits."
     model: Any = LossSpec
     *groups, name = path.split(".")
     for group in groups:

@@ -299,6 +299,8 @@ def _notes(settings: ClippedPGSettings) -> list[str]:
     if settings.use_importance_sampling_correction and settings.sequence_level_importance_ratios:
         notes.append("the correction weight of a row is the product of its tokens' ratios, their ratio the geometric "
                      "mean; a product that overflows becomes 0, so that the worst row drops out")
+    elif settings.use_importance_sampling_correction:
+        notes.append("a correction weight that overflows becomes 0, whatever its upper bound")
     if settings.use_kl_in_reward:
         notes.append("clamps of the penalty in the reward are 20 and 10, whatever the options say")
     if settings.reference_policy_kl_penalty and not settings.use_kl_in_reward:
@@ -432,7 +434,7 @@ def dpo(case: Case) -> dict[str, Any]:
 def _of_pairs(case: Case, settings: PreferenceSettings, rewards_N: Tensor, terms: Mapping[str, Term]) -> dict[str, Any]:
     """Terms of pairs, summed over those whose chosen row counts and divided by all pairs of the batch."""
     sampled_N = torch.ones_like(rewards_N, requires_grad=False) if case.get("sample_mask") is None \
-        else case["sample_mask"]
+        else case["sample_mask"].double()
     pairs = None if settings.global_valid_seqs is None else settings.global_valid_seqs / 2
     chosen_P, rejected_P = (pair_weights(sampled_N[at::2], pairs=pairs, epsilon=EPSILON) for at in (0, 1))
     scalars = reduce_terms(terms, {"policy": TokenWeights(chosen_P, chosen_P)}, sampled_N[::2].bool())

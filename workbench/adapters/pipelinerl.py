@@ -148,8 +148,7 @@ def policy_loss_logits(case: Case) -> dict[str, Any]:
     """One `rl_step` on logits."""
     settings = policy_settings(case)
     leaf = case["logits"].clone().requires_grad_()
-    said = token_logprobs_from_logits(leaf.reshape(-1, leaf.shape[-1]), case["targets"].reshape(-1).clamp_min(0),
-                                      temperature=settings.temperature)
+    said = token_logprobs_from_logits(case.counted(leaf), case.targets_T, temperature=settings.temperature)
     overflow = case["targets"].new_zeros(case.shape) if case.get("overflow") is None else case.spread("overflow")
     extensions = {"truncated": overflow.reshape(-1)}
     if case.get("group_tokens") is not None:

@@ -200,7 +200,7 @@ def policy_loss_logits(case: Case) -> dict[str, Any]:
     """From logits."""
     temperature = load_system(case.system).temperature(policy_settings(case))
     leaf = case["logits"].clone().requires_grad_()
-    said = token_logprobs_from_logits(leaf.reshape(-1, leaf.shape[-1]), case.targets_T, temperature=temperature)
+    said = token_logprobs_from_logits(case.counted(leaf), case.targets_T, temperature=temperature)
     outputs = finish(evaluate_case(case, said), {"grad_logits": leaf})
     return {**outputs, "logprobs": case.shaped(said.logprobs_T)}
 

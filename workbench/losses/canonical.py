@@ -131,15 +131,17 @@ def _kl(form: Form) -> None:
         return
     if spec["input_clamp"] is not None and spec["input_clamp"] >= FAR:  # FAR
         spec["input_clamp"] = None
-    if spec["importance"] == "old" and form["old_policy"] == "current":
+    of_documents = spec["importance_level"] == "document" and spec["gradient"] == "score"  # u's gradient is a mean's
+    if spec["importance"] == "old" and form["old_policy"] == "current" and not of_documents:
         # u = exp(l - sg[l]) = 1; "score" gives this 1 its gradient with or without the name, "path" takes it as data.
         spec["importance"], spec["importance_level"] = "none", "token"
     if spec["output_clamp"] is not None:
         return  # a clamp of the value sees the estimator's scale, and takes gradients away
-    if spec["estimator"] == "squared":  # d^2 = 2 (d^2 / 2), and so every product with it
+    if spec["estimator"] == "squared" and spec["gradient"] != "straight_through":
+        # d^2 = 2 (d^2 / 2), and so every product with it; straight through it has the gradient of one d^2 / 2
         spec["estimator"], spec["coefficient"] = "k2", 2 * spec["coefficient"]
     if spec["input_clamp"] is None:
-        if spec["estimator"] == "k3" and spec["gradient"] == "score":
+        if spec["estimator"] == "k3" and spec["gradient"] == "score" and not of_documents:
             # u (k' + k) = u ((1 - e^d) + (e^d - 1 - d)) = -u d, the gradient of k2 under the value of k3
             spec["gradient"] = "straight_through"
         if spec["estimator"] == "k2" and spec["gradient"] == "straight_through":  # its own gradient
@@ -215,11 +217,13 @@ def _old_policy(form: Form) -> None:
 def _luspo(form: Form) -> None:
     """LUSPO is L times GSPO, so its mean over documents of token means, 1 / (M L), is GSPO's of sums, 1 / M.
 
-    Penalties share the denominator, so there may be none; and L counts what the denominator counts.
+    Penalties share the denominator, so there may be none; and L and the denominator count the same tokens.
     """
     spec = form["surrogate"]
     alone = not form["kl"] and not any(form[name] for name in PENALTIES)
-    counted = form["correction"].get("denominator", "original") == "original" and form["top_entropy_share"] == 1
+    correction = form["correction"]
+    counted = correction.get("denominator", "original") == "original" \
+        and correction.get("surrogate_over", "trained") == "trained"
     if spec["kind"] == "luspo" and form["denominator"] == "document" and alone and counted and not form["scaling"]:
         spec["kind"], spec["level"], form["denominator"] = "gspo", "document", "document_sum"
 

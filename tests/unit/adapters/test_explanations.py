@@ -129,7 +129,9 @@ def test_the_gradient_may_be_the_same_when_the_loss_is_not():
 def test_a_temperature_tells_losses_on_logits_apart():
     found = explain("pipelinerl", {"temperature": 0.7}, "pipelinerl", {})
     assert (found.verdict, found.same_loss, found.same_gradient) == ("different", False, False)
-    assert (found.differences[0].setting, found.differences[0].values) == ("policy.temperature", (0.7, 1.0))
+    heat = found.differences[0]
+    assert (heat.setting, heat.topic, heat.values) == ("policy.temperature", "temperature", (0.7, 1.0))
+    assert (heat.options, heat.silent) == (("temperature=0.7", "temperature=1, its default"), (False, True))
     assert explain("fast_llm", {"logits_scale_factor": 2.0}, "pipelinerl", {"temperature": 0.5}).differences[0].topic \
         != "temperature"
     assert explain("fast_llm", {"logits_scale_factor": 2.0}, "areal", {}).verdict == "same"  # on log-probabilities
@@ -152,6 +154,18 @@ def test_options_are_found_by_what_they_change():
     assert "epsilon_low" in found["surrogate.clip_low"]
     assert "beta" in found["kl.coefficient"]
     assert "loss_type" in found["denominator"]
+
+
+def test_options_of_a_system_that_refuses_those_of_other_types_are_found():
+    system = load_system("prime_rl")
+    assert decides(system, system.settings())["surrogate.threshold_low"] == ("type", "dppo_mask_low")
+    assert decides(system, system.settings(type="ipo"))["surrogate.threshold"] == ("type", "ipo_threshold")
+
+
+def test_options_in_a_group_are_found_whether_or_not_the_group_was_said():
+    system = load_system("verl")
+    for said in ({}, {"policy_loss": {"loss_mode": "vanilla"}}):
+        assert "policy_loss.loss_mode" in decides(system, system.settings(**said))["surrogate.kind"]
 
 
 def test_options_that_are_none_are_refused_by_name():

@@ -42,6 +42,15 @@ def test_policy_losses_are_what_fast_llm_computes(kind, square, change):
         assert differing(found, oracle.policy_loss(kind, config, arrays)) == [], seed
 
 
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_what_logits_are_where_nothing_trains_does_not_matter(kind):
+    arrays = batch(6, 0.3)
+    expected = oracle.policy_loss(kind, PLAIN, arrays)
+    for garbage in (np.nan, np.inf, -np.inf):
+        arrays["logits"][arrays["targets"] < 0] = garbage
+        assert differing(replay("fast_llm", "policy_loss_logits", FUNCTIONS[kind], PLAIN, arrays), expected) == []
+
+
 def test_advantages_of_tokens_are_averaged_by_gspo():
     arrays = batch(4, 0.3)
     arrays["advantages"] = np.random.default_rng(4).standard_normal(arrays["advantages"].shape)

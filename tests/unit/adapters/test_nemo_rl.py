@@ -152,6 +152,9 @@ def test_supervised_and_preference_losses_are_their_formulas(seed):
     config = {"global_valid_seqs": 8.0}
     close(replay("nemo_rl", "preference", "PreferenceLossFn.__call__", config, rewards),
           oracle.preference(config, rewards), "preference")
+    whole = rewards | {"sample_mask": rewards["sample_mask"].long()}
+    close(replay("nemo_rl", "preference", "PreferenceLossFn.__call__", config, whole),
+          oracle.preference(config, rewards), "preference, whole numbers")
     for average, sft, likelihoods in itertools.product((False, True), (0.0, 0.3), (False, True)):
         config = {"reference_policy_kl_penalty": 0.1 + seed, "preference_loss_weight": 0.7, "sft_loss_weight": sft,
                   "preference_average_log_probs": average, "sft_average_log_probs": likelihoods,
@@ -221,6 +224,15 @@ def test_advantages_of_tokens_are_their_formulas(kind):
     close(raw, {"advantages": oracle.reinforce_plus_plus(config, arrays)})
     bare = replay("nemo_rl", "advantage", "RawRewardAdvantageEstimator", {"normalize_advantages": False}, arrays)
     close(bare, {"advantages": arrays["rewards"][:, None].expand_as(arrays["mask"])})
+
+
+def test_rewards_that_are_equal_where_something_trains_whiten_those_of_empty_rows():
+    arrays = batch(0)
+    arrays["rewards"] = torch.tensor([0.25, 1.5, 0.25, 0.25, 0.25], dtype=torch.float64)  # nothing trains in row 1
+    arrays["group_ids"] = torch.arange(5)
+    expected = oracle.reinforce_plus_plus({"minus_baseline": False, "kl_in_reward": None}, arrays)
+    assert expected[1].abs().min() > 1e3
+    close(replay("nemo_rl", "advantage", "RawRewardAdvantageEstimator", {}, arrays), {"advantages": expected})
 
 
 def test_shaped_rewards_are_their_formulas():

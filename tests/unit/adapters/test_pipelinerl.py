@@ -51,6 +51,15 @@ def test_a_step_is_what_pipelinerl_computes(policy_loss, change):
         assert differing(found, oracle.rl_step(config, arrays)) == [], seed
 
 
+@pytest.mark.parametrize("policy_loss", ["ppo", "gspo"])
+def test_what_logits_are_where_nothing_trains_does_not_matter(policy_loss):
+    arrays, config = batch(6, 0.3), {**PLAIN, "policy_loss": policy_loss, "kl_coef": 0.1, "entropy_bonus": 0.01}
+    expected = oracle.rl_step(config, arrays)
+    for garbage in (np.nan, np.inf, -np.inf):
+        arrays["logits"][arrays["targets"] < 0] = garbage
+        assert differing(replay("pipelinerl", "policy_loss_logits", "rl_step", config, arrays), expected) == []
+
+
 def test_nobody_was_cut_off_unless_it_is_said():
     arrays = {name: values for name, values in batch(4, 0.3).items() if name != "overflow"}
     config = {**PLAIN, "overlong_filtering": True}

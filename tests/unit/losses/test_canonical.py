@@ -12,6 +12,8 @@ PPO = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28}
 GSPO = {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.2}
 LUSPO = {"kind": "luspo", "clip_low": 0.1, "clip_high": 0.2}
 K3 = {"coefficient": 0.3, "estimator": "k3"}
+BY_DOCUMENT = {"importance": "old", "importance_level": "document"}
+KEPT = {"kind": "icepop", "ratio_high": 1.2, "surrogate_over": "kept"}
 
 
 def loss(surrogate=PPO, **settings):
@@ -49,6 +51,10 @@ SAME = {
                                     LossSpec(name="reinforce")),
     "a loss that asks no old policy": (loss({"kind": "reinforce"}, old_policy="current"), loss({"kind": "reinforce"})),
     "luspo": (loss(LUSPO, denominator="document"), loss(GSPO, denominator="document_sum")),
+    "luspo of undecided tokens": (loss(LUSPO, denominator="document", top_entropy_share=0.5),
+                                  loss(GSPO, denominator="document_sum", top_entropy_share=0.5)),
+    "data of a document's weight of the current policy": (loss(old_policy="current", kl=K3 | BY_DOCUMENT),
+                                                          loss(old_policy="current", kl=K3)),
     "bonus per token": (loss(entropy_coefficient=0.1, entropy_denominator="local_token"),
                         loss(entropy_coefficient=0.1)),
 }
@@ -68,6 +74,14 @@ DIFFERENT = {
                              loss(kl={"coefficient": 0.2, "estimator": "k2", "output_clamp": 0.5})),
     "k3 score with a clamp": (loss(kl=K3 | {"gradient": "score", "output_clamp": 0.5}),
                               loss(kl=K3 | {"gradient": "straight_through", "output_clamp": 0.5})),
+    "squared straight through": (
+        loss(kl={"coefficient": 0.1, "estimator": "squared", "gradient": "straight_through"}),
+        loss(kl={"coefficient": 0.2, "estimator": "k2"})),
+    "k3 score with a document's weight": (
+        loss(kl=K3 | BY_DOCUMENT | {"gradient": "score"}), loss(kl=K3 | BY_DOCUMENT | {"gradient": "straight_through"})),
+    "a document's weight of the current policy": (
+        loss(old_policy="current", kl=K3 | BY_DOCUMENT | {"gradient": "score"}),
+        loss(old_policy="current", kl=K3 | {"gradient": "score"})),
     "k1 score": (loss(kl=K3 | {"estimator": "k1", "gradient": "score"}),
                  loss(kl=K3 | {"estimator": "k1", "gradient": "straight_through"})),
     "weight of the recorded policy": (loss(kl=K3 | {"importance": "old"}), loss(kl=K3)),
@@ -83,6 +97,8 @@ DIFFERENT = {
     "an old policy in the penalty": (loss({"kind": "reinforce"}, old_policy="current", kl=K3 | {"against": "old"}),
                                      loss({"kind": "reinforce"}, kl=K3 | {"against": "old"})),
     "luspo with a penalty": (loss(LUSPO, denominator="document", kl=K3), loss(GSPO, denominator="document_sum", kl=K3)),
+    "luspo over kept tokens": (loss(LUSPO, denominator="document", correction=KEPT),
+                               loss(GSPO, denominator="document_sum", correction=KEPT)),
     "luspo per token": (loss(LUSPO), loss(GSPO)),
     "advantage of the document": (loss(GSPO | {"advantage_level": "document"}), loss(GSPO)),
     "bonus per document": (loss(entropy_coefficient=0.1, denominator="document", entropy_denominator="local_token"),

@@ -160,7 +160,8 @@ def whiten(values_T: Tensor, loss_mask_T: Tensor, *, ddof: int = 1, epsilon: flo
            elsewhere: Literal["zero", "whiten"] = "zero") -> Tensor:
     """Centre and scale the values of all trained tokens of the step, once over all of them.
 
-    Values that are all equal, or no more than ddof of them, become exactly 0; elsewhere, too.
+    Values that are all equal, or no more than ddof of them, become exactly 0; elsewhere, too, unless what stands there
+    is whitened by equal values, whose variance is 0, and an epsilon.
 
     Formula: ``(x - mean) / sqrt(var + epsilon)``, var = sum (x - mean)^2 / (count - ddof); for "floor" the root of
              ``max(var, epsilon)``. count_epsilon is added to the count under both means. Where nothing counts: 0, or
@@ -178,10 +179,13 @@ def whiten(values_T: Tensor, loss_mask_T: Tensor, *, ddof: int = 1, epsilon: flo
                              "negative", fix="correct the call")
     whitened_T = torch.zeros(values_T.shape, dtype=torch.float64, device=values_T.device)
     kept = values_T[loss_mask_T].double()
-    if len(kept) <= ddof or kept.amax() == kept.amin():
+    if len(kept) <= ddof:
+        return whitened_T
+    equal = bool(kept.amax() == kept.amin())
+    if equal and (elsewhere == "zero" or epsilon == 0):
         return whitened_T
     count = len(kept) + count_epsilon
-    mean = kept.sum() / count
+    mean = kept[0] if equal else kept.sum() / count
     variance = (kept - mean).square().sum() / count * (len(kept) / (len(kept) - ddof))
     scale = (variance + epsilon if epsilon_form == "add" else variance.clamp(min=epsilon)).sqrt()
     if elsewhere == "whiten":

@@ -128,6 +128,14 @@ def test_equal_values_and_too_few_values_whiten_to_exact_zeros():
     assert whiten(torch.tensor([3.0, 1.0]), torch.tensor([False, False])).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(("form", "ddof"), [("floor", 0), ("add", 1)])
+def test_by_equal_values_what_stands_elsewhere_is_whitened_with_variance_zero(form, ddof):
+    values, mask = torch.tensor([0.3, 0.3, 0.3, 1.3], dtype=torch.float64), torch.tensor([1, 1, 1, 0]).bool()
+    settings = {"ddof": ddof, "epsilon_form": form, "elsewhere": "whiten"}
+    assert whiten(values, mask, epsilon=1e-8, **settings).tolist() == [0.0, 0.0, 0.0, pytest.approx(1e4)]
+    assert whiten(values, mask, epsilon=0.0, **settings).tolist() == [0.0] * 4
+
+
 def test_a_large_offset_cancels_nowhere():
     values = torch.tensor([0.0, 1.0, 2.0, 4.0], dtype=torch.float64)
     mask = torch.ones(4).bool()
