@@ -57,6 +57,11 @@ _PLACES = {
     "token_logprobs": "workbench.policy.logprobs",
     "token_logprobs_from_logits": "workbench.policy.logprobs.from_logits",
     "figures": "workbench.report.figures:",
+    "contract_table": "workbench.adapters.contracts",
+    "explain": "workbench.adapters.explanations",
+    "loss_spec": "workbench.adapters.translate",
+    "replay": "workbench.adapters.replays",
+    "settings_for": "workbench.adapters.translate",
 }
 """Public name -> its module; after a colon its name there, nothing for the module itself."""
 

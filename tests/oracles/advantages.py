@@ -86,3 +86,42 @@ def generalised(rewards, values, discount, lambda_):
 
 def adaptive_lambda(alpha, length):
     return max(0.0, 1 - 1 / (alpha * length))
+
+
+def pass_at_k(rewards, groups, *, scale="std", epsilon=1e-6):
+    out = [0.0] * len(rewards)
+    for i, reward in enumerate(rewards):
+        own = [r for r, g in zip(rewards, groups, strict=True) if g == groups[i]]
+        second, best = sorted(own)[-2:]
+        if reward == best > second:
+            out[i] = (best - second) / (deviation(own, 1) + epsilon if scale == "std" else 1.0)
+    return out
+
+
+def optimal_baselines(documents, groups, *, aligned, zero_tail, epsilon=1e-8):
+    """Advantages of each document's trained tokens, in order.
+
+    Args:
+        documents: a list of tokens a document: (place, reward, log-probability, sum of squared probabilities, weight).
+        groups: which prompt each answers.
+        aligned: "position": a step is a place; "trained": the n-th trained token.
+        zero_tail: the longest answer has no baseline where it is alone.
+    """
+    steps = [[place if aligned == "position" else n for n, (place, *_) in enumerate(own)] for own in documents]
+    to_go = [[math.fsum(token[1] for token in own[n:]) for n in range(len(own))] for own in documents]
+    energy = [[math.fsum((1 - 2 * math.exp(x) + squares) * w**2 for _, _, x, squares, w in own[:n + 1])
+               for n in range(len(own))] for own in documents]
+    out = []
+    for i, own in enumerate(documents):
+        group = [j for j in range(len(documents)) if groups[j] == groups[i]
+                 and (documents[j] or aligned == "position")]
+        others = [len(documents[j]) for j in group if j != i]
+        found = []
+        for n in range(len(own)):
+            at = [(j, m) for j in group for m, step in enumerate(steps[j]) if step == steps[i][n]]
+            baseline = math.fsum(to_go[j][m] * energy[j][m] for j, m in at) / (
+                math.fsum(energy[j][m] for j, m in at) + epsilon)
+            tail = zero_tail and others and len(own) > max(others) and steps[i][n] >= max(others)
+            found.append(to_go[i][n] - (baseline if others and not tail else 0.0))
+        out.append(found)
+    return out

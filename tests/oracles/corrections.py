@@ -11,16 +11,26 @@ import math
 
 
 def correction(documents, *, ratio="none", low=None, high=None, outside="truncate", normalize=False, gate="none",
-               gate_level="token", gate_low=None, gate_high=None, opsm=None, opsm_anchor="sampler", m2=None):
+               gate_level="token", gate_low=None, gate_high=None, opsm=None, opsm_anchor="sampler", m2=None,
+               further=(), log_clamp=math.inf, mean_epsilon=0.0, given_epsilon=0.0, gate_action="reject"):
     """Weight and verdict of each token of a step.
 
     Args:
-        documents: dicts of lists: mask, old, sampler, policy, advantages. Values under the mask are not looked at.
+        documents: dicts of lists: mask, old, sampler, policy, advantages; given for ratios of that name. Values under
+            the mask are not looked at.
+        further: (statistic, level, low, high) of gates beside the first.
+        log_clamp: bound of a weight's log, and of a token's log ratio in a gate.
+        mean_epsilon: added to a number of tokens that ``normalize`` divides by.
+        given_epsilon: added to a weight before its log.
+        gate_action: truncate: what a gate does not let through keeps its place, and its weight is bounded, which then
+            happens to no other.
 
     Returns:
         Per document a list of (raw weight, applied weight, kept), None for tokens that are not trained.
     """
-    raws = [[None if x is None else math.exp(x) for x in exponents(document, ratio)] for document in documents]
+    raws = [[None if x is None else math.exp(held(x, log_clamp)) for x in exponents(document, ratio, given_epsilon)]
+            for document in documents]
+    gates = [*([(gate, gate_level, gate_low, gate_high)] if gate != "none" else []), *further]
     found = []
     for document, raw in zip(documents, raws, strict=True):
         tokens = []
@@ -28,17 +38,19 @@ def correction(documents, *, ratio="none", low=None, high=None, outside="truncat
             if weight is None:
                 tokens.append(None)
                 continue
-            kept, applied = True, weight
+            kept, applied, passed = True, weight, True
             if low is not None and weight < low:
                 applied, kept = (low, True) if outside == "truncate" else (0.0, False)
             if high is not None and weight > high:
                 applied, kept = (high, True) if outside == "truncate" else (0.0, False)
-            if gate != "none":
-                value = statistic(document, t, gate, gate_level)
-                if gate_low is not None and value < gate_low:
-                    kept = False
-                if gate_high is not None and value > gate_high:
-                    kept = False
+            for name, level, least, most in gates:
+                value = statistic(document, t, name, level, log_clamp)
+                if (least is not None and value < least) or (most is not None and value > most):
+                    passed = False
+            if gate_action == "truncate":
+                applied = weight if passed else applied
+            else:
+                kept = kept and passed
             if opsm is not None and document["advantages"][t] < 0:
                 gaps = [document[opsm_anchor][s] - document["policy"][s] for s in trained(document)]
                 if sum(gaps) / len(gaps) > opsm:
@@ -46,7 +58,7 @@ def correction(documents, *, ratio="none", low=None, high=None, outside="truncat
             tokens.append([weight, applied, kept])
         found.append(tokens)
     if normalize:
-        scale = mean_weight(found, over_documents=ratio.startswith("document"))
+        scale = mean_weight(found, over_documents="document" in ratio, epsilon=mean_epsilon)
         for tokens in found:
             for token in tokens:
                 if token is not None:
@@ -80,7 +92,17 @@ def segments(document):
     return runs
 
 
-def exponents(document, ratio):
+def held(x, bound):
+    return min(max(x, -bound), bound)
+
+
+def exponents(document, ratio, given_epsilon):
+    if ratio == "given":
+        return [math.log(w) if counts and w else -math.inf if counts else None
+                for w, counts in zip(document["given"], document["mask"], strict=True)]
+    if ratio == "given_document_mean":
+        mine = [math.log(document["given"][t] + given_epsilon) for t in trained(document)]
+        return [sum(mine) / len(mine) if counts else None for counts in document["mask"]]
     mu = [document["old"][t] - document["sampler"][t] if counts else None for t, counts in enumerate(document["mask"])]
     if ratio == "none":
         return [None if m is None else 0.0 for m in mu]
@@ -95,26 +117,43 @@ def exponents(document, ratio):
     return out
 
 
-def statistic(document, t, gate, level):
+def statistic(document, t, gate, level, log_clamp):
     def of(mu):
-        return {"ratio": math.exp(mu), "k1": -mu, "k2": mu * mu / 2, "k3": math.exp(mu) - 1 - mu}[gate]
+        return {"ratio": math.exp(mu), "k1": -mu, "k2": mu * mu / 2, "k3": math.exp(mu) - 1 - mu,
+                "inverse_k3": math.exp(-mu) - 1 + mu}[gate]
 
-    mus = [document["old"][s] - document["sampler"][s] for s in trained(document)]
+    if gate == "binary_kl":
+        mine = [binary_kl(document["old"][s], document["sampler"][s]) for s in trained(document)]
+        return {"token": lambda _: binary_kl(document["old"][t], document["sampler"][t]), "document_max": max,
+                "document_min": min, "document_sum": sum, "document_mean": lambda v: sum(v) / len(v)}[level](mine)
+    mus = [held(document["old"][s] - document["sampler"][s], log_clamp) for s in trained(document)]
     if level == "token":
-        return of(document["old"][t] - document["sampler"][t])
+        return of(held(document["old"][t] - document["sampler"][t], log_clamp))
     if level == "document_max":
         return max(of(mu) for mu in mus)
+    if level == "document_min":
+        return min(of(mu) for mu in mus)
     if gate == "ratio":  # the geometric mean, and the likelihood ratio of the document
         return math.exp(sum(mus) / len(mus)) if level == "document_mean" else math.exp(sum(mus))
     return sum(of(mu) for mu in mus) / (len(mus) if level == "document_mean" else 1)
 
 
-def mean_weight(found, *, over_documents):
+def binary_kl(old, sampler):
+    """The greater of both divergences between this token and another one; probabilities stay 1e-8 from 0 and 1."""
+    p, q = (min(max(math.exp(x), 1e-8), 1 - 1e-8) for x in (old, sampler))
+
+    def divergence(a, b):
+        return a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
+
+    return max(divergence(p, q), divergence(q, p))
+
+
+def mean_weight(found, *, over_documents, epsilon):
     values = []
     for tokens in found:
         mine = [token[1] for token in tokens if token is not None]
-        values += ([sum(mine) / len(mine)] if mine else []) if over_documents else mine
-    mean = sum(values) / len(values) if values else 0.0
+        values += ([sum(mine) / (len(mine) + epsilon)] if mine else []) if over_documents else mine
+    mean = sum(values) / (len(values) + epsilon * (not over_documents)) if values else 0.0
     return mean if mean > 0 else 1.0
 
 

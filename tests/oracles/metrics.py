@@ -217,7 +217,7 @@ def trl(documents, *, lower, upper, sequence=False, num_documents):
 
 
 def verl(documents, *, lower, upper, dual=None, sequence=False):
-    """Token means of the actor's metrics; sequence means, over sequences with tokens, of the rollout correction's."""
+    """Token means of the actor's metrics; means over all sequences, empty ones too, of the rollout correction's."""
     def limited(d):
         return max(-20.0, min(20.0, d))
 
@@ -229,17 +229,23 @@ def verl(documents, *, lower, upper, dual=None, sequence=False):
     def own(number, token):
         return whole[number] if sequence else math.exp(limited(token["policy"] - token["old"]))
 
-    out = {"actor/ppo_kl": token_mean(documents, lambda t: -limited(t["policy"] - t["old"])),
-           "actor/entropy": token_mean(documents, lambda t: t["entropy"]),
-           "actor/pg_clipfrac": sum(cut(own(n, t), t["advantage"]) for n, t in tokens) / len(tokens),
+    def mean(value):
+        return sum(value(n, t) for n, t in tokens) / (len(tokens) + 1e-8)
+
+    def apart(_, token):
+        return token["old"] - token["policy"] if sequence else -limited(token["policy"] - token["old"])
+
+    out = {"actor/ppo_kl": mean(apart),
+           "actor/entropy": mean(lambda _, t: t["entropy"]),
+           "actor/pg_clipfrac": mean(lambda n, t: cut(own(n, t), t["advantage"])),
            "actor/pg_clipfrac_lower": 0.0}
     if dual is not None and not sequence:
-        out["actor/pg_clipfrac_lower"] = sum(own(n, t) > dual and t["advantage"] < 0 for n, t in tokens) / len(tokens)
+        out["actor/pg_clipfrac_lower"] = mean(lambda n, t: own(n, t) > dual and t["advantage"] < 0)
     if "ref" in documents[0]:
         def low_var(token):
             d = limited(token["ref"] - token["policy"])
             return max(-10.0, min(10.0, math.exp(d) - d - 1))
-        out["actor/kl_loss"] = token_mean(documents, low_var)
+        out["actor/kl_loss"] = mean(lambda _, t: low_var(t))
     if "sampler" in documents[0]:
         out |= {f"rollout_corr/{name}": value for name, value in _verl_mismatch(documents, limited).items()}
     return out
@@ -250,14 +256,14 @@ def _verl_mismatch(documents, limited):
     gaps = [t["old"] - t["sampler"] for t in tokens]
     per = []
     for document in documents:
-        own = [token for _, token in counted([document])]
-        if own:
-            per.append((sum(t["old"] for t in own) / len(own), sum(t["sampler"] for t in own) / len(own), len(own)))
+        own, count = [token for _, token in counted([document])], 1e-8
+        count += len(own)
+        per.append((sum(t["old"] for t in own) / count, sum(t["sampler"] for t in own) / count, count))
     differences = [s - o for o, s, _ in per]
-    n = len(per)
+    n, tokens = len(per), len(gaps) + 1e-8
     return {
-        "kl": -sum(gaps) / len(gaps),
-        "k3_kl": sum(math.exp(d) - d - 1 for d in gaps) / len(gaps),
+        "kl": -sum(gaps) / tokens,
+        "k3_kl": sum(math.exp(d) - d - 1 for d in gaps) / tokens,
         "training_log_ppl": sum(-o for o, _, _ in per) / n,
         "training_ppl": sum(math.exp(-o) for o, _, _ in per) / n,
         "rollout_log_ppl": sum(-s for _, s, _ in per) / n,
@@ -267,7 +273,7 @@ def _verl_mismatch(documents, limited):
         "log_ppl_diff_max": max(differences),
         "log_ppl_diff_min": min(differences),
         "ppl_ratio": sum(math.exp(d) for d in differences) / n,
-        "chi2_token": sum(math.exp(2 * limited(d)) for d in gaps) / len(gaps) - 1,
+        "chi2_token": sum(math.exp(2 * limited(d)) for d in gaps) / tokens - 1,
         "chi2_seq": sum(math.exp(2 * limited((o - s) * length)) for o, s, length in per) / n - 1,
     }
 

@@ -191,6 +191,43 @@ def gspo(low, high):
     return values
 
 
+def gspo_with_kl(low, high, coefficient):
+    """The same, and k3 of policy against sampler times the document's ratio, which carries its gradient."""
+    @each_document
+    def values(document, logprobs):
+        ratios = log_ratios(document, logprobs)
+        if not ratios:
+            return {}
+        ratio, found = torch.exp(sum(ratios.values()) / len(ratios)), {}
+        for t, gap in log_ratios(document, logprobs, "sampler_logprobs").items():
+            penalty = coefficient * ratio * (torch.exp(-gap) - 1 + gap)
+            found[t] = clipped(ratio, document["advantages"][t], low, high) + penalty
+        return found
+    return values
+
+
+def gspo_of_kept(low, high, smallest, greatest, veto):
+    """The same over tokens whose w = old / sampler is inside its bounds, times w, with the mean of their advantages.
+
+    A document with a trained token whose w is below the veto has none of them (AReaL's rejection, the fork's veto).
+    """
+    @each_document
+    def values(document, logprobs):
+        ratios, found = log_ratios(document, logprobs), {}
+        weights = {t: math.exp(document["old_logprobs"][t] - document["sampler_logprobs"][t]) for t in ratios}
+        whole = min(weights.values(), default=1.0) >= veto
+        kept = [t for t, w in weights.items() if whole and smallest <= w <= greatest]
+        for t in ratios:
+            if t in kept:
+                ratio = torch.exp(sum(ratios[s] for s in kept) / len(kept))
+                advantage = sum(document["advantages"][s] for s in kept) / len(kept)
+                found[t] = weights[t] * clipped(ratio, advantage, low, high)
+            else:
+                found[t] = 0.0 * ratios[t]
+        return found
+    return values
+
+
 def gspo_of_segments(low, high):
     """The same with a ratio for each unbroken run of trained tokens."""
     @each_document
@@ -230,11 +267,18 @@ def gmpo(low, high):
     return values
 
 
-def vespo(k_positive, lambda_positive, k_negative, lambda_negative):
-    """A policy gradient weighed by a gamma-shaped function of the document's whole ratio."""
+def vespo(k_positive, lambda_positive, k_negative, lambda_negative, bound=None):
+    """A policy gradient weighed by a gamma-shaped function of the document's whole ratio.
+
+    Args:
+        bound: if given, the ratio has the truncated ratios of old to sampler in it, too.
+    """
     @each_document
     def values(document, logprobs):
         log_weight = sum(d.item() for d in log_ratios(document, logprobs).values())
+        if bound is not None:
+            log_weight += sum(min(document["old_logprobs"][t] - document["sampler_logprobs"][t], math.log(bound))
+                              for t in trained(document))
         found = {}
         for t in trained(document):
             advantage = document["advantages"][t]

@@ -11,7 +11,7 @@ leaves ``frozen`` where it was. Gradients are written out by hand from the formu
 
 Sources: PPO 1707.06347; dual clip 1912.09729; INTELLECT-2 2505.07291; MiniMax-M1 (CISPO) 2506.13585; GSPO 2507.18071;
 GMPO 2507.20673; SAPO 2511.20347; VESPO 2602.10693; LUSPO 2602.05261; GPG 2504.02546; DPPO 2602.04879; DRO 2405.19107;
-Clip-Cov and KL-Cov 2505.22617; DPO 2305.18290; VAPO 2504.05118 (arXiv).
+Clip-Cov and KL-Cov 2505.22617; DPO 2305.18290; VAPO 2504.05118 (arXiv); ref_kl: prime-rl.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def slope_of_ppo(r, a, **bounds):
     return -r * a if ppo_of_ratio(r, a, **bounds) == -(r * a) else 0.0
 
 
-def ppo(x, x0, anchor, a, **bounds):
-    return ppo_of_ratio(math.exp(x - anchor), a, **bounds)
+def ppo(x, x0, anchor, a, *, log_clamp=math.inf, **bounds):
+    return ppo_of_ratio(math.exp(clip(x - anchor, -log_clamp, log_clamp)), a, **bounds)
 
 
-def ppo_slope(x, anchor, a, **bounds):
-    return slope_of_ppo(math.exp(x - anchor), a, **bounds)
+def ppo_slope(x, anchor, a, *, log_clamp=math.inf, **bounds):
+    return slope_of_ppo(math.exp(x - anchor), a, **bounds) if abs(x - anchor) <= log_clamp else 0.0
 
 
 def importance_sampling(x, x0, anchor, a):
@@ -81,20 +81,14 @@ def cispo_weight(x, anchor, clip_low, clip_high, bounds):
     return clip(math.exp(x - anchor), -math.inf if clip_low is None else clip_low, clip_high)
 
 
-def cispo(x, x0, anchor, a, *, clip_low, clip_high, bounds):
-    return -a * cispo_weight(x0, anchor, clip_low, clip_high, bounds) * x
-
-
-def cispo_slope(x, anchor, a, *, clip_low, clip_high, bounds):
-    return -a * cispo_weight(x, anchor, clip_low, clip_high, bounds)
-
-
-def sapo(x, x0, anchor, a, *, tau_positive, tau_negative):
+def sapo(x, x0, anchor, a, *, tau_positive, tau_negative, log_clamp=math.inf):
     tau = tau_positive if a > 0 else tau_negative
-    return -4 / tau * sigmoid(tau * (math.exp(x - anchor) - 1)) * a
+    return -4 / tau * sigmoid(tau * (math.exp(clip(x - anchor, -log_clamp, log_clamp)) - 1)) * a
 
 
-def sapo_slope(x, anchor, a, *, tau_positive, tau_negative):
+def sapo_slope(x, anchor, a, *, tau_positive, tau_negative, log_clamp=math.inf):
+    if abs(x - anchor) > log_clamp:
+        return 0.0
     tau, r = (tau_positive if a > 0 else tau_negative), math.exp(x - anchor)
     half = abs(tau * (r - 1) / 2)
     return 0.0 if half > 350 else -a * r / math.cosh(half) ** 2
@@ -126,32 +120,39 @@ def dropped_either_way(x, anchor, a, threshold):
     return abs(math.exp(x) - math.exp(anchor)) > threshold
 
 
-def masked_ratio(x, x0, anchor, a, dropped, ratio_cap):
+def masked_ratio(x, x0, anchor, a, dropped, ratio_cap, log_clamp=math.inf):
     if dropped:
         return 0.0
     if ratio_cap is None:
-        return -a * math.exp(x - anchor)
-    return -a * min(math.exp(x0 - anchor), ratio_cap) * x
+        return -a * math.exp(clip(x - anchor, -log_clamp, log_clamp))
+    return -a * min(math.exp(clip(x0 - anchor, -log_clamp, log_clamp)), ratio_cap) * x
 
 
-def masked_ratio_slope(x, anchor, a, dropped, ratio_cap):
-    return 0.0 if dropped else -a * min(math.exp(x - anchor), math.inf if ratio_cap is None else ratio_cap)
+def masked_ratio_slope(x, anchor, a, dropped, ratio_cap, log_clamp=math.inf):
+    if dropped or (ratio_cap is None and abs(x - anchor) > log_clamp):
+        return 0.0
+    r = math.exp(clip(x - anchor, -log_clamp, log_clamp))
+    return -a * (r if ratio_cap is None else min(r, ratio_cap))
 
 
-def dppo_tv(x, x0, anchor, a, *, threshold_low, threshold_high, ratio_cap=None):
-    return masked_ratio(x, x0, anchor, a, dropped_tv(x0, anchor, a, threshold_low, threshold_high), ratio_cap)
+def dppo_tv(x, x0, anchor, a, *, threshold_low, threshold_high, **held):
+    return masked_ratio(x, x0, anchor, a, dropped_tv(x0, anchor, a, threshold_low, threshold_high),
+                        **{"ratio_cap": None, **held})
 
 
-def dppo_tv_slope(x, anchor, a, *, threshold_low, threshold_high, ratio_cap=None):
-    return masked_ratio_slope(x, anchor, a, dropped_tv(x, anchor, a, threshold_low, threshold_high), ratio_cap)
+def dppo_tv_slope(x, anchor, a, *, threshold_low, threshold_high, **held):
+    return masked_ratio_slope(x, anchor, a, dropped_tv(x, anchor, a, threshold_low, threshold_high),
+                              **{"ratio_cap": None, **held})
 
 
-def dppo_kl(x, x0, anchor, a, *, threshold_low, threshold_high, ratio_cap=None):
-    return masked_ratio(x, x0, anchor, a, dropped_kl(x0, anchor, a, threshold_low, threshold_high), ratio_cap)
+def dppo_kl(x, x0, anchor, a, *, threshold_low, threshold_high, **held):
+    return masked_ratio(x, x0, anchor, a, dropped_kl(x0, anchor, a, threshold_low, threshold_high),
+                        **{"ratio_cap": None, **held})
 
 
-def dppo_kl_slope(x, anchor, a, *, threshold_low, threshold_high, ratio_cap=None):
-    return masked_ratio_slope(x, anchor, a, dropped_kl(x, anchor, a, threshold_low, threshold_high), ratio_cap)
+def dppo_kl_slope(x, anchor, a, *, threshold_low, threshold_high, **held):
+    return masked_ratio_slope(x, anchor, a, dropped_kl(x, anchor, a, threshold_low, threshold_high),
+                              **{"ratio_cap": None, **held})
 
 
 def ipo(x, x0, anchor, a, *, threshold):
@@ -199,6 +200,22 @@ def each_token(rule, slope):
         return out
 
     return value, gradient
+
+
+def ref_kl_value(documents, frozen, *, threshold_low, anchor="sampler"):
+    """-sg[ref - l] r, 0 where the probability fell by more than the threshold."""
+    out = zeros(documents)
+    for d, (document, still) in enumerate(zip(documents, frozen, strict=True)):
+        for t in counted(document):
+            x0, other = still["policy"][t], document[anchor][t]
+            if math.exp(x0) - math.exp(other) >= -threshold_low:
+                out[d][t] = -(document["ref"][t] - x0) * math.exp(document["policy"][t] - other)
+    return out
+
+
+def ref_kl_gradient(documents, weights, *, threshold_low, anchor="sampler"):
+    values = ref_kl_value(documents, documents, threshold_low=threshold_low, anchor=anchor)  # e^x is its own slope
+    return [[w * v for w, v in zip(ws, vs, strict=True)] for ws, vs in zip(weights, values, strict=True)]
 
 
 # -- one ratio a document --------------------------------------------------------------------------------------
@@ -256,25 +273,57 @@ def gspo_gradient(documents, weights, *, anchor="old", level="document", advanta
     return out
 
 
-def gspo_token_value(documents, frozen, *, anchor="old", level="document", **bounds):
+def gspo_token_value(documents, frozen, *, anchor="old", level="document", log_cap=math.inf, **bounds):
     out = zeros(documents)
     for d, (document, still) in enumerate(zip(documents, frozen, strict=True)):
         for part in parts_of(document, level):
-            s = math.exp(mean_log_ratio(still, part, anchor))
+            log_s = mean_log_ratio(still, part, anchor)
             for t in part:
-                own = s * math.exp(document["policy"][t] - still["policy"][t])
+                own = math.exp(min(log_s + document["policy"][t] - still["policy"][t], log_cap))
                 out[d][t] = ppo_of_ratio(own, document["advantages"][t], **bounds)
     return out
 
 
-def gspo_token_gradient(documents, weights, *, anchor="old", level="document", **bounds):
+def gspo_token_gradient(documents, weights, *, anchor="old", level="document", log_cap=math.inf, **bounds):
     out = zeros(documents)
     for d, document in enumerate(documents):
         for part in parts_of(document, level):
-            s = math.exp(mean_log_ratio(document, part, anchor))
+            log_s = mean_log_ratio(document, part, anchor)
             for t in part:
-                out[d][t] = weights[d][t] * slope_of_ppo(s, document["advantages"][t], **bounds)
+                slope = slope_of_ppo(math.exp(log_s), document["advantages"][t], **bounds)
+                out[d][t] = weights[d][t] * slope * (log_s <= log_cap)
     return out
+
+
+def cispo_of_parts(documents, *, anchor, level, log_clamp=None, **bounds):
+    """The truncated weight of each token: of its own ratio, or of the geometric mean over its document or segment."""
+    found = zeros(documents)
+    for number, document in enumerate(documents):
+        parts = [[t] for t in counted(document)] if level == "token" else parts_of(document, level)
+        for part in parts:
+            ratio = mean_log_ratio(document, part, anchor)
+            held = ratio if log_clamp is None else clip(ratio, -log_clamp, log_clamp)
+            for t in part:
+                found[number][t] = cispo_weight(held, 0.0, **bounds)
+    return found
+
+
+def cispo_value(documents, frozen, *, anchor="old", level="token", **bounds):
+    weights = cispo_of_parts(frozen, anchor=anchor, level=level, **bounds)
+    found = zeros(documents)
+    for number, document in enumerate(documents):
+        for t in counted(document):
+            found[number][t] = -document["advantages"][t] * weights[number][t] * document["policy"][t]
+    return found
+
+
+def cispo_gradient(documents, weights, *, anchor="old", level="token", **bounds):
+    truncated = cispo_of_parts(documents, anchor=anchor, level=level, **bounds)
+    found = zeros(documents)
+    for number, document in enumerate(documents):
+        for t in counted(document):
+            found[number][t] = -document["advantages"][t] * truncated[number][t] * weights[number][t]
+    return found
 
 
 def luspo_value(documents, frozen, **parameters):
@@ -460,12 +509,13 @@ ORACLES = {
     "reinforce": each_token(reinforce, reinforce_slope),
     "gpg": each_token(reinforce, reinforce_slope),
     "on_policy": each_token(on_policy, on_policy_slope),
-    "cispo": each_token(cispo, cispo_slope),
+    "cispo": (cispo_value, cispo_gradient),
     "sapo": each_token(sapo, sapo_slope),
     "dro": each_token(dro, dro_slope),
     "dppo_tv": each_token(dppo_tv, dppo_tv_slope),
     "dppo_kl": each_token(dppo_kl, dppo_kl_slope),
     "ipo": each_token(ipo, ipo_slope),
+    "ref_kl": (ref_kl_value, ref_kl_gradient),
     "sft": each_token(sft, sft_slope),
     "gspo": (gspo_value, gspo_gradient),
     "gspo_token": (gspo_token_value, gspo_token_gradient),

@@ -6,8 +6,8 @@ the token out. Nothing here carries a gradient.
 
     weight   e^x, x = mu | mean of mu over a segment or a document | sum of mu over a document
              bounded (truncated or zeroed outside), perhaps divided by its mean
-    gate     keep while low <= s <= high, s = the ratio, k1, k2 or k3 of a token, or their mean, sum or maximum over
-             its document (the ratio's in logs)
+    gate     keep while low <= s <= high, s = the ratio, k1, k2, k3 or binary KL of a token, or their mean, sum, maximum
+             or minimum over its document (the ratio's in logs)
     opsm     reject A < 0 where the document's mean of (anchor - policy) is above a threshold
     m2       reject the tokens with the greatest mu^2 until the mean of mu^2 over the others is at most a threshold
 
@@ -20,6 +20,7 @@ Letters: T packed tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,14 +28,20 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.losses.spec import CorrectionSpec
+from workbench.losses.spec import CorrectionSpec, GateSpec
 from workbench.losses.terms import LossInputs, Term
 from workbench.rollouts.targets import TrainingRow
 
+CORRECTION_WEIGHTS = "correction_weights"
+"""Token-level extension of a batch: sampler corrections that were made elsewhere."""
 MEAN_WEIGHT = "correction/mean_weight"
 """Statistic of the step: mean of the bounded weights, for ``normalize``."""
 M2_CUTOFF = "correction/m2_cutoff"
 """Statistic of the step: greatest mu^2 that is kept, for ``m2_threshold``; -inf if none is."""
+LOG_WEIGHT_BOUNDS = (math.log(1e-8), 20.0)
+"""Bounds of the log of a weight that enters a sequence weight."""
+BINARY_FLOOR = 1e-8
+"""binary_kl: how near a probability may come to 0 and to 1."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,16 @@ class Correction:
         raw_weights_T: [T] the weight before bounds, division and gates.
         kept_T: [T] bool, the token is trained and not rejected.
         truncated_T: [T] bool, a bound changed the weight of a kept token.
+        bounded_weights_T: [T] the weight within its bounds, before division and gates.
+        passed_T: [T] bool, the token is trained and no gate rejects it, whatever its weight.
     """
 
     weights_T: Tensor
     raw_weights_T: Tensor
     kept_T: Tensor
     truncated_T: Tensor
+    bounded_weights_T: Tensor
+    passed_T: Tensor
 
 
 def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
@@ -65,29 +76,73 @@ def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
               IcePop: Ling team, "Every step evolves", arXiv 2510.18855; sequence weights and rejection: Liu et al.,
               "When speed kills stability" (2025), and verl; geometric gate: NeMo-RL "seq-mask-tis"; opsm:
               DeepSeek-V3.2, arXiv 2512.02556, section 3.1; m2: M2PO, arXiv 2510.01161, with the old policy in place
-              of the live one, as AReaL computes it; segments: ROLL.
+              of the live one, as AReaL computes it; segments: ROLL; binary KL and truncation beyond a gate: AReaL
+              cbff54d6; minimum over a document (veto) and tokens that were not sampled: NousResearch/torchtitan.
     """
     with torch.no_grad():
-        raw_T, bounded_T, kept_T = _bounded_weights(inputs, spec)
+        inputs = _sampled(inputs, spec)
+        raw_T, within_T, kept_T = _bounded_weights(inputs, spec)
+        bounded_T, open_T = within_T, inputs.counts_T
+        if spec.enters == "sequence_weight":
+            bounded_T, kept_T = torch.ones_like(within_T), inputs.counts_T
         if spec.normalize:
             bounded_T = bounded_T / _statistic(inputs, spec, MEAN_WEIGHT)
+        truncated_T = _outside(raw_T, spec)
         if spec.gate != "none":
-            kept_T = kept_T & _through_gate(inputs, spec)
+            passed_T = _through_gate(inputs, spec)
+            if spec.gate_action == "reject":
+                kept_T, open_T = kept_T & passed_T, open_T & passed_T
+            else:
+                truncated_T = truncated_T & ~passed_T
         if spec.opsm_threshold is not None:
             gap_T = inputs.logprobs(spec.opsm_anchor).double() - inputs.policy_logprobs_T.detach().double()
-            far_T = inputs.document_mean(gap_T) > spec.opsm_threshold
+            if spec.unscored == "neutral":
+                gap_T = gap_T.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+            far_T = inputs.document_mean(torch.where(inputs.counts_T, gap_T, 0.0)) > spec.opsm_threshold
             kept_T = kept_T & ~((inputs.advantages_T < 0) & far_T)
         if spec.m2_threshold is not None:
             kept_T = kept_T & (_mismatch(inputs).square() <= _statistic(inputs, spec, M2_CUTOFF))
         dtype = inputs.policy_logprobs_T.dtype
         return Correction(torch.where(kept_T, bounded_T, 0.0).to(dtype), raw_T.to(dtype), kept_T,
-                          kept_T & _outside(raw_T, spec))
+                          kept_T & truncated_T, torch.where(inputs.counts_T, within_T, 0.0).to(dtype), open_T)
+
+
+def on_counted_tokens(weights_BT: Tensor, loss_mask_BT: Tensor) -> Tensor:
+    """Ready-made weights whose product over a row runs over all its positions, as weights of the tokens that count.
+
+    Formula:  exp of the row's sum of ``clip(log w, log 1e-8, 20)`` / its tokens that count, on each of these, else 1; a
+              NaN is no weight
+    Shapes:   [B, T], [B, T] bool -> [B, T] with the same products.
+    Backward: none.
+    Source:   VESPO in huggingface/trl adds logs over whole rows; its own weights are 1 where nothing counts.
+    """
+    log_BT = weights_BT.detach().double().log().clamp(*LOG_WEIGHT_BOUNDS)
+    shares_B = torch.where(log_BT.isnan(), 0.0, log_BT).sum(1) / loss_mask_BT.sum(1).clamp_min(1)
+    return torch.where(loss_mask_BT, shares_B[:, None].exp(), 1.0)
+
+
+def log_document_weight(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
+    """The log of a document's correction, for a surrogate that has it inside its own sequence weight.
+
+    Formula:  ``clip(log w, log 1e-8, 20)``, summed over the document's trained tokens; of a weight of documents (or of
+              given ones, gathered over documents) once
+    Shapes:   inputs of T tokens -> [T], the same on every token of a document. Bounds of the weight act before; gates,
+              normalize and opsm do not.
+    Backward: none.
+    Source:   VESPO in huggingface/trl.
+    """
+    with torch.no_grad():
+        log_T = correct(inputs, spec).bounded_weights_T.double().log().clamp(*LOG_WEIGHT_BOUNDS)
+        if spec.ratio not in ("document_mean", "document_sum", "given_document_mean"):
+            log_T = inputs.document_sums.document(log_T)
+        return log_T.to(inputs.policy_logprobs_T.dtype)
 
 
 def apply_correction(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Term:
     """Multiply a policy term by the correction; metrics find both weights and the verdict in its extras.
 
-    Formula:  ``w * lambda``; exactly 0 where w is 0, whatever lambda is there.
+    Formula:  ``w * lambda``; exactly 0 where w is 0, whatever lambda is there. Where the weight enters a sequence
+              weight, w is the verdict alone.
     Backward: w to the term's values, 0 to everything else.
     """
     if not spec.acts:
@@ -97,7 +152,7 @@ def apply_correction(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Te
     values_T = torch.where(silent_T, 0.0, term.values_T) * found.weights_T
     return replace(term, values_T=values_T, extras={
         **term.extras, "raw_weight": found.raw_weights_T, "applied_weight": found.weights_T, "kept": found.kept_T,
-        "truncated": found.truncated_T})
+        "truncated": found.truncated_T, "bounded_weight": found.bounded_weights_T, "passed": found.passed_T})
 
 
 # ---- before the step is split ------------------------------------------------------------------------------------
@@ -110,7 +165,8 @@ def whole_row(row: TrainingRow, statistics: Mapping[str, float] | None = None) -
     side of a bound.
     """
     return LossInputs(row.old_logprobs_T, row.old_logprobs_T, row.advantages_T, row.sampler_logprobs_T,
-                      loss_mask_T=row.loss_mask_T, document_ids_T=row.document_ids_T, statistics=statistics or {})
+                      loss_mask_T=row.loss_mask_T, document_ids_T=row.document_ids_T, statistics=statistics or {},
+                      correction_weights_T=row.extensions.get(CORRECTION_WEIGHTS))
 
 
 def step_statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[str, float]:
@@ -127,31 +183,37 @@ def step_statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[st
 def survivors(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
     """[T] bool: trained tokens of a whole row that the correction keeps, for a denominator that counts survivors.
 
+    With denominator "gated" those that its gates keep.
+
     Raises:
         SpecError: the correction looks at the live policy (opsm), which is not known before the forward pass.
     """
-    if spec.opsm_threshold is not None:
+    if spec.opsm_threshold is not None and spec.denominator != "gated":
         raise SpecError("survivors of a correction with opsm_threshold", found="it looks at the live policy",
                         rule="survivors are counted on the whole step, before any forward pass",
                         fix='use denominator "original" with opsm')
-    return correct(inputs, spec).kept_T
+    found = correct(inputs, spec)
+    return found.passed_T if spec.denominator == "gated" else found.kept_T
 
 
 def _statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[str, float]:
     found = {}
     with torch.no_grad():
         if spec.normalize:
-            total, count = 0.0, 0.0
-            for inputs in rows:
+            total, count, slack = 0.0, 0.0, 0.0
+            for inputs in (_sampled(row, spec) for row in rows):
                 # A document of L tokens is one document: each of its tokens is 1 / L of it.
                 share_T = torch.ones_like(inputs.policy_logprobs_T, dtype=torch.float64)
-                if spec.ratio in ("document_mean", "document_sum"):
+                mean_T = share_T
+                if spec.ratio in ("document_mean", "document_sum", "given_document_mean"):
                     share_T = share_T / inputs.document_lengths_T
-                share_T = torch.where(inputs.counts_T, share_T, 0.0)
-                total += float((share_T * _bounded_weights(inputs, spec)[1]).sum())
-                count += float(share_T.sum())
+                    mean_T = mean_T / (inputs.document_lengths_T + spec.mean_epsilon)
+                else:
+                    slack = spec.mean_epsilon
+                total += float(torch.where(inputs.counts_T, mean_T * _bounded_weights(inputs, spec)[1], 0.0).sum())
+                count += float(torch.where(inputs.counts_T, share_T, 0.0).sum())
             # Nothing trained, or every weight 0: there is nothing to scale.
-            found[MEAN_WEIGHT] = total / count if total > 0 else 1.0
+            found[MEAN_WEIGHT] = total / (count + slack) if total > 0 else 1.0
         if spec.m2_threshold is not None:
             squares = torch.cat([_mismatch(inputs)[inputs.counts_T].square().cpu() for inputs in rows]).sort().values
             means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
@@ -177,9 +239,26 @@ def _statistic(inputs: LossInputs, spec: CorrectionSpec, name: str) -> float:
 # ---- parts -------------------------------------------------------------------------------------------------------
 
 
+def _sampled(inputs: LossInputs, spec: CorrectionSpec) -> LossInputs:
+    """Inputs in which tokens that the sampler did not draw do not count."""
+    if spec.unsampled == "as_given":
+        return inputs
+    drawn_T = inputs.counts_T & (inputs.logprobs("sampler") <= 0)
+    return replace(inputs, loss_mask_T=drawn_T, lengths_T=inputs.document_sums.document(drawn_T.double()),
+                   sums=inputs.document_sums)
+
+
 def _mismatch(inputs: LossInputs) -> Tensor:
     """[T] float64 mu = old - sampler; anything where nothing counts."""
     return inputs.old_logprobs_T.double() - inputs.logprobs("sampler").double()
+
+
+def _log_weight(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
+    """[T] float64 of each token, before it is gathered; 0 where the sampler's log-probability is not known."""
+    if spec.ratio == "given_document_mean":
+        return (_given(inputs) + spec.given_epsilon).log()
+    mu_T = _mismatch(inputs)
+    return torch.where(mu_T.isnan(), 0.0, mu_T) if spec.unscored == "neutral" else mu_T
 
 
 def _bounded_weights(inputs: LossInputs, spec: CorrectionSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,14 +266,33 @@ def _bounded_weights(inputs: LossInputs, spec: CorrectionSpec) -> tuple[Tensor, 
     if spec.ratio == "none":
         ones_T = torch.ones_like(inputs.old_logprobs_T, dtype=torch.float64)
         return ones_T, ones_T, inputs.counts_T
-    raw_T = torch.where(inputs.counts_T, _gathered(inputs, spec.ratio, _mismatch(inputs)), 0.0).exp()
+    if spec.ratio == "given":
+        raw_T = torch.where(inputs.counts_T, _given(inputs), 1.0)
+    else:
+        log_T = _gathered(inputs, spec.ratio, _log_weight(inputs, spec))
+        raw_T = _held(torch.where(inputs.counts_T, log_T, 0.0), spec).exp()
     if spec.outside == "zero":
         inside_T = ~_outside(raw_T, spec)
         return raw_T, torch.where(inside_T, raw_T, 0.0), inputs.counts_T & inside_T
     bounded_T = raw_T
     if spec.ratio_low is not None or spec.ratio_high is not None:
         bounded_T = raw_T.clamp(spec.ratio_low, spec.ratio_high)
+    if spec.gate_action == "truncate":
+        bounded_T = torch.where(_through_gate(inputs, spec), raw_T, bounded_T)
     return raw_T, bounded_T, inputs.counts_T
+
+
+def _given(inputs: LossInputs) -> Tensor:
+    """[T] float64 weights that came with the batch; anything where nothing counts."""
+    if inputs.correction_weights_T is None:
+        raise SpecError("a correction by given weights", found="no correction_weights in the batch",
+                        rule="ratio: given multiplies by a weight that came with each token",
+                        fix="give the batch the extension, or name a ratio that is made here")
+    return inputs.correction_weights_T.double()
+
+
+def _held(log_T: Tensor, spec: CorrectionSpec) -> Tensor:
+    return log_T if spec.log_clamp is None else log_T.clamp(-spec.log_clamp, spec.log_clamp)
 
 
 def _outside(raw_T: Tensor, spec: CorrectionSpec) -> Tensor:
@@ -208,35 +306,61 @@ def _outside(raw_T: Tensor, spec: CorrectionSpec) -> Tensor:
 
 def _gathered(inputs: LossInputs, level: str, values_T: Tensor) -> Tensor:
     """[T] a per-token value over the token's segment or document."""
+    values_T = torch.where(inputs.counts_T, values_T, 0.0)
     if level == "document_sum":
         return inputs.document_sums.document(values_T)
-    if level == "document_mean":
+    if level in ("document_mean", "given_document_mean"):
         return inputs.document_mean(values_T)
     if level == "segment_mean":
-        count_T = inputs.document_sums.segment(torch.ones_like(values_T))
+        count_T = inputs.document_sums.segment(inputs.counts_T.to(values_T.dtype))
         return inputs.document_sums.segment(values_T) / count_T.clamp_min(1)
     return values_T
 
 
 def _through_gate(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
-    mu_T = _mismatch(inputs)
-    low, high = spec.gate_low, spec.gate_high
-    values_T = {"ratio": mu_T, "k1": -mu_T, "k2": 0.5 * mu_T.square(), "k3": mu_T.expm1() - mu_T}[spec.gate]
-    if spec.gate_level == "document_max":
-        # A greatest value needs no maximum over ranks: it is at most `high` if no token is above it, and at least
-        # `low` if some token is.
-        values_T = values_T.exp() if spec.gate == "ratio" else values_T
+    """[T] bool: the token passes every gate."""
+    passed_T = torch.ones_like(inputs.counts_T)
+    for gate in spec.gates:
+        passed_T &= _passes(inputs, gate, _held(_mismatch(inputs), spec))
+    return passed_T
+
+
+def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
+    low, high = gate.low, gate.high
+    if gate.statistic == "binary_kl":
+        values_T = _binary_kl(inputs)
+    else:
+        values_T = {"ratio": mu_T, "k1": -mu_T, "k2": 0.5 * mu_T.square(), "k3": mu_T.expm1() - mu_T,
+                    "inverse_k3": (-mu_T).expm1() + mu_T}[gate.statistic]
+    if gate.level in ("document_max", "document_min"):
+        # An extreme value needs no maximum over ranks: the greatest is at most `high` if no token is above it, and at
+        # least `low` if some token is. The smallest is the other way round.
+        values_T = values_T.exp() if gate.statistic == "ratio" else values_T
+        whole, some = (low, high) if gate.level == "document_min" else (high, low)
         kept_T = torch.ones_like(inputs.counts_T)
-        if high is not None:
-            kept_T &= inputs.document_sums.document((~(values_T <= high)).double()) == 0
-        if low is not None:
-            kept_T &= inputs.document_sums.document((values_T >= low).double()) > 0
+        if whole is not None:
+            beyond_T = ~(values_T >= whole if gate.level == "document_min" else values_T <= whole)
+            kept_T &= inputs.document_sums.document((beyond_T & inputs.counts_T).double()) == 0
+        if some is not None:
+            within_T = values_T <= some if gate.level == "document_min" else values_T >= some
+            kept_T &= inputs.document_sums.document((within_T & inputs.counts_T).double()) > 0
         return kept_T
-    values_T = _gathered(inputs, spec.gate_level, values_T)
-    values_T = values_T.exp() if spec.gate == "ratio" else values_T
+    values_T = _gathered(inputs, gate.level, values_T)
+    values_T = values_T.exp() if gate.statistic == "ratio" else values_T
     kept_T = torch.ones_like(inputs.counts_T)
     if high is not None:
         kept_T &= values_T <= high
     if low is not None:
         kept_T &= values_T >= low
     return kept_T
+
+
+def _binary_kl(inputs: LossInputs) -> Tensor:
+    """[T] float64 KL between the token or any other one, old and sampler; the greater of both directions."""
+    old_T, sampler_T = (inputs.logprobs(who).double().exp().clamp(BINARY_FLOOR, 1 - BINARY_FLOOR)
+                        for who in ("old", "sampler"))
+
+    def divergence(p_T: Tensor, q_T: Tensor) -> Tensor:
+        return p_T * (p_T / q_T).log() + (1 - p_T) * ((1 - p_T) / (1 - q_T)).log()
+
+    return torch.maximum(divergence(old_T, sampler_T), divergence(sampler_T, old_T))

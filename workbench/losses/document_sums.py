@@ -141,3 +141,28 @@ def pair_signs(document_ids_T: Tensor, group_ids_T: Tensor, rewards_T: Tensor, l
         for member, reward in zip(members, rewards, strict=True):
             signs_T[document_ids_T == member] = 1.0 if reward == max(rewards) else -1.0
     return signs_T
+
+
+def document_totals(values_T: Tensor, loss_mask_T: Tensor, document_ids_T: Tensor, documents: int) -> Tensor:
+    """The sums of a whole row, one a document and not laid back onto tokens.
+
+    Shapes:   [T] each -> [N]; 0 for a document in which nothing counts.
+    Backward: a trained token gets the cotangent of its document.
+    """
+    kept_T = torch.where(loss_mask_T, values_T, 0.0)
+    return kept_T.new_zeros(documents).index_add(0, torch.where(loss_mask_T, document_ids_T, 0), kept_T)
+
+
+def mean_of_document_means(values_T: Tensor, loss_mask_T: Tensor, document_ids_T: Tensor, documents: int) -> Tensor:
+    """The mean over documents of their token means, undefined where a document has none.
+
+    Shapes:   [T] each -> scalar; NaN if nothing counts in some document, and so is the gradient of that document's
+              tokens. A loss takes weights instead (`workbench.reduction.weights`), in which such a document counts as 0
+              or not at all.
+    Backward: 1 / (documents * length) on each trained token.
+    Source:   masked_mean(per_seq=True) of NousResearch/torchtitan.
+    """
+    counts_T = loss_mask_T.to(values_T.dtype)
+    kept_T = torch.where(loss_mask_T, values_T, values_T.nan_to_num()) * counts_T
+    kept_N = values_T.new_zeros(documents).index_add(0, document_ids_T, kept_T)
+    return (kept_N / counts_T.new_zeros(documents).index_add(0, document_ids_T, counts_T)).mean()

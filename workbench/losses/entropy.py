@@ -1,6 +1,6 @@
-"""Terms that look at the policy's whole distribution: an entropy bonus, and a penalty on the log normaliser.
+"""Terms that look at the policy's whole distribution: an entropy bonus, and penalties on the size of logits.
 
-Both read what the output head computed (`workbench.policy`); the temperature has divided the logits before.
+All read what the output head computed (`workbench.policy`); the temperature has divided the logits before.
 
 Letters: T packed tokens.
 """
@@ -8,25 +8,40 @@ Letters: T packed tokens.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.losses.terms import LossInputs, Term
 
 
-def entropy_bonus(inputs: LossInputs, coefficient: float) -> Term:
+def entropy_bonus(inputs: LossInputs, coefficient: float, *, denominator: str = "penalty",
+                  chosen_T: Tensor | None = None) -> Term:
     """Reward the policy for staying undecided.
 
-    Formula:  ``-coefficient * H``, H the exact entropy over the whole vocabulary of logits over temperature.
+    Formula:  ``-coefficient * H``, H the exact entropy over the whole vocabulary of logits over temperature; under
+              local_token times (tokens that count here / chosen ones), so that the mean over the tokens of the
+              micro-batch becomes one over the chosen ones
     Shapes:   [T] -> a term of [T] nats whose values are H and whose coefficient is negated; 0 where nothing counts.
-    Backward: -coefficient to the entropy.
+    Backward: -coefficient to the entropy, times that share.
     Raises:   SpecError: no entropy.
-    Source:   Williams and Peng (1991); A3C, arXiv 1602.01783, section 4.
+    Source:   Williams and Peng (1991); A3C, arXiv 1602.01783, section 4. A mean over the tokens that it acts on:
+              huggingface/trl.
+
+    Args:
+        inputs: of the loss.
+        coefficient: of the bonus.
+        denominator: the weights of the step that it is summed with, "penalty" or "local_token".
+        chosen_T: [T] bool, tokens that get it; None: all.
     """
     if inputs.entropy_T is None:
         raise SpecError(f"an entropy bonus of {coefficient}", found="no entropy_T",
                         rule="the bonus is of the exact entropy, which the output head computes",
                         fix="pass the entropy, or set entropy_coefficient to 0")
-    return Term(torch.where(inputs.counts_T, inputs.entropy_T, 0.0), -coefficient, weight="penalty")
+    acts_T = inputs.counts_T if chosen_T is None else inputs.counts_T & chosen_T
+    values_T = torch.where(acts_T, inputs.entropy_T, 0.0)
+    if denominator == "local_token" and chosen_T is not None:
+        values_T = values_T * (inputs.counts_T.sum().to(values_T.dtype) / acts_T.sum().clamp_min(1))
+    return Term(values_T, -coefficient, weight=denominator)
 
 
 def squared_logit(inputs: LossInputs, coefficient: float) -> Term:
@@ -37,10 +52,27 @@ def squared_logit(inputs: LossInputs, coefficient: float) -> Term:
     Backward: 2 coefficient Z to the log normaliser.
     Raises:   SpecError: no log normaliser.
     Source:   the z-loss of PaLM, arXiv 2204.02311, section 5. (Nous penalises the mean over the vocabulary of the
-              squared logits instead, which this is not.)
+              squared logits instead: `mean_squared_logit`.)
     """
     if inputs.logsumexp_T is None:
         raise SpecError(f"a squared-logit penalty of {coefficient}", found="no logsumexp_T",
                         rule="the penalty is on the log normaliser, which the output head computes",
                         fix="pass logsumexp_T, or set squared_logit_coefficient to 0")
     return Term(torch.where(inputs.counts_T, inputs.logsumexp_T, 0.0).square(), coefficient, weight="penalty")
+
+
+def mean_squared_logit(inputs: LossInputs, coefficient: float) -> Term:
+    """Keep every logit small, by the mean of their squares.
+
+    Formula:  ``coefficient * (1 / V) sum_v (logit_v / temperature)^2``
+    Shapes:   [T] -> a term of [T]; 0 where nothing counts.
+    Backward: coefficient to the mean of squares.
+    Raises:   SpecError: no mean of squared logits.
+    Source:   NousResearch/torchtitan, grpo_step, logit_loss_weight (whose square is the coefficient).
+    """
+    if inputs.mean_squared_logit_T is None:
+        raise SpecError(f"a penalty of {coefficient} on the mean squared logit", found="no mean_squared_logit_T",
+                        rule="the penalty is on logits, which only the output head sees",
+                        fix="choose an implementation of the head that says it, or set mean_squared_logit_coefficient "
+                            "to 0")
+    return Term(torch.where(inputs.counts_T, inputs.mean_squared_logit_T, 0.0), coefficient, weight="penalty")

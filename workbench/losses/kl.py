@@ -53,7 +53,8 @@ def kl_term(inputs: LossInputs, spec: KLSpec) -> Term:
     """The KL penalty as a term of the loss.
 
     Formula:  ``clamp(u * k(clamp(d)))``, d = other - policy and u the importance weight: 1, policy / old or
-              policy / sampler. Value the same for every kind of gradient.
+              policy / sampler, or the geometric mean of those over the document. Value the same for every kind of
+              gradient.
     Shapes:   inputs of T tokens -> a term of [T] nats. 0 where nothing counts.
     Backward: path:             u k'(d), u taken as data
               score:            u (k'(d) + k(d)): u carries its gradient, and without importance it is the number 1
@@ -70,6 +71,8 @@ def kl_term(inputs: LossInputs, spec: KLSpec) -> Term:
     d_T = -inputs.log_ratio(spec.against)
     anchor_T = inputs.policy_logprobs_T.detach() if spec.importance == "none" else inputs.logprobs(spec.importance)
     log_weight_T = torch.where(inputs.counts_T, inputs.policy_logprobs_T - anchor_T, 0.0)
+    if spec.importance_level == "document":
+        log_weight_T = inputs.document_mean(log_weight_T)
     with torch.no_grad():
         bound_T = d_T if spec.input_clamp is None else d_T.clamp(-spec.input_clamp, spec.input_clamp)
         value_T = log_weight_T.exp() * kl_estimate(bound_T, spec.estimator)

@@ -23,22 +23,29 @@ class _Model(BaseModel):
 # -- surrogates ------------------------------------------------------------------------------------------------
 
 PARAMETERS: dict[str, dict[str, Any]] = {
-    "ppo": {"anchor": "old", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "delta": None},
+    "ppo": {"anchor": "old", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "delta": None, "log_clamp": None},
     "importance_sampling": {"anchor": "old"},
     "reinforce": {},
     "on_policy": {},
-    "cispo": {"anchor": "old", "bounds": "relative", "clip_low": None, "clip_high": 4.0},
-    "gspo": {"anchor": "old", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "level": "document",
-             "advantage_level": "token"},
-    "gspo_token": {"anchor": "old", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "level": "document"},
-    "luspo": {"anchor": "old", "clip_low": 2e-3, "clip_high": 2.5e-3, "dual_clip": None, "advantage_level": "token"},
+    "cispo": {"anchor": "old", "bounds": "relative", "clip_low": None, "clip_high": 4.0, "level": "token",
+              "log_clamp": None},
+    "gspo": {"anchor": "old", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "delta": None,
+             "level": "document", "advantage_level": "token"},
+    "gspo_token": {"anchor": "old", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "level": "document",
+                   "log_cap": None},
+    "luspo": {"anchor": "old", "clip_low": 2e-3, "clip_high": 2.5e-3, "dual_clip": None, "delta": None,
+              "advantage_level": "token"},
     "gmpo": {"anchor": "old", "clip_low": 0.4, "clip_high": 0.4},
-    "sapo": {"anchor": "old", "level": "token", "tau_positive": 1.0, "tau_negative": 1.05},
+    "sapo": {"anchor": "old", "level": "token", "advantage_level": "token", "tau_positive": 1.0, "tau_negative": 1.05,
+             "log_clamp": None},
     "vespo": {"anchor": "old", "k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
     "gpg": {},
-    "dppo_tv": {"anchor": "sampler", "threshold_low": 0.15, "threshold_high": 0.15, "ratio_cap": None},
-    "dppo_kl": {"anchor": "sampler", "threshold_low": 0.05, "threshold_high": 0.05, "ratio_cap": None},
+    "dppo_tv": {"anchor": "sampler", "threshold_low": 0.15, "threshold_high": 0.15, "ratio_cap": None,
+                "log_clamp": None},
+    "dppo_kl": {"anchor": "sampler", "threshold_low": 0.05, "threshold_high": 0.05, "ratio_cap": None,
+                "log_clamp": None},
     "ipo": {"anchor": "sampler", "threshold": 0.1},
+    "ref_kl": {"anchor": "sampler", "threshold_low": 0.2},
     "dro": {"anchor": "old", "beta": 0.1},
     "clip_cov": {"anchor": "old", "clip_low": 0.2, "clip_high": 0.2, "cov_fraction": 2e-4, "cov_low": 1.0,
                  "cov_high": 5.0},
@@ -59,8 +66,8 @@ class SurrogateSpec(_Model):
     """The policy term. A parameter that the kind does not use is None, and refused if it is given."""
 
     kind: Literal["ppo", "importance_sampling", "reinforce", "on_policy", "cispo", "gspo", "gspo_token", "luspo",
-                  "gmpo", "sapo", "vespo", "gpg", "dppo_tv", "dppo_kl", "ipo", "dro", "clip_cov", "kl_cov", "sft",
-                  "dpo"] = "ppo"
+                  "gmpo", "sapo", "vespo", "gpg", "dppo_tv", "dppo_kl", "ipo", "ref_kl", "dro", "clip_cov", "kl_cov",
+                  "sft", "dpo"] = "ppo"
     """Which surrogate; `workbench/losses/README.md` has the formulas."""
     coefficient: float = 1.0
     """Multiplies the policy term."""
@@ -74,13 +81,18 @@ class SurrogateSpec(_Model):
     bounds the bound itself."""
     dual_clip: float | None = Field(None, gt=1)
     """Ratio above which a token with negative advantage loses its gradient; None: never."""
-    delta: float | None = Field(None, gt=1)
+    delta: float | None = Field(None, gt=0)
     """The two-sided bound: min(ratio, delta) in the unclipped branch; None: none."""
+    log_clamp: float | None = Field(None, gt=0)
+    """Bound of |log ratio|. ppo, sapo: a token beyond it has no gradient; cispo, dppo: its weight is the bound's. None:
+    none."""
+    log_cap: float | None = Field(None, gt=0)
+    """gspo_token: greatest log of the ratio; a token above it has no gradient. None: none."""
     bounds: Literal["relative", "absolute"] | None = None
     """cispo: whether clip_low and clip_high are lengths from 1 or the bounds themselves."""
     level: Literal["token", "document", "segment"] | None = None
-    """Over what the ratio is a geometric mean: the document, or each unbroken run of its trained tokens. sapo: or the
-    token's own."""
+    """Over what the ratio is a geometric mean: the document, or each unbroken run of its trained tokens. sapo, cispo:
+    or the token's own."""
     advantage_level: Literal["token", "document"] | None = None
     """Whether each token keeps its advantage, or takes the mean over its document."""
     tau_positive: float | None = Field(None, gt=0)
@@ -98,7 +110,8 @@ class SurrogateSpec(_Model):
     threshold: float | None = Field(None, ge=0)
     """ipo: how far the token's probability may have moved from the anchor's, either way."""
     threshold_low: float | None = Field(None, ge=0)
-    """dppo: how far a token with an advantage that is not positive may have moved down (probability, or nats of KL)."""
+    """dppo: how far a token with an advantage that is not positive may have moved down (probability, or nats of KL);
+    ref_kl: any token (probability)."""
     threshold_high: float | None = Field(None, ge=0)
     """dppo: how far a token with positive advantage may have moved up (probability, or nats of KL)."""
     ratio_cap: float | None = Field(None, gt=0)
@@ -178,6 +191,30 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 }
 """Kind of correction -> the settings that it stands for; every setting given beside the kind wins."""
 
+GateStatistic = Literal["ratio", "k1", "k2", "k3", "inverse_k3", "binary_kl"]
+GateLevel = Literal["token", "document_mean", "document_sum", "document_max", "document_min"]
+
+
+class GateSpec(_Model):
+    """Which tokens stay: those for which a statistic of old against sampler lies between two values."""
+
+    statistic: GateStatistic
+    """See `CorrectionSpec.gate`."""
+    level: GateLevel = "token"
+    """See `CorrectionSpec.gate_level`."""
+    low: float | None = None
+    """Smallest value that is kept; None: any."""
+    high: float | None = None
+    """Greatest value that is kept; None: any."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> GateSpec:
+        if self.low is None and self.high is None:
+            raise ValueError("a gate needs low or high")
+        if _above(self.low, self.high):
+            raise ValueError("low is above high")
+        return self
+
 
 class CorrectionSpec(_Model):
     """What is done about tokens that the sampler and the old policy rate differently.
@@ -189,26 +226,53 @@ class CorrectionSpec(_Model):
     kind: Literal["none", "importance_sampling", "tis", "icepop", "sequence_tis_sum", "sequence_tis_mean",
                   "sequence_mask", "segment_tis", "batch_normalized", "geometric_gate", "opsm", "m2po"] = "none"
     """Settings by their name in the field; those given beside it win."""
-    ratio: Literal["none", "token", "segment_mean", "document_mean", "document_sum"] = "none"
+    ratio: Literal["none", "token", "segment_mean", "document_mean", "document_sum", "given",
+                   "given_document_mean"] = "none"
     """Over what log(old / sampler) is gathered in the weight. The sum is the likelihood ratio of the document, the
-    mean its geometric mean: two numbers that differ by e^length, both called sequence-level elsewhere."""
+    mean its geometric mean: two numbers that differ by e^length, both called sequence-level elsewhere. given: the
+    weight came with the batch; given_document_mean: the geometric mean of those over the document."""
+    given_epsilon: float = Field(0.0, ge=0)
+    """given_document_mean: added to a weight before its log."""
     ratio_low: float | None = Field(None, ge=0)
     """Lower bound of the weight; None: none."""
     ratio_high: float | None = Field(None, gt=0)
     """Upper bound of the weight; None: none."""
     outside: Literal["truncate", "zero"] = "truncate"
     """What a weight outside its bounds becomes: the bound, or 0 (the token is rejected)."""
+    log_clamp: float | None = Field(None, gt=0)
+    """Bound of the weight's absolute log, as gathered, before it is a weight, and of a token's |log(old / sampler)| in
+    a gate; None: none."""
     normalize: bool = False
     """Divide weights by their mean: over trained tokens, or over documents for a ratio of documents."""
-    gate: Literal["none", "ratio", "k1", "k2", "k3"] = "none"
+    mean_epsilon: float = Field(0.0, ge=0)
+    """normalize: added to the trained tokens that a mean divides by."""
+    gate: Literal["none", "ratio", "k1", "k2", "k3", "inverse_k3", "binary_kl"] = "none"
     """By which statistic of old against sampler tokens are rejected; none: no gate. ratio: old / sampler; k1: its
-    negative log; k2: half the squared log; k3: ratio - 1 - log ratio."""
-    gate_level: Literal["token", "document_mean", "document_sum", "document_max"] = "token"
+    negative log; k2: half the squared log; k3: ratio - 1 - log ratio; inverse_k3: that of sampler / old; binary_kl:
+    KL divergence between "this token" and "another token", the greater of both directions."""
+    gate_level: GateLevel = "token"
     """Over what the statistic is gathered; the ratio's in logs. A document is kept or rejected whole."""
     gate_low: float | None = None
     """Smallest value that is kept; None: any."""
     gate_high: float | None = None
     """Greatest value that is kept; None: any."""
+    further_gates: tuple[GateSpec, ...] = ()
+    """Gates beside the first; a token must pass all."""
+    gate_action: Literal["reject", "truncate"] = "reject"
+    """What happens beyond the gate: the token is rejected, or its weight is put within ratio_low and ratio_high, which
+    then bound no other token's."""
+    surrogate_over: Literal["trained", "kept"] = "trained"
+    """Over which tokens of a document the surrogate's own ratio and advantage are means: all that train, or those that
+    are kept."""
+    unsampled: Literal["as_given", "drop"] = "as_given"
+    """What a sampler log-probability above 0 means: itself, or that the sampler did not draw the token, which is then
+    rejected and enters no ratio of a document."""
+    enters: Literal["value", "sequence_weight"] = "value"
+    """Where the weight acts: it multiplies the token's value, or its log is added to that of vespo's sequence weight, a
+    document's weight once and the weights of tokens each."""
+    unscored: Literal["spread", "neutral"] = "spread"
+    """What a sampler log-probability that is NaN does: it makes the loss NaN, where it is seen, or the token has the
+    weight 1 and is no distance from the sampler in opsm_threshold."""
     opsm_threshold: float | None = None
     """Reject tokens with negative advantage in documents whose mean of (anchor - policy) is above this; None: none."""
     opsm_anchor: Literal["sampler", "old"] = "sampler"
@@ -218,8 +282,9 @@ class CorrectionSpec(_Model):
     None: none."""
     population: Literal["step", "micro_batch"] = "step"
     """Over which tokens normalize and m2_threshold look: the whole optimizer step, or what a rank holds at a time."""
-    denominator: Literal["original", "survivors"] = "original"
-    """Whether rejected tokens still count in the denominator of the loss."""
+    denominator: Literal["original", "survivors", "gated"] = "original"
+    """Whether rejected tokens still count in the denominator of the loss: all, none, or, with gated, those that pass
+    the gates though their weight is 0."""
 
     @model_validator(mode="before")
     @classmethod
@@ -238,9 +303,24 @@ class CorrectionSpec(_Model):
              "ratio_low, ratio_high, outside and normalize are about a weight; name its ratio (token, segment_mean, "
              "document_mean, document_sum)"),
             (self.outside == "zero" and not bounds, "outside: zero needs ratio_low or ratio_high"),
+            (self.enters == "sequence_weight" and self.ratio == "none",
+             "enters: sequence_weight is about a weight; name its ratio"),
             (_above(self.ratio_low, self.ratio_high), "ratio_low is above ratio_high"),
-            (self.gate == "none" and (gates or self.gate_level != "token"),
-             "gate_level, gate_low and gate_high are about a gate; name its statistic (ratio, k1, k2, k3)"),
+            (self.log_clamp is not None and self.ratio in ("none", "given") and self.gate == "none",
+             "log_clamp is about a weight or a gate; name its ratio or its statistic"),
+            (bool(self.given_epsilon) and self.ratio != "given_document_mean",
+             "given_epsilon is about the ratio given_document_mean"),
+            (bool(self.mean_epsilon) and not self.normalize, "mean_epsilon is about normalize"),
+            (bool(self.further_gates) and self.gate == "none",
+             "further_gates stand beside a first one; name it in gate"),
+            (self.denominator == "gated" and (self.gate == "none" or self.gate_action != "reject"),
+             "denominator: gated, but no gate rejects a token"),
+            (self.gate == "none" and (gates or self.gate_level != "token" or self.gate_action != "reject"),
+             "gate_level, gate_low, gate_high and gate_action are about a gate; name its statistic (ratio, k1, k2, k3, "
+             "binary_kl)"),
+            (self.gate_action == "truncate" and not (bounds and self.outside == "truncate"),
+             "gate_action: truncate puts a weight within ratio_low and ratio_high; give one, and leave outside alone"),
+            (self.surrogate_over == "kept" and not self.rejects, "surrogate_over: kept, but nothing rejects a token"),
             (self.gate != "none" and not gates, "a gate needs gate_low or gate_high"),
             (_above(self.gate_low, self.gate_high), "gate_low is above gate_high"),
             (self.opsm_threshold is None and self.opsm_anchor != "sampler", "opsm_anchor needs opsm_threshold"),
@@ -262,13 +342,21 @@ class CorrectionSpec(_Model):
     @property
     def rejects(self) -> bool:
         """Whether a token may be taken out altogether."""
-        return self.outside == "zero" or self.gate != "none" or self.opsm_threshold is not None \
-            or self.m2_threshold is not None
+        return self.outside == "zero" or (self.gate != "none" and self.gate_action == "reject") \
+            or self.opsm_threshold is not None or self.m2_threshold is not None or self.unsampled == "drop"
+
+    @property
+    def gates(self) -> tuple[GateSpec, ...]:
+        """All gates, the first one first."""
+        if self.gate == "none":
+            return ()
+        first = GateSpec(statistic=self.gate, level=self.gate_level, low=self.gate_low, high=self.gate_high)
+        return (first, *self.further_gates)
 
     @property
     def acts(self) -> bool:
         """Whether there is anything to do."""
-        return self.ratio != "none" or self.rejects
+        return self.ratio != "none" or self.gate != "none" or self.rejects
 
     @property
     def _has_statistics(self) -> bool:
@@ -303,6 +391,8 @@ class KLSpec(_Model):
     policy); straight_through: that of k2, whatever the estimate."""
     importance: Literal["none", "old", "sampler"] = "none"
     """Multiply the estimate with policy / old or policy / sampler, because that policy drew the tokens."""
+    importance_level: Literal["token", "document"] = "token"
+    """Whether that ratio is the token's own, or the geometric mean over the trained tokens of its document."""
     input_clamp: float | None = Field(None, gt=0)
     """Bound of |d|; a token beyond it has no gradient (straight_through keeps its own). None: none."""
     output_clamp: float | None = Field(None, gt=0)
@@ -315,15 +405,78 @@ class KLSpec(_Model):
     def _settings_are_used(self) -> KLSpec:
         if self.placement == "reward" and (self.gradient != "path" or self.importance != "none"):
             raise ValueError("gradient and importance are about a term of the loss; in the reward the penalty is data")
+        if self.importance_level == "document" and self.importance == "none":
+            raise ValueError("importance_level is about the ratio that importance names (old, sampler)")
         if self.placement == "reward" and self.against != "ref":
             raise ValueError("in the reward the penalty is of the old policy against ref; the other policies are where "
                              "the tokens come from")
         return self
 
 
+# -- scaling ---------------------------------------------------------------------------------------------------
+
+
+Size = Literal["dp", "cp", "dp_cp", "micro_batches"]
+"""A number that a trainer multiplies or divides a loss by: ranks, or micro-batches of a rank in an optimizer step
+(gradient accumulation steps, elsewhere)."""
+
+
+class ScalingSpec(_Model):
+    """How a trainer makes one number out of token sums; the defaults are the exact contract.
+
+    The workbench adds over micro-batches and ranks. What another trainer does instead is written here and multiplied
+    into the weights (`workbench.reduction.scaling`), so that its gradient comes out of the same sum.
+    """
+
+    counts: Literal["step", "rank", "micro_batch"] = "step"
+    """Over which rows the denominator counts: all of the optimizer step, those of one data-parallel rank, or each
+    micro-batch for itself."""
+    multiplied_by: tuple[Size, ...] = ()
+    """What the trainer multiplies the loss of a micro-batch by."""
+    divided_by: tuple[Size, ...] = ()
+    """What the trainer divides it by, beside the denominator."""
+    replicated: bool = False
+    """Every cp rank computes the loss of the whole row, and what gathered its log-probabilities adds the gradients up:
+    the gradient is cp times that of the row."""
+    engine_multiplies: tuple[Size, ...] = ()
+    """What the engine multiplies loss or gradient by (Megatron's schedule: cp)."""
+    engine_divides: tuple[Size, ...] = ()
+    """What the engine divides them by: dp_cp where gradients are averaged over ranks, micro_batches where it
+    accumulates means."""
+    least_tokens: int = Field(0, ge=0)
+    """Tokens that a document adds at least to the count of the denominator `token`, whether anything counts in it."""
+    count_epsilon: float = Field(0.0, ge=0)
+    """Added to a count of the step (tokens, documents, prompts) before it divides."""
+    length_epsilon: float = Field(0.0, ge=0)
+    """Added to a document's length before it divides, in the denominator `document`."""
+    mean_epsilon: float = Field(0.0, ge=0)
+    """Added to a document's length in means that the loss itself takes over it (the ratio of a document, a gate)."""
+
+    @property
+    def powers(self) -> dict[str, int]:
+        """Size -> its power in the factor by which the gradient differs from the plain sum's; exact: 0 everywhere."""
+        found = dict.fromkeys(("dp", "cp", "micro_batches"), 0)
+        for names, sign in (((*self.multiplied_by, *self.engine_multiplies), 1),
+                            ((*self.divided_by, *self.engine_divides), -1)):
+            for name in names:
+                for size in ("dp", "cp") if name == "dp_cp" else (name,):
+                    found[size] += sign
+        found["cp"] += self.replicated
+        return found
+
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """Invariance laws that the contract breaks by definition."""
+        powers = self.powers
+        local = {"step": (), "rank": ("packing", "dp"), "micro_batch": ("micro_batch", "packing", "dp")}[self.counts]
+        factors = (("dp", powers["dp"]), ("cp", powers["cp"]), ("micro_batch", powers["micro_batches"]))
+        empty = ("masked_rows",) if self.least_tokens else ()
+        return tuple(dict.fromkeys((*local, *(law for law, power in factors if power), *empty)))
+
+
 # -- the loss --------------------------------------------------------------------------------------------------
 
-GROUPS = ("surrogate", "correction", "kl")
+GROUPS = ("surrogate", "correction", "kl", "scaling")
 KINDS = {"surrogate": "ppo", "correction": "none"}
 """Groups of settings whose kind decides what the others mean, and their kind where none is said."""
 
@@ -349,10 +502,28 @@ class LossSpec(_Model):
     """What is done about the mismatch between sampler and trainer."""
     kl: KLSpec = KLSpec()
     """The KL penalty."""
+    signal: Literal["advantages", "rewards"] = "advantages"
+    """What the surrogate's ratio is multiplied with."""
+    signal_floor: float | None = None
+    """Lower bound of the signal; 0 leaves tokens with a negative one silent. None: none."""
+    truncated: Literal["train", "silent"] = "train"
+    """Documents that the sampler cut off (a document's extension "truncated"): whether they train like others, or weigh
+    nothing though they stay in every count."""
+    old_policy: Literal["recorded", "current"] = "recorded"
+    """Who the old policy is: the one that was recorded, or, as if nothing had moved since, the policy itself without
+    gradient."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus: it is subtracted, so a positive one raises the entropy."""
+    entropy_denominator: Literal["penalty", "local_token"] = "penalty"
+    """What the entropy bonus is divided by: what the other penalties are, or, as a mean over micro-batches of their own
+    means, the tokens of the micro-batch that get it."""
+    top_entropy_share: float = Field(1.0, ge=0, le=1)
+    """Share of the tokens that a rank holds of a micro-batch, those of highest entropy, to which policy term and
+    entropy bonus are confined; penalties act on all. Of 0 the highest is left."""
     squared_logit_coefficient: float = Field(0.0, ge=0)
     """Weight of the squared log normaliser of the logits (z-loss)."""
+    mean_squared_logit_coefficient: float = Field(0.0, ge=0)
+    """Weight of the mean over the vocabulary of the squared logits (over temperature)."""
     positive_nll_coefficient: float = Field(0.0, ge=0)
     """Weight of the mean negative log-likelihood of documents whose reward is positive."""
 
@@ -367,6 +538,22 @@ class LossSpec(_Model):
     """Divides the gradient, not the loss that is reported: what an engine does that averages where it should add."""
     normalize_by_documents: bool = False
     """Divide the gradient, and not the loss that is reported, by the documents of the step once more."""
+    scaling: ScalingSpec = ScalingSpec()
+    """What a trainer and its engine do between the token sums and the optimizer."""
+
+    @model_validator(mode="after")
+    def _old_policy_is_known_in_time(self) -> LossSpec:
+        if self.old_policy == "current" and self.correction.needs_step_statistics:
+            raise ValueError("old_policy: current is not known before the forward pass, and statistics of the step are "
+                             "found with the old policy before it; use population: micro_batch")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_enter_where_they_can(self) -> LossSpec:
+        if self.correction.enters == "sequence_weight" and self.surrogate.kind != "vespo":
+            raise ValueError("correction.enters: sequence_weight is about the surrogate vespo; "
+                             f"{self.surrogate.kind!r} has no sequence weight")
+        return self
 
     @model_validator(mode="after")
     def _denominator_has_its_settings(self) -> LossSpec:
@@ -393,7 +580,28 @@ class LossSpec(_Model):
         weights = DENOMINATOR_BREAKS.get(self.denominator, ())
         counts = self.normalize_by_documents or self.denominator not in ("token", "raw", "local_token")
         empty = ("masked_rows",) if self.documents_counted == "all" and counts else ()
-        return tuple(dict.fromkeys((*self.surrogate.breaks, *self.correction.breaks, *weights, *empty)))
+        bonus = DENOMINATOR_BREAKS[self.entropy_denominator] if self._bonus_is_local else ()
+        chosen = LOCAL_STATISTICS if self.top_entropy_share < 1 else ()
+        return tuple(dict.fromkeys((*self.surrogate.breaks, *self.correction.breaks, *weights, *self.scaling.breaks,
+                                    *empty, *bonus, *chosen)))
+
+    @property
+    def _bonus_is_local(self) -> bool:
+        return bool(self.entropy_coefficient) and self.entropy_denominator == "local_token"
+
+    @property
+    def counts_live(self) -> bool:
+        """Whether a denominator counts what the live policy keeps.
+
+        A run cannot: its weights are data from before the forward pass. Who holds one batch and what the policy says
+        of it can.
+        """
+        return self.old_policy == "current" and self.correction.denominator != "original"
+
+    @property
+    def head_outputs(self) -> tuple[str, ...]:
+        """What the output head says besides log-probabilities: for metrics always, and what a penalty is made of."""
+        return ("entropy", "logsumexp", *(["mean_squared_logit"] if self.mean_squared_logit_coefficient else []))
 
     @property
     def needs_pairs(self) -> bool:

@@ -45,8 +45,11 @@ class LossInputs:
         lengths_T: [T] float, trained tokens of the token's whole document (over all ranks); None: counted with
             `document_sums`.
         logsumexp_T: [T] nats, log normaliser of the policy's logits, or None.
+        mean_squared_logit_T: [T] mean over the vocabulary of the policy's squared logits, or None.
         source_T: [T] long, index of the token in the source batch: a name of the token that no layout changes;
             None: its place in this row.
+        correction_weights_T: [T] sampler corrections that were made elsewhere, or None.
+        length_epsilon: added to a document's length where a mean over it is taken (`document_mean`).
         sums: sums over documents that may straddle ranks; None: everything is here.
         statistics: numbers of the whole optimizer step, found before it was split, by name; see
             `workbench.losses.corrections.step_statistics`.
@@ -65,13 +68,16 @@ class LossInputs:
     group_ids_T: Tensor | None = None
     lengths_T: Tensor | None = None
     logsumexp_T: Tensor | None = None
+    mean_squared_logit_T: Tensor | None = None
     source_T: Tensor | None = None
+    correction_weights_T: Tensor | None = None
+    length_epsilon: float = 0.0
     sums: DocumentSums | None = None
     statistics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_shapes("LossInputs", **{name: value for name, value in self.__dict__.items()
-                                      if name not in ("sums", "statistics")})
+                                      if name not in ("sums", "statistics", "length_epsilon")})
         for name in ("loss_mask_T", "frozen_clip_T"):
             mask_T = getattr(self, name)
             if mask_T is not None and mask_T.dtype is not torch.bool:
@@ -109,9 +115,12 @@ class LossInputs:
     def document_mean(self, values_T: Tensor) -> Tensor:
         """[T] mean over the trained tokens of the token's own document, over all ranks, on each of its tokens.
 
+        Formula:  sum / (length + length_epsilon)
         Backward: 1 / length of the sum of the cotangents of the document's tokens, on its trained tokens.
         """
-        return self.document_sums.document(values_T) / self.document_lengths_T
+        lengths_T = self.document_lengths_T
+        return self.document_sums.document(values_T) / (lengths_T + self.length_epsilon if self.length_epsilon
+                                                        else lengths_T)
 
     @property
     def counted_logprobs_T(self) -> Tensor:

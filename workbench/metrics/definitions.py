@@ -112,9 +112,11 @@ class DocumentMetric:
         meaning: one sentence.
         unit: of the number.
         columns: per-token quantities, summed over each document's trained tokens.
-        read: the number, from tokens_N and one sum_N a column, of documents with trained tokens.
+        read: the number, from tokens_N, one sum_N a column and one maximum_N an extreme, of documents with trained
+            tokens.
         weighs: what each document weighs, in words.
         level: see `Metric`.
+        extremes: per-token quantities whose maximum is taken over each document's trained tokens.
     """
 
     key: str
@@ -124,11 +126,13 @@ class DocumentMetric:
     read: Callable[..., float]
     weighs: str = "1 a document"
     level: Level = "full"
+    extremes: tuple[Column, ...] = ()
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Whose log-probabilities."""
-        return tuple(dict.fromkeys(name for column in self.columns for name in column.needs))
+        return tuple(dict.fromkeys(name for column in (*self.columns, *self.extremes)
+                                   for name in column.needs))
 
     @property
     def population(self) -> str:

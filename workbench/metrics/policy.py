@@ -110,11 +110,13 @@ def _power(q: Quantities, column: Column, power: Power) -> Tensor:
 
 def _of_documents(metric: DocumentMetric, q: Quantities) -> Value:
     mask_T = q.population_of(metric.needs)
-    return OfDocuments(metric.read, len(metric.columns), q.slots.number).table(
-        [q.column(column) for column in metric.columns], mask_T, q.step_documents_T)
+    return OfDocuments(metric.read, len(metric.columns), q.slots.number, len(metric.extremes)).table(
+        [q.column(column) for column in metric.columns], mask_T, q.step_documents_T,
+        [q.column(column) for column in metric.extremes])
 
 
 def _is_known(metric: AnyMetric, q: Quantities) -> bool:
     if isinstance(metric, DocumentMetric):
-        return q.slots is not None and all(q.column(column) is not None for column in metric.columns)
+        return q.slots is not None and all(q.column(column) is not None
+                                           for column in (*metric.columns, *metric.extremes))
     return q.weights(metric.weight) is not None and q.column(metric.column) is not None

@@ -57,16 +57,17 @@ def clip_rule(spec: LossSpec | None) -> ClipRule | None:
     surrogate = spec.surrogate
     kind, low, high = surrogate.kind, surrogate.clip_low, surrogate.clip_high
     anchor = surrogate.anchor or "old"
-    if kind in ("ppo", "clip_cov"):
+    of_documents = kind in ("gspo", "gspo_token", "luspo")
+    if kind in ("ppo", "clip_cov") or (of_documents and surrogate.level != "segment"):
         duals = [surrogate.dual_clip, None if surrogate.delta is None else max(surrogate.delta, 1 + high)]
-        return ClipRule(1 - low, 1 + high, min((d for d in duals if d is not None), default=None), anchor=anchor)
-    if kind == "cispo":
+        dual = min((d for d in duals if d is not None), default=None)
+        return ClipRule(1 - low, 1 + high, dual, of_documents, anchor)
+    if kind == "cispo" and surrogate.level != "segment":
         bounds = (low, high) if surrogate.bounds == "absolute" else (None if low is None else 1 - low, 1 + high)
-        return ClipRule(-math.inf if bounds[0] is None else bounds[0], bounds[1], anchor=anchor)
+        return ClipRule(-math.inf if bounds[0] is None else bounds[0], bounds[1],
+                        of_documents=surrogate.level == "document", anchor=anchor)
     if kind == "gmpo":
         return ClipRule(math.exp(-low), math.exp(high), anchor=anchor)
-    if kind in ("gspo", "gspo_token", "luspo") and surrogate.level != "segment":
-        return ClipRule(1 - low, 1 + high, surrogate.dual_clip, True, anchor)
     return None
 
 
@@ -342,6 +343,26 @@ class Cut(Column):
 
 
 @dataclass(frozen=True)
+class PolicyCut(Column):
+    """1 where the policy term's clip cut its gradient off, as the term says; 0 everywhere for a term that never cuts.
+
+    dual: by the bound that only negative advantages have above 1 (dual clip, delta); else: by the others.
+    """
+
+    dual: bool = False
+
+    def of(self, q: Quantities) -> Tensor | None:
+        """See `Column.of`."""
+        term = q.terms.get("policy")
+        if term is None:
+            return None
+        none_T = torch.zeros_like(q.mask_T)
+        cut_T = none_T if term.clipped_T is None else term.clipped_T
+        dual_T = term.extras.get("dual_clipped", none_T)
+        return (dual_T if self.dual else cut_T & ~dual_T).double()
+
+
+@dataclass(frozen=True)
 class NoGradient(Column):
     """1 where the policy term gives no gradient: clipped, silent, or a correction weight of 0.
 
@@ -369,6 +390,18 @@ class Extra(Column):
     def of(self, q: Quantities) -> Tensor | None:
         """See `Column.of`."""
         return q.extra(self.name)
+
+
+@dataclass(frozen=True)
+class TermValue(Column):
+    """The values of a term of the loss, without its coefficient; unknown where the loss has no such term."""
+
+    term: str
+
+    def of(self, q: Quantities) -> Tensor | None:
+        """See `Column.of`."""
+        term = q.terms.get(self.term)
+        return None if term is None else term.values_T.detach().double()
 
 
 @dataclass(frozen=True)

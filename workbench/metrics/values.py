@@ -334,21 +334,26 @@ class Quantile(Reducer):
 class OfDocuments(Reducer):
     """A number made of whole documents that may straddle ranks and micro-batches: a ratio of a document, say.
 
-    Travels as a table: for each document of the step, its trained tokens and the sums of some columns over them. Parts
-    of a document that lie on different ranks just add, so nothing is exchanged before the one sum of all metrics.
+    Travels as a table: for each document of the step, its trained tokens, and the sums of some columns and the maxima
+    of some others over them. Parts of a document that lie on different ranks merge, so nothing is exchanged before the
+    one sum and the one maximum of all metrics.
 
     Attributes:
-        read: the number, from tokens_N and one sum_N a column, of the documents that have trained tokens.
-        columns: how many columns.
+        read: the number, from tokens_N, one sum_N a column and one maximum_N an extreme, of the documents that have
+            trained tokens.
+        columns: how many columns are summed.
         documents: N of the whole step.
+        extremes: of how many columns the maximum is taken.
     """
 
     read: Callable[..., float] = field(compare=False)
     columns: int
     documents: int
+    extremes: int = 0
     plain = False
 
-    def table(self, columns: Sequence[Tensor], mask_T: Tensor, document_ids_T: Tensor) -> Value:
+    def table(self, columns: Sequence[Tensor], mask_T: Tensor, document_ids_T: Tensor,
+              extremes: Sequence[Tensor] = ()) -> Value:
         """The value from per-token columns; ``document_ids_T`` names a document in the whole step."""
         weights_T = mask_T.double()
         rows = torch.stack([weights_T, *(torch.where(mask_T, column_T.double(), 0.0) for column_T in columns)])
@@ -356,19 +361,28 @@ class OfDocuments(Reducer):
         place_T = torch.where(mask_T, document_ids_T, 0)
         if self.documents:
             slots = slots.index_add(1, place_T, rows)
-        return Value(self, (slots.reshape(-1),), ())
+        if not extremes:
+            return Value(self, (slots.reshape(-1),), ())
+        lines = torch.stack([torch.where(mask_T, column_T.double(), -torch.inf) for column_T in extremes])
+        largest = lines.new_full((len(lines), self.documents), -torch.inf)
+        if self.documents:
+            largest = largest.scatter_reduce(1, place_T.expand_as(lines), lines, "amax")
+        return Value(self, (slots.reshape(-1),), (largest.reshape(-1),))
 
     def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
         """Only of nothing (`identity`): a document's number needs `table`."""
         if values_T.numel():
             raise SpecError("OfDocuments.over", rule="a number of documents is made from columns and document ids",
                             fix="call table(columns, mask_T, document_ids_T)")
-        return Value(self, (values_T.new_zeros((1 + self.columns) * self.documents),), ())
+        largest = (values_T.new_full((self.extremes * self.documents,), -torch.inf),) if self.extremes else ()
+        return Value(self, (values_T.new_zeros((1 + self.columns) * self.documents),), largest)
 
     def finish(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> float:
         """What ``read`` makes of the documents that have trained tokens."""
         tokens_N, *columns = sums[0].view(1 + self.columns, self.documents)
         there_N = tokens_N > 0
+        if self.extremes:
+            columns = [*columns, *maxima[0].view(self.extremes, self.documents)]
         return float(self.read(tokens_N[there_N], *(column_N[there_N] for column_N in columns)))
 
     def __str__(self) -> str:

@@ -20,6 +20,28 @@ from workbench.rollouts.targets import TrainingRow
 
 
 @dataclass(frozen=True)
+class GivenCounts:
+    """What a micro-batch was handed by those who see the whole step, of which only the micro-batch is here.
+
+    With them the weights are those of the number that a trainer's loss function returns: without what its engine does
+    to gradients afterwards.
+
+    Attributes:
+        tokens: targets of the step that count; None: counted here.
+        documents: documents of the step; None: counted here.
+        dp: data-parallel ranks.
+        cp: context-parallel ranks that share a row.
+        micro_batches: of a rank in an optimizer step.
+    """
+
+    tokens: float | None = None
+    documents: float | None = None
+    dp: int = 1
+    cp: int = 1
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
 class StepDocuments:
     """One line for each document of an optimizer step, over all ranks and micro-batches.
 
@@ -33,6 +55,10 @@ class StepDocuments:
         rollout_ids_N: [N] rollout that it is a sample of, or None.
         num_rows: rows of the step, empty ones too.
         with_empty: documents in which nothing counts are counted as documents.
+        given: counts that were handed in.
+        group_tokens_N: [N] tokens of the group as they came with the rollouts (token-level extension "group_tokens"),
+            or None.
+        truncated_N: [N] bool, the sampler cut the document off (token-level extension "truncated"), or None.
     """
 
     rows_N: Tensor
@@ -43,15 +69,20 @@ class StepDocuments:
     rollout_ids_N: Tensor | None
     num_rows: int
     with_empty: bool = False
+    given: GivenCounts = GivenCounts()
+    group_tokens_N: Tensor | None = None
+    truncated_N: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[TrainingRow], counted: Sequence[Tensor], *, with_empty: bool = False) -> StepDocuments:
+    def of(cls, rows: Sequence[TrainingRow], counted: Sequence[Tensor], *, with_empty: bool = False,
+           given: GivenCounts | None = None) -> StepDocuments:
         """Read the lines off whole rows.
 
         Args:
             rows: all rows of the step.
             counted: a [T] bool a row, the targets that count for the denominator.
             with_empty: count documents in which nothing counts.
+            given: counts that were handed in; None: none.
         """
         sizes = [int(row.document_ids_T.max()) + 1 for row in rows]
 
@@ -65,9 +96,18 @@ class StepDocuments:
             return torch.cat([_first_of_document(row, getattr(row, name), size)
                               for row, size in zip(rows, sizes, strict=True)])
 
+        def extension(name: str) -> Tensor | None:
+            if any(name not in row.extensions for row in rows):
+                return None
+            return torch.cat([_greatest_of_document(row, row.extensions[name], size)
+                              for row, size in zip(rows, sizes, strict=True)])
+
+        truncated_N = extension("truncated")
         return cls(torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
                    count([row.document_ids_T >= 0 for row in rows]), count(counted),
-                   column("rewards_T"), column("group_ids_T"), column("rollout_ids_T"), len(rows), with_empty)
+                   column("rewards_T"), column("group_ids_T"), column("rollout_ids_T"), len(rows), with_empty,
+                   given or GivenCounts(), extension("group_tokens"),
+                   None if truncated_N is None else truncated_N > 0)
 
     @property
     def alive_N(self) -> Tensor:
@@ -75,9 +115,14 @@ class StepDocuments:
         return torch.ones_like(self.counted_N, dtype=torch.bool) if self.with_empty else self.counted_N > 0
 
     @property
-    def num_documents(self) -> int:
+    def num_tokens(self) -> float:
+        """Targets of the step that count."""
+        return float(self.counted_N.sum()) if self.given.tokens is None else self.given.tokens
+
+    @property
+    def num_documents(self) -> float:
         """Documents that are counted."""
-        return int(self.alive_N.sum())
+        return float(self.alive_N.sum()) if self.given.documents is None else self.given.documents
 
     def in_row(self, row: int) -> slice:
         """The lines of one row, in the order of its document ids."""
@@ -85,19 +130,22 @@ class StepDocuments:
         return slice(int(at[0]), int(at[-1]) + 1) if len(at) else slice(0, 0)
 
 
-def token(step: StepDocuments, _: LossSpec) -> Tensor:
+def token(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Trained tokens of the step: ``sum_d L_d``."""
-    return step.counted_N.sum().expand_as(step.counted_N)
+    tokens = step.num_tokens
+    if spec.scaling.least_tokens and step.given.tokens is None:
+        tokens = float(step.counted_N.clamp_min(spec.scaling.least_tokens).sum())
+    return torch.full_like(step.counted_N, tokens + spec.scaling.count_epsilon)
 
 
-def document(step: StepDocuments, _: LossSpec) -> Tensor:
+def document(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Mean of document means: ``M L_d``."""
-    return step.num_documents * step.counted_N
+    return (step.num_documents + spec.scaling.count_epsilon) * (step.counted_N + spec.scaling.length_epsilon)
 
 
-def document_sum(step: StepDocuments, _: LossSpec) -> Tensor:
+def document_sum(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Mean of document sums: ``M``."""
-    return torch.full_like(step.counted_N, step.num_documents)
+    return torch.full_like(step.counted_N, step.num_documents + spec.scaling.count_epsilon)
 
 
 def constant(step: StepDocuments, spec: LossSpec) -> Tensor:
@@ -106,21 +154,25 @@ def constant(step: StepDocuments, spec: LossSpec) -> Tensor:
         raise SpecError("loss.denominator = 'constant'", found="no loss.denominator_constant",
                         rule="the sum is divided by documents * denominator_constant",
                         fix="give the length, for instance the longest completion that the sampler may write")
-    return torch.full_like(step.counted_N, step.num_documents * spec.denominator_constant)
+    documents = step.num_documents + spec.scaling.count_epsilon
+    return torch.full_like(step.counted_N, documents * spec.denominator_constant)
 
 
-def prompt_group(step: StepDocuments, _: LossSpec) -> Tensor:
+def prompt_group(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Mean over prompts of token means: ``P T_g`` with T_g the trained tokens of all answers to the prompt."""
-    return _mean_over("prompt_group", "group_ids", step, step.group_ids_N)
+    return _mean_over("prompt_group", "group_ids", step, step.group_ids_N, spec)
 
 
-def rollout(step: StepDocuments, _: LossSpec) -> Tensor:
+def rollout(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Mean over rollouts of token means: ``R T_r`` with T_r the trained tokens of all samples of the rollout."""
-    return _mean_over("rollout", "the document extension rollout_ids", step, step.rollout_ids_N)
+    return _mean_over("rollout", "the document extension rollout_ids", step, step.rollout_ids_N,
+                      spec)
 
 
 def group_length(step: StepDocuments, _: LossSpec) -> Tensor:
-    """Mean number of tokens, prompts included, of the answers to the prompt."""
+    """Mean number of tokens, prompts included, of the answers to the prompt; as recorded, where the batch says it."""
+    if step.group_tokens_N is not None:
+        return step.group_tokens_N
     group = _labels("group_length", "group_ids", step.group_ids_N)
     size = int(group.max()) + 1 if len(group) else 0
     alive = step.alive_N.double()
@@ -134,19 +186,20 @@ def raw(step: StepDocuments, _: LossSpec) -> Tensor:
     return torch.ones_like(step.counted_N)
 
 
-def local_token(step: StepDocuments, _: LossSpec) -> Tensor:
+def local_token(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Mean over micro-batches of their own token means: ``B T_b``. Depends on how the step is cut."""
     tokens_B = step.counted_N.new_zeros(step.num_rows).index_add(0, step.rows_N, step.counted_N)
-    return (step.num_rows * tokens_B)[step.rows_N]
+    elsewhere = step.given.dp * step.given.micro_batches if spec.scaling.counts == "step" else 1
+    return (step.num_rows * elsewhere * tokens_B)[step.rows_N]
 
 
-def positive_token(step: StepDocuments, _: LossSpec) -> Tensor:
+def positive_token(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Trained tokens of documents with a reward above 0; other documents weigh nothing."""
     if step.rewards_N is None:
         raise SpecError("weights of tokens with a positive reward", found="no rewards",
                         rule="which documents were right is read off rewards_N", fix="give the batch rewards")
     good = step.rewards_N > 0
-    return torch.where(good, (step.counted_N * good).sum(), torch.inf)
+    return torch.where(good, (step.counted_N * good).sum() + spec.scaling.count_epsilon, torch.inf)
 
 
 DENOMINATORS: dict[str, Callable[[StepDocuments, LossSpec], Tensor]] = {
@@ -155,7 +208,7 @@ DENOMINATORS: dict[str, Callable[[StepDocuments, LossSpec], Tensor]] = {
 """[N] divisor of each document's token sum, by the name that a spec uses."""
 
 ALWAYS: dict[str, Callable[[StepDocuments, LossSpec], Tensor]] = {
-    function.__name__: function for function in (token, document, document_sum, raw)}
+    function.__name__: function for function in (token, document, document_sum, raw, local_token)}
 """Those that need no setting and no field of the batch: a term may ask for them under any spec."""
 
 
@@ -166,6 +219,13 @@ def _first_of_document(row: TrainingRow, values_T: Tensor, size: int) -> Tensor:
     return values_N
 
 
+def _greatest_of_document(row: TrainingRow, values_T: Tensor, size: int) -> Tensor:
+    """[N] float64 the greatest of the document's values; one that has no target has the padding there."""
+    real = row.document_ids_T >= 0
+    return values_T.new_zeros(size, dtype=torch.float64).scatter_reduce(
+        0, row.document_ids_T[real], values_T[real].double(), "amax", include_self=False)
+
+
 def _labels(name: str, needed: str, ids_N: Tensor | None) -> Tensor:
     if ids_N is None:
         raise SpecError(f"loss.denominator = {name!r}", found=f"a batch without {needed}",
@@ -173,10 +233,10 @@ def _labels(name: str, needed: str, ids_N: Tensor | None) -> Tensor:
     return ids_N.unique(return_inverse=True)[1]
 
 
-def _mean_over(name: str, needed: str, step: StepDocuments, ids_N: Tensor | None) -> Tensor:
+def _mean_over(name: str, needed: str, step: StepDocuments, ids_N: Tensor | None, spec: LossSpec) -> Tensor:
     """Number of sets times the counted tokens of the document's own set."""
     label = _labels(name, needed, ids_N)
     size = int(label.max()) + 1 if len(label) else 0
     tokens = step.counted_N.new_zeros(size).index_add(0, label, step.counted_N)
     sets = label[step.alive_N].unique().numel()
-    return (sets * tokens)[label]
+    return ((sets + spec.scaling.count_epsilon) * tokens)[label]

@@ -18,8 +18,12 @@ from torch import Tensor
 from workbench.errors import SpecError
 from workbench.losses.corrections import step_statistics, survivors, whole_row
 from workbench.losses.spec import LossSpec
-from workbench.reduction.denominators import ALWAYS, DENOMINATORS, StepDocuments, positive_token
+from workbench.reduction.denominators import ALWAYS, DENOMINATORS, GivenCounts, StepDocuments, positive_token
+from workbench.reduction.scaling import Cut, scaling_factor
 from workbench.rollouts.targets import TrainingRow
+
+LOSS_WEIGHTS = "loss_weights"
+"""Token-level extension of a batch: what the weights of each target are multiplied with."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,13 @@ class StepTotals:
     statistics: Mapping[str, float] = field(default_factory=dict)
 
 
-def step_weights(rows: Sequence[TrainingRow], spec: LossSpec) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
+def step_weights(rows: Sequence[TrainingRow], spec: LossSpec,
+                 given: GivenCounts | None = None,
+                 cut: Cut | None = None) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
     """Weights of every target of the step, by name.
 
     "policy" is the denominator of the spec, and "penalty" the same for terms that no correction touches. A term may
-    also ask for "token", "document", "document_sum", "raw" and,
+    also ask for "token", "document", "document_sum", "raw", "local_token" and,
     where the batch has rewards, "positive_token" (1 / trained tokens of documents with a reward above 0, and 0 on all
     others).
 
@@ -68,12 +74,20 @@ def step_weights(rows: Sequence[TrainingRow], spec: LossSpec) -> tuple[list[dict
     values of 0 and are not in the count; a document that is rejected whole weighs nothing. All other weights, whose
     terms keep their values on rejected targets, count every trained target.
 
-    Formula:  loss weight     = 1 / D_d on every target of document d that counts, D_d from `denominators`
+    Formula:  loss weight     = F / D_d on every target of document d that counts, D_d from `denominators`, counted over
+                                the rows that `scaling.counts` says, F from `scaling_factor` (1 and the step, if the
+                                spec says nothing of them); times its
+                                value in the token-level extension "loss_weights" where the batch has one, which
+                                changes no count
               gradient weight = loss weight / gradient_divisor / (M if normalize_by_documents else 1)
 
     Args:
         rows: all rows of the step, whole: of every dp rank and every micro-batch; in the precision of the run.
         spec: which denominator, with its settings.
+        given: counts of a step of which these rows are a part, and then the weights leave out what the engine does;
+            None: they are the step.
+        cut: the layout, for a spec with a scaling contract: the first rows are those of the first dp rank, and so on.
+            None: one rank.
 
     Returns:
         One mapping a row, [T] float64, and the totals. If nothing counts anywhere all weights are 0.
@@ -86,11 +100,27 @@ def step_weights(rows: Sequence[TrainingRow], spec: LossSpec) -> tuple[list[dict
                         fix="correct the spec")
     correction = spec.correction
     statistics = step_statistics([whole_row(row) for row in rows], correction) if correction.acts else {}
-    counted = [survivors(whole_row(row, statistics), correction) if correction.denominator == "survivors"
+    counted = [survivors(whole_row(row, statistics), correction) if correction.denominator != "original"
                else row.loss_mask_T for row in rows]
+    cut = cut or Cut()
+    layout = given or GivenCounts(dp=cut.dp, cp=cut.cp, micro_batches=cut.micro_batches(len(rows)))
+    factor = scaling_factor(spec.scaling, dp=layout.dp, cp=layout.cp, micro_batches=layout.micro_batches,
+                            engine=given is None)
+    weights: list[dict[str, TokenWeights]] = []
+    for together in cut.counted_together(len(rows), spec.scaling.counts):
+        chosen = [rows[at] for at in together], [counted[at] for at in together]
+        weights += _counted_weights(*chosen, spec, given, factor)
+    tokens = sum(int(row.loss_mask_T.sum()) for row in rows)
+    documents = sum(row.document_ids_T[row.loss_mask_T].unique().numel() for row in rows)
+    return weights, StepTotals(tokens, documents, statistics)
+
+
+def _counted_weights(rows: Sequence[TrainingRow], counted: Sequence[Tensor], spec: LossSpec, given: GivenCounts | None,
+                     factor: float) -> list[dict[str, TokenWeights]]:
+    """Weights of rows that share one count, each multiplied with a factor."""
     with_empty = spec.documents_counted == "all"
-    kept = StepDocuments.of(rows, counted, with_empty=with_empty)
-    step = StepDocuments.of(rows, [row.loss_mask_T for row in rows], with_empty=with_empty)
+    kept = StepDocuments.of(rows, counted, with_empty=with_empty, given=given)
+    step = StepDocuments.of(rows, [row.loss_mask_T for row in rows], with_empty=with_empty, given=given)
     wanted = {"policy": DENOMINATORS[spec.denominator], "penalty": DENOMINATORS[spec.denominator]} | ALWAYS
     if step.rewards_N is not None:
         wanted["positive_token"] = positive_token
@@ -98,13 +128,23 @@ def step_weights(rows: Sequence[TrainingRow], spec: LossSpec) -> tuple[list[dict
     weights: list[dict[str, TokenWeights]] = [{} for _ in rows]
     for name, denominator in wanted.items():
         divisor_N = denominator(kept if name == "policy" else step, spec)
-        loss_N = torch.where(divisor_N > 0, 1.0 / divisor_N, 0.0)
+        if spec.truncated == "silent":
+            divisor_N = torch.where(_truncated(step), torch.inf, divisor_N)
+        loss_N = torch.where(divisor_N > 0, factor / divisor_N, 0.0)
         for number, row in enumerate(rows):
             loss_T = _on_targets(loss_N[step.in_row(number)], row)
+            if LOSS_WEIGHTS in row.extensions:
+                loss_T = loss_T * torch.where(row.loss_mask_T, row.extensions[LOSS_WEIGHTS].double(), 0.0)
             weights[number][name] = TokenWeights(loss_T, loss_T if further == 1 else loss_T / further)
-    tokens = sum(int(row.loss_mask_T.sum()) for row in rows)
-    documents = sum(row.document_ids_T[row.loss_mask_T].unique().numel() for row in rows)
-    return weights, StepTotals(tokens, documents, statistics)
+    return weights
+
+
+def _truncated(step: StepDocuments) -> Tensor:
+    if step.truncated_N is None:
+        raise SpecError("loss.truncated = 'silent'", found="a batch that does not say which documents were cut off",
+                        rule="the token-level extension truncated is 1 on every token of such a document, else 0",
+                        fix="record it with the rollouts, or let truncated documents train")
+    return step.truncated_N
 
 
 def _on_targets(values_N: Tensor, row: TrainingRow) -> Tensor:

@@ -17,30 +17,21 @@ Letters: T packed tokens | C tokens of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from workbench.losses.spec import LossSpec
-from workbench.losses.terms import LossInputs, Term
 from workbench.policy.logprobs import TokenLogprobs, fastest
 from workbench.policy.logprobs.fused_loss import fused_loss
 from workbench.policy.model import Policy
-from workbench.reduction.partial import Scalar
+from workbench.reduction.evaluate import Evaluated
 
 if TYPE_CHECKING:
     from workbench.runs.step import LocalRow
-
-
-class Evaluated(NamedTuple):
-    """A loss on some tokens: what it saw, what it said, and its sums, partial over dp and cp."""
-
-    inputs: LossInputs
-    terms: Mapping[str, Term]
-    scalars: Mapping[str, Scalar]
 
 
 Evaluate = Callable[["LocalRow", TokenLogprobs, Tensor | None], Evaluated]
@@ -48,7 +39,7 @@ Evaluate = Callable[["LocalRow", TokenLogprobs, Tensor | None], Evaluated]
 
 
 def fused_row(policy: Policy, hidden_TD: Tensor, local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate,
-              loss_spec: LossSpec | None = None) -> tuple[Evaluated, str | None]:
+              wanted: Sequence[str], loss_spec: LossSpec | None = None) -> tuple[Evaluated, str | None]:
     """The loss of a row whose gradient is there already, and why that took more than three products, or None.
 
     Backward of its "total" gives every parameter the gradient that it would have without fusion. What is said of tokens
@@ -60,13 +51,15 @@ def fused_row(policy: Policy, hidden_TD: Tensor, local: LocalRow, frozen_clip_T:
         local: the row.
         frozen_clip_T: [T] bool, clip decisions taken elsewhere.
         evaluate: the loss on some tokens.
+        wanted: what the head says besides log-probabilities.
         loss_spec: what the loss was made from; None: listening alone says what it couples.
     """
     row, temperature_T = local.row, local.row.extensions.get("temperature_T")
     policy = _with_engine(policy, hidden_TD)
-    asked = sums_asked_for(local, frozen_clip_T, evaluate)
+    asked = sums_asked_for(local, frozen_clip_T, evaluate, wanted)
     if asked and local.sums.axis.size > 1:
-        said = policy.token_logprobs(hidden_TD, row.targets_T, temperature_T, active_T=row.loss_mask_T)
+        said = policy.token_logprobs(hidden_TD, row.targets_T, temperature_T, active_T=row.loss_mask_T,
+                                     wanted=wanted)
         return evaluate(local, said, frozen_clip_T), (
             f"the loss sums over whole {' and '.join(sorted(asked))}s, whose tokens lie on {local.sums.axis.size} cp "
             "ranks: it is evaluated between forward and backward, 4 products less what keep_bytes keeps")
@@ -83,7 +76,7 @@ def fused_row(policy: Policy, hidden_TD: Tensor, local: LocalRow, frozen_clip_T:
         document_ids_T=row.group_ids_T if "pair" in asked else row.document_ids_T,
         expected_logprobs_T=row.old_logprobs_T, implementation=policy.implementation,
         temperature=policy.temperature if temperature_T is None else temperature_T, active_T=row.loss_mask_T,
-        **policy.head_arguments())
+        wanted=wanted, **policy.head_arguments())
     with torch.no_grad():
         whole = evaluate(local, fused.said, frozen_clip_T)
     total = replace(whole.scalars["total"], value=fused.loss)
@@ -95,12 +88,14 @@ def couples_a_row(spec: LossSpec | None) -> bool:
     return spec is not None and bool(spec.surrogate.breaks or spec.correction.breaks)
 
 
-def sums_asked_for(local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate) -> set[str]:
+def sums_asked_for(local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate,
+                   wanted: Sequence[str] = ("entropy", "logsumexp")) -> set[str]:
     """Which sums over parts of a row a loss asks for: document, segment, pair. The same on every rank, without one."""
     heard = _Listening()
     zeros_T = torch.zeros_like(local.row.old_logprobs_T)
+    said = TokenLogprobs(local.row.old_logprobs_T, **{f"{name}_T": zeros_T for name in wanted})
     with torch.no_grad():
-        evaluate(replace(local, sums=heard), TokenLogprobs(local.row.old_logprobs_T, zeros_T, zeros_T), frozen_clip_T)
+        evaluate(replace(local, sums=heard), said, frozen_clip_T)
     return heard.asked
 
 

@@ -105,8 +105,9 @@ class PolicySpec(_Model):
 class AdvantageSpec(_Model):
     """Where advantages come from."""
 
-    name: Literal["recorded", "grpo", "dr_grpo", "rloo", "leave_one_out", "opo", "gpg", "gdpo", "reinforce_plus_plus",
-                  "reinforce_plus_plus_baseline", "gae", "vapo"] = "recorded"
+    name: Literal["recorded", "grpo", "dr_grpo", "rloo", "leave_one_out", "opo", "gpg", "pass_at_k", "gdpo",
+                  "grpo_whitened", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
+                  "optimal_token_baseline", "gae", "vapo"] = "recorded"
     """recorded: the recording's own. Otherwise an estimator of `workbench.rollouts.advantages`, which makes them from
     the rewards of all documents of the step, less a KL penalty that `loss.kl` places in the reward."""
     settings: dict[str, bool | float | str] = Field(default_factory=dict)
@@ -196,6 +197,10 @@ class RunSpec(_Model):
             raise ValueError(f"loss {self.loss.name!r} divides by documents * denominator_constant, which is not "
                              "given; give loss.denominator_constant, for instance the longest completion that the "
                              "sampler may write")
+        if self.loss.counts_live:
+            raise ValueError(f"loss.correction.denominator = {self.loss.correction.denominator!r} with old_policy "
+                             "'current' counts what the live policy keeps, and the weights of a step are data from "
+                             "before its forward pass; use old_policy: recorded")
         return self
 
     @model_validator(mode="after")

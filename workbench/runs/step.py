@@ -24,6 +24,7 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss as make_loss
+from workbench.losses.build import seen
 from workbench.losses.document_sums import segment_ids
 from workbench.losses.kl import kl_in_reward
 from workbench.losses.terms import Loss, LossInputs, Term
@@ -35,14 +36,15 @@ from workbench.metrics.values import finish_metrics
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.model import DTYPES, Policy
 from workbench.reduction.document_sums import ShardedSums, signs_of_pairs
+from workbench.reduction.evaluate import Evaluated, evaluate_loss, loss_inputs
 from workbench.reduction.partial import Scalar
-from workbench.reduction.weighted_sum import reduce_terms
+from workbench.reduction.scaling import Cut
 from workbench.reduction.weights import StepTotals, TokenWeights, step_weights
 from workbench.rollouts.advantages.registry import AdvantageInputs, estimate_advantages
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.packing import fill, pack
 from workbench.rollouts.targets import TrainingRow, shift_targets
-from workbench.runs.fused import Evaluated, fused_row
+from workbench.runs.fused import fused_row
 from workbench.runs.spec import LossSpec, RunSpec
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import all_gather
@@ -109,7 +111,7 @@ def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> tuple[list[L
     if spec.loss.needs_pairs:
         for row in whole:
             signs_of_pairs(row)  # refused here, on every rank, and not later by the one rank that holds the row
-    weights, totals = step_weights(whole, spec.loss)
+    weights, totals = step_weights(whole, spec.loss, cut=Cut(layout.dp, layout.cp))
     each = len(whole) // layout.dp
     mine = slice(mesh["dp"].rank * each, (mesh["dp"].rank + 1) * each)
     order = layout.order if layout.cp > 1 else "contiguous"
@@ -206,27 +208,28 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
     """
     mesh = policy.mesh
     parts, metrics, per_token, fallbacks = [], [], [], []
+    wanted = (loss_spec or LossSpec()).head_outputs
 
     def evaluate(local: LocalRow, said: TokenLogprobs, frozen_clip_T: Tensor | None) -> Evaluated:
-        inputs = loss_inputs(local, said, totals, frozen_clip_T)
-        terms = loss(inputs)
-        return Evaluated(inputs, terms, reduce_terms(terms, local.weights, local.row.loss_mask_T))
+        inputs = loss_inputs(local.row, said, totals, local.sums, frozen_clip_T)
+        return evaluate_loss(loss, inputs, local.weights, local.row.loss_mask_T)
 
     policy.model.zero_grad(set_to_none=True)
     for local in rows:
         row = local.row
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-        frozen_T = _at_targets(frozen_clip_S, row)
+        frozen_T, temperature_T = _at_targets(frozen_clip_S, row), row.extensions.get("temperature_T")
         if fused:
-            found, words = fused_row(policy, hidden_TD, local, frozen_T, evaluate, loss_spec)
+            found, words = fused_row(policy, hidden_TD, local, frozen_T, evaluate, wanted, loss_spec)
             fallbacks += [words] if words else []
         else:
-            said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"))
+            said = policy.token_logprobs(hidden_TD, row.targets_T, temperature_T, wanted=wanted)
             found = evaluate(local, said, frozen_T)
         inputs, terms, scalars = found
         scalars["total"].value.backward()
         parts.append(scalars)
-        metrics.append(policy_metrics(inputs, terms, row.loss_mask_T, level, loss_spec, local.documents))
+        measured = inputs if loss_spec is None else seen(inputs, loss_spec)
+        metrics.append(policy_metrics(measured, terms, row.loss_mask_T, level, loss_spec, local.documents))
         per_token.append(_token_values(loss, inputs, terms, row) if num_source else {})
     sum_gradients(policy.model, policy.shards, mesh)
     whole_loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh)
@@ -241,23 +244,6 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
         totals=totals,
         fallbacks=tuple(dict.fromkeys(fallbacks)),
     )
-
-
-def loss_inputs(local: LocalRow, said: TokenLogprobs, totals: StepTotals,
-                frozen_clip_T: Tensor | None = None) -> LossInputs:
-    """What a loss may look at: what the policy says about each token, the row's own data, numbers of the whole step.
-
-    Where nothing counts the ratio is 1, whatever the policy says there: no exp can overflow into a gradient.
-    """
-    row = local.row
-    return LossInputs(
-        policy_logprobs_T=torch.where(row.loss_mask_T, said.logprobs_T, row.old_logprobs_T),
-        old_logprobs_T=row.old_logprobs_T, advantages_T=row.advantages_T,
-        sampler_logprobs_T=row.sampler_logprobs_T, ref_logprobs_T=row.ref_logprobs_T,
-        entropy_T=said.entropy_T, logsumexp_T=said.logsumexp_T, frozen_clip_T=frozen_clip_T,
-        loss_mask_T=row.loss_mask_T, document_ids_T=row.document_ids_T, lengths_T=row.lengths_T,
-        rewards_T=row.rewards_T, group_ids_T=row.group_ids_T, source_T=row.source_T, sums=local.sums,
-        statistics=totals.statistics)
 
 
 def clip_gradients(policy: Policy, norms: Mapping[str, float], max_norm: float | None) -> float:

@@ -1,11 +1,16 @@
 """From a spec to named terms."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.helpers.loss_batches import nasty_documents, packed
 from workbench.errors import SpecError
 from workbench.losses import LossInputs, LossSpec, make_loss
+from workbench.losses.build import surrogate_ratio
+from workbench.losses.document_sums import LocalSums
 from workbench.losses.kl import kl_term
 from workbench.losses.surrogates.clipped import clipped_surrogate
 
@@ -62,3 +67,82 @@ def test_what_a_loss_needs_and_does_not_get_is_named(settings, missing):
     zero_T = torch.zeros(2)
     with pytest.raises(SpecError, match=missing):
         make_loss(LossSpec(**settings))(LossInputs(zero_T, zero_T, zero_T))
+
+
+def test_the_current_policy_as_the_old_one_has_a_ratio_of_1_and_moves_the_corrections_too():
+    inputs = given()
+    spec = LossSpec(old_policy="current", correction={"kind": "tis", "ratio_high": 1.5})
+    term = make_loss(spec)(inputs)["policy"]
+    counts_T = inputs.loss_mask_T
+    weights_T = (inputs.policy_logprobs_T - inputs.sampler_logprobs_T).detach().exp().clamp(max=1.5)
+    torch.testing.assert_close(term.values_T[counts_T], (-weights_T * inputs.advantages_T)[counts_T])
+    term.values_T[counts_T].sum().backward()
+    torch.testing.assert_close(inputs.policy_logprobs_T.grad[counts_T], (-weights_T * inputs.advantages_T)[counts_T])
+
+
+def test_a_mean_epsilon_is_added_to_the_lengths_under_the_ratio_of_a_document():
+    inputs = given()
+    surrogate = {"clip_low": 0.9, "clip_high": 9.0}
+    found = make_loss(LossSpec(name="gspo", surrogate=surrogate, scaling={"mean_epsilon": 1.0}))(inputs)["policy"]
+    counts_T, lengths_T = inputs.loss_mask_T, inputs.document_lengths_T
+    sums_T = inputs.document_sums.document(inputs.log_ratio())
+    expected_T = -(sums_T / (lengths_T + 1)).exp() * inputs.advantages_T
+    torch.testing.assert_close(found.values_T[counts_T], expected_T[counts_T])
+
+
+@pytest.mark.parametrize("settings", [{"correction": {"kind": "batch_normalized"}}, {"correction": {"kind": "m2po"}}])
+def test_the_current_policy_is_refused_where_the_old_one_is_needed_before_the_forward_pass(settings):
+    with pytest.raises(ValueError, match="before the forward pass"):
+        LossSpec(old_policy="current", **settings)
+
+
+# ---- what drives a surrogate -----------------------------------------------------------------------------------
+
+
+def test_a_surrogate_may_be_driven_by_rewards_and_its_signal_held_from_below():
+    inputs = given()
+    rewarded = make_loss(LossSpec(signal="rewards"))(inputs)["policy"]
+    same = make_loss(LossSpec())(replace(inputs, advantages_T=inputs.rewards_T))["policy"]
+    assert torch.equal(rewarded.values_T, same.values_T)
+    floored = make_loss(LossSpec(signal_floor=0.0))(inputs)["policy"]
+    silent_T = inputs.counts_T & (inputs.advantages_T <= 0)
+    assert silent_T.any()
+    assert (floored.values_T[silent_T] == 0).all()
+    plain, kept_T = make_loss(LossSpec())(inputs)["policy"], inputs.counts_T & (inputs.advantages_T > 0)
+    assert torch.equal(floored.values_T[kept_T], plain.values_T[kept_T])
+
+
+def test_rewards_that_are_not_there_drive_nothing():
+    with pytest.raises(SpecError, match="signal = 'rewards'"):
+        make_loss(LossSpec(signal="rewards"))(given(rewards_T=None))
+
+
+def test_a_ratio_of_documents_may_be_one_of_the_tokens_that_a_correction_keeps():
+    zero = torch.zeros(4, dtype=torch.float64)
+    policy_T = torch.tensor([0.1, 0.4, -0.2, 0.3], dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(policy_T, zero, torch.tensor([1.0, 5.0, 3.0, 1.0], dtype=torch.float64),
+                        sampler_logprobs_T=torch.tensor([0.0, -2.0, 0.0, -2.0], dtype=torch.float64),
+                        document_ids_T=torch.tensor([0, 0, 0, 1]), lengths_T=torch.tensor([3.0, 3.0, 3.0, 1.0]),
+                        sums=LocalSums(torch.tensor([0, 0, 0, 1]), torch.ones(4, dtype=torch.bool)))
+    gate = {"gate": "ratio", "gate_high": 1.5, "ratio": "token"}
+    surrogate = {"kind": "gspo", "advantage_level": "document", "clip_low": 0.9, "clip_high": 9.0}
+    spec = LossSpec(surrogate=surrogate, correction={**gate, "surrogate_over": "kept"})
+    ratio = math.exp((0.1 - 0.2) / 2)
+    assert surrogate_ratio(inputs, spec).tolist() == pytest.approx([ratio, 0.0, ratio, 0.0], rel=1e-14)
+    values_T = make_loss(spec)(inputs)["policy"].values_T
+    assert values_T.tolist() == pytest.approx([-2 * ratio, 0.0, -2 * ratio, 0.0], rel=1e-14)
+    values_T.sum().backward()
+    assert policy_T.grad.tolist() == pytest.approx([-2 * ratio, 0.0, -2 * ratio, 0.0], rel=1e-14)
+    everyone = LossSpec(surrogate=surrogate, correction=gate)
+    assert surrogate_ratio(inputs, everyone)[0].item() == pytest.approx(math.exp(0.1), rel=1e-14)
+
+
+def test_the_ratio_of_a_surrogate_is_that_of_its_level_and_anchor():
+    inputs = given()
+    counts_T = inputs.counts_T
+    for settings, expected_T in ((LossSpec(), inputs.log_ratio("old")),
+                                 (LossSpec(surrogate={"anchor": "sampler"}), inputs.log_ratio("sampler")),
+                                 (LossSpec(name="gspo"), inputs.document_mean(inputs.log_ratio("old")))):
+        found_T = surrogate_ratio(inputs, settings)
+        torch.testing.assert_close(found_T[counts_T], expected_T.detach().exp()[counts_T])
+        assert (found_T[~counts_T] == 0).all()

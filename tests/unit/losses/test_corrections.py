@@ -1,6 +1,7 @@
 """Corrections against the oracle on nasty batches, against numbers of other systems, and their promises."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,8 @@ from workbench.losses.corrections import (
     MEAN_WEIGHT,
     apply_correction,
     correct,
+    log_document_weight,
+    on_counted_tokens,
     step_statistics,
     survivors,
     whole_row,
@@ -29,13 +32,27 @@ SPECS = {kind: {"kind": kind} for kind in CORRECTIONS} | {
     "zeroed below only": {"ratio": "token", "ratio_low": 0.7, "outside": "zero"},
     "normalised documents": {"ratio": "document_mean", "ratio_high": 1.5, "normalize": True},
     "normalised after zeroing": {"ratio": "token", "ratio_high": 1.5, "outside": "zero", "normalize": True},
+    "held weight": {"ratio": "document_sum", "log_clamp": 0.5, "ratio_high": 1.6},
+    "held gate": {"gate": "k3", "gate_level": "document_sum", "gate_high": 0.06, "log_clamp": 0.2},
+    "three gates": {"ratio": "token", "ratio_high": 2.0, "gate": "k1", "gate_low": -0.6, "gate_high": 0.5,
+                    "further_gates": ({"statistic": "k2", "level": "document_mean", "high": 0.8},
+                                      {"statistic": "ratio", "low": 0.7})},
+    "given": {"ratio": "given", "ratio_low": 0.4, "ratio_high": 1.5},
+    "zeroed given": {"ratio": "given", "ratio_low": 0.4, "outside": "zero", "normalize": True, "mean_epsilon": 0.25},
+    "given of documents": {"ratio": "given_document_mean", "given_epsilon": 0.01},
+    "normalised with an epsilon": {"ratio": "document_sum", "ratio_high": 1.5, "normalize": True, "mean_epsilon": 0.5},
     "opsm against old": {"opsm_threshold": 0.05, "opsm_anchor": "old"},
     "everything": {"ratio": "token", "ratio_high": 4.0, "normalize": True, "gate": "k3", "gate_level": "document_mean",
                    "gate_high": 2.0, "opsm_threshold": 0.5, "m2_threshold": 1.0},
 } | {
     f"{gate} {level}": {"gate": gate, "gate_level": level, "gate_low": low, "gate_high": high}
-    for level in ("token", "document_mean", "document_sum", "document_max")
-    for gate, low, high in (("ratio", 0.8, 1.3), ("k1", -0.5, 0.4), ("k2", 0.01, 0.6), ("k3", None, 0.7))
+    for level in ("token", "document_mean", "document_sum", "document_max", "document_min")
+    for gate, low, high in (("ratio", 0.8, 1.3), ("k1", -0.5, 0.4), ("k2", 0.01, 0.6), ("k3", None, 0.7),
+                            ("inverse_k3", 0.002, 0.7), ("binary_kl", 1e-4, 0.3))
+} | {
+    f"bounded beyond {gate}": {"ratio": ratio, "ratio_low": 0.9, "ratio_high": 1.2, "gate": gate, "gate_action":
+                               "truncate", "gate_level": level, "gate_high": high}
+    for gate, level, high, ratio in (("ratio", "document_sum", 1.5, "document_mean"), ("k2", "token", 0.3, "token"))
 }
 
 
@@ -43,16 +60,33 @@ def wanted(documents, spec):
     gathered = correction(
         documents, ratio=spec.ratio, low=spec.ratio_low, high=spec.ratio_high, outside=spec.outside,
         normalize=spec.normalize, gate=spec.gate, gate_level=spec.gate_level, gate_low=spec.gate_low,
-        gate_high=spec.gate_high, opsm=spec.opsm_threshold, opsm_anchor=spec.opsm_anchor, m2=spec.m2_threshold)
+        gate_high=spec.gate_high, opsm=spec.opsm_threshold, opsm_anchor=spec.opsm_anchor, m2=spec.m2_threshold,
+        further=[(gate.statistic, gate.level, gate.low, gate.high) for gate in spec.further_gates],
+        log_clamp=spec.log_clamp or math.inf, mean_epsilon=spec.mean_epsilon, given_epsilon=spec.given_epsilon,
+        gate_action=spec.gate_action)
     return [[(1.0, 0.0, False) if token is None else tuple(token) for token in tokens] for tokens in gathered]
+
+
+def weighed_documents(seed, **more):
+    """Nasty documents with weights that came with them, some of them 0."""
+    rng, documents = random.Random(seed), nasty_documents(seed, **more)
+    for document in documents:
+        document["given"] = [rng.choice((0.0, rng.uniform(0.2, 2.5), rng.uniform(0.2, 2.5))) if counts else math.nan
+                             for counts in document["mask"]]
+    return documents
+
+
+def weighed_row(documents, *, padding=3):
+    given = [value for document in documents for value in document["given"]] + [math.nan] * padding
+    return packed(documents, padding=padding, correction_weights_T=torch.tensor(given, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("settings", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize(("seed", "low", "high"), [(0, 1e-3, 1e3), (1, 0.6, 1.6), (2, 0.97, 1.03)])
 def test_weights_and_verdicts_are_the_oracles(settings, seed, low, high):
     spec = CorrectionSpec(**settings)
-    documents = nasty_documents(seed, low=low, high=high)
-    _, inputs = packed(documents)
+    documents = weighed_documents(seed, low=low, high=high)
+    _, inputs = weighed_row(documents)
     inputs = replace(inputs, statistics=step_statistics([inputs], spec))
     found = correct(inputs, spec)
     for column, actual in enumerate((found.raw_weights_T, found.weights_T, found.kept_T.double())):
@@ -67,7 +101,7 @@ def test_the_cases_above_keep_some_tokens_and_reject_some():
         spec = CorrectionSpec(**settings)
         kept = []
         for seed, low, high in ((0, 1e-3, 1e3), (1, 0.6, 1.6), (2, 0.97, 1.03)):
-            documents = nasty_documents(seed, low=low, high=high)
+            documents = weighed_documents(seed, low=low, high=high)
             kept += [token[2] for tokens, document in zip(wanted(documents, spec), documents, strict=True)
                      for token, counts in zip(tokens, document["mask"], strict=True) if counts]
         verdicts[name] = (any(kept), not all(kept) or not spec.rejects)
@@ -77,8 +111,8 @@ def test_the_cases_above_keep_some_tokens_and_reject_some():
 @pytest.mark.parametrize("settings", SPECS.values(), ids=SPECS)
 def test_nothing_of_a_correction_carries_a_gradient(settings):
     spec = CorrectionSpec(**settings)
-    documents = nasty_documents(3, rubbish=False)
-    policy_T, inputs = packed(documents, padding=0)
+    documents = weighed_documents(3, rubbish=False)
+    policy_T, inputs = weighed_row(documents, padding=0)
     leaves = [policy_T] + [getattr(inputs, f"{name}_logprobs_T").requires_grad_() for name in ("old", "sampler")]
     inputs = replace(inputs, statistics=step_statistics([inputs], spec))
     values_T = policy_T * torch.arange(len(policy_T)).double()
@@ -107,7 +141,7 @@ def test_extras_have_both_weights_and_keep_what_was_there():
     zero = torch.zeros(3, dtype=torch.float64)
     inputs = LossInputs(zero, mu, zero, sampler_logprobs_T=zero, loss_mask_T=torch.tensor([True, True, False]))
     term = apply_correction(Term(zero, extras={"mine": zero}), inputs, CorrectionSpec(kind="tis"))
-    assert set(term.extras) == {"mine", "raw_weight", "applied_weight", "kept", "truncated"}
+    assert set(term.extras) == {"mine", "raw_weight", "bounded_weight", "applied_weight", "kept", "truncated", "passed"}
     assert term.extras["raw_weight"].tolist() == pytest.approx([1.0, 3.0, 1.0])
     assert term.extras["applied_weight"].tolist() == [1.0, 2.0, 0.0]
     assert term.extras["kept"].tolist() == [True, True, False]
@@ -222,7 +256,8 @@ def test_a_step_in_which_nothing_trains_has_statistics_that_harm_nothing():
 
 @pytest.mark.parametrize("settings", [
     {"kind": "geometric_gate", "gate_low": 0.98, "gate_high": 1.02}, {"kind": "sequence_mask", "ratio_high": 1.03},
-    {"kind": "m2po", "m2_threshold": 0.002}, {"gate": "k3", "gate_level": "document_max", "gate_high": 0.005}])
+    {"kind": "m2po", "m2_threshold": 0.002}, {"gate": "k3", "gate_level": "document_max", "gate_high": 0.005},
+    {"gate": "k3", "gate_high": 0.005, "further_gates": ({"statistic": "k1", "level": "document_sum", "high": 0.05},)}])
 def test_survivors_of_whole_rows_are_what_the_loss_keeps_after_the_split(settings):
     """Each document once as part of a whole row, before any policy, and once in a training row of other neighbours."""
     spec = CorrectionSpec(**settings, denominator="survivors")
@@ -240,6 +275,26 @@ def test_survivors_of_whole_rows_are_what_the_loss_keeps_after_the_split(setting
     kept = int(correct(live, spec).kept_T.sum())
     assert kept == counted
     assert 0 < counted < int(row.loss_mask_T.sum())
+
+
+def test_gated_counts_what_gates_keep_though_a_bound_makes_its_weight_0():
+    mu = torch.tensor([0.0, 2.0, 0.1, -3.0], dtype=torch.float64)
+    zero = torch.zeros(4, dtype=torch.float64)
+    inputs = LossInputs(zero, mu, -torch.ones(4).double(), sampler_logprobs_T=zero)
+    spec = {"kind": "icepop", "ratio_high": 5.0, "gate": "k1", "gate_high": 1.0}
+    assert survivors(inputs, CorrectionSpec(**spec, denominator="survivors")).tolist() == [True, False, True, False]
+    gated = CorrectionSpec(**spec, opsm_threshold=-9.0, denominator="gated")
+    assert survivors(inputs, gated).tolist() == [True, True, True, False]
+    found = correct(inputs, gated)
+    assert not found.kept_T.any()
+    assert found.passed_T.tolist() == [True, True, True, False]
+    assert found.bounded_weights_T.tolist() == pytest.approx([1.0, 0.0, math.exp(0.1), 0.0])
+
+
+def test_given_weights_that_are_not_given_are_refused_in_words():
+    zero = torch.zeros(2)
+    with pytest.raises(SpecError, match="no correction_weights in the batch"):
+        correct(LossInputs(zero, zero, zero), CorrectionSpec(ratio="given"))
 
 
 def test_survivors_of_the_live_policy_are_refused_in_words():
@@ -326,3 +381,97 @@ def test_nothing_else_of_the_inputs_is_needed_and_a_shared_sum_is_asked_for():
     weights = [correct(inputs, CorrectionSpec(ratio=ratio)).weights_T[0].item()
                for ratio in ("document_sum", "document_mean", "segment_mean")]
     assert weights == pytest.approx([math.exp(0.4), math.exp(0.1), math.exp(0.1)])
+
+
+# ---- weights that enter a sequence weight ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "log_weight"), [
+    ({"ratio": "token", "ratio_high": 2.0, "outside": "zero"}, lambda gaps: sum(
+        gap if math.exp(gap) <= 2 else math.log(1e-8) for gap in gaps)),
+    ({"ratio": "token", "ratio_low": 0.7, "ratio_high": 1.4}, lambda gaps: sum(
+        min(max(gap, math.log(0.7)), math.log(1.4)) for gap in gaps)),
+    ({"ratio": "document_sum", "ratio_high": 3.0}, lambda gaps: min(sum(gaps), math.log(3))),
+    ({"ratio": "document_mean"}, lambda gaps: sum(gaps) / len(gaps))], ids=str)
+def test_the_log_of_a_documents_correction_adds_tokens_and_counts_a_document_once(settings, log_weight):
+    documents = nasty_documents(1, low=0.5, high=2.5)
+    _, inputs = packed(documents)
+    spec = CorrectionSpec(**settings, enters="sequence_weight")
+    expected = []
+    for document in documents:
+        gaps = [o - s for o, s, m in zip(document["old"], document["sampler"], document["mask"], strict=True) if m]
+        expected.append([log_weight(gaps) if m else 0.0 for m in document["mask"]])
+    found_T = torch.where(inputs.loss_mask_T, log_document_weight(inputs, spec), 0.0)
+    torch.testing.assert_close(found_T, flat(expected), rtol=1e-12, atol=1e-13)
+
+
+def test_a_weight_that_enters_elsewhere_multiplies_nothing_and_gates_still_reject():
+    documents = nasty_documents(1, low=0.5, high=2.5)
+    _, inputs = packed(documents)
+    entering = CorrectionSpec(ratio="token", ratio_high=1.2, outside="zero", enters="sequence_weight",
+                              opsm_threshold=0.0)
+    gated = CorrectionSpec(opsm_threshold=0.0)
+    found, expected = correct(inputs, entering), correct(inputs, gated)
+    assert torch.equal(found.kept_T, expected.kept_T)
+    assert torch.equal(found.weights_T, expected.kept_T.double())
+    assert 0 < int(found.kept_T.sum()) < int(inputs.loss_mask_T.sum())
+
+
+def test_a_token_that_the_sampler_did_not_score_is_neutral_only_if_asked():
+    old, sampler = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, math.nan, -0.5])
+    inputs = LossInputs(torch.tensor([-1.0, -9.0, -0.5]), old, -torch.ones(3), sampler)
+    neutral = {"unscored": "neutral"}
+    assert correct(inputs, CorrectionSpec(ratio="token", **neutral)).weights_T.tolist() == pytest.approx(
+        [math.exp(0.5), 1.0, 1.0])
+    assert correct(inputs, CorrectionSpec(ratio="document_sum", **neutral)).weights_T.tolist() == pytest.approx(
+        [math.exp(0.5)] * 3)
+    # The mean of sampler - policy is (-0.5 + 0 + 0) / 3: the middle token says nothing, and is one of three.
+    kept = [correct(inputs, CorrectionSpec(opsm_threshold=threshold, **neutral)).kept_T.tolist()
+            for threshold in (-0.16, -0.17)]
+    assert kept == [[True] * 3, [False] * 3]
+    assert math.isnan(correct(inputs, CorrectionSpec(ratio="token")).weights_T[1])
+
+
+def test_weights_of_a_whole_row_are_shared_by_the_tokens_that_count():
+    weights_BT = torch.tensor([[2.0, 4.0, 1.0, 8.0], [0.0, math.nan, 1.0, 1.0], [3.0, 1.0, 1.0, 1.0]])
+    counts_BT = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    found = on_counted_tokens(weights_BT, counts_BT)
+    assert found.tolist()[0] == pytest.approx([8.0, 8.0, 1.0, 1.0])  # 64 over two tokens
+    assert found.tolist()[1] == pytest.approx([1e-8, 1.0, 1.0, 1.0])
+    assert found.tolist()[2] == [1.0] * 4
+
+
+@pytest.mark.parametrize(("settings", "rule"), [
+    ({"enters": "sequence_weight"}, "enters: sequence_weight is about a weight; name its ratio")])
+def test_a_weight_that_is_none_enters_nowhere(settings, rule):
+    with pytest.raises(ValueError, match=rule):
+        CorrectionSpec(**settings)
+
+
+def test_a_token_that_was_not_sampled_is_rejected_and_enters_no_ratio_of_its_document():
+    zero = torch.zeros(5, dtype=torch.float64)
+    sampler = torch.tensor([-0.5, 1.0, -1.5, -0.2, 1.0], dtype=torch.float64)
+    inputs = LossInputs(zero - 1, zero - 1, zero + 1, sampler_logprobs_T=sampler,
+                        loss_mask_T=torch.tensor([True, True, True, False, True]),
+                        document_ids_T=torch.tensor([0, 0, 0, 0, 1]))
+    spec = CorrectionSpec(ratio="document_mean", unsampled="drop", gate="ratio", gate_level="document_min",
+                          gate_low=0.1)
+    found = correct(inputs, spec)
+    assert found.weights_T.tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]  # (-0.5 + 0.5) / 2 = 0; of three it would not be
+    assert found.kept_T.tolist() == [True, False, True, False, False]
+    opsm = CorrectionSpec(opsm_threshold=0.1, unsampled="drop")  # mean of 0.5 and -0.5; of all three it is 0.67
+    assert correct(replace(inputs, advantages_T=zero - 1), opsm).kept_T.tolist() == [True, False, True, False, False]
+    taken = correct(inputs, CorrectionSpec(ratio="document_mean"))
+    assert taken.weights_T[0].item() == pytest.approx(math.exp(-2 / 3), rel=1e-14)
+
+
+def test_beyond_a_gate_that_truncates_a_bound_says_what_it_changed():
+    mu = torch.tensor([0.5, 0.1, -0.5], dtype=torch.float64)
+    zero = torch.zeros(3, dtype=torch.float64)
+    inputs = LossInputs(zero, mu, zero + 1, sampler_logprobs_T=zero, document_ids_T=torch.tensor([0, 0, 1]))
+    spec = CorrectionSpec(ratio="token", ratio_low=0.8, ratio_high=1.2, gate="ratio", gate_level="document_max",
+                          gate_high=1.3, gate_action="truncate")
+    found = correct(inputs, spec)
+    assert found.weights_T.tolist() == [1.2, math.exp(0.1), math.exp(-0.5)]
+    assert found.truncated_T.tolist() == [True, False, False]
+    assert found.kept_T.all()

@@ -19,7 +19,7 @@ def test_every_loss_has_a_curve_whose_slope_is_its_coefficient(name, advantage):
     assert (loss_T.shape, coefficient_T.shape, loss_T.dtype) == (RATIOS.shape, RATIOS.shape, torch.float64)
     assert loss_T.isfinite().all()
     assert coefficient_T.isfinite().all()
-    assert coefficient_T[3].item() == pytest.approx(-1.0 if name == "sft" else -advantage, abs=1e-12)
+    assert coefficient_T[3].item() == pytest.approx({"sft": -1.0, "ref_kl": 0.0}.get(name, -advantage), abs=1e-12)
 
 
 @pytest.mark.parametrize(("settings", "advantage", "expected"), [

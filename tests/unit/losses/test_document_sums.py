@@ -8,7 +8,13 @@ import torch
 from tests.helpers.loss_batches import nasty_documents, packed
 from tests.oracles.surrogates import counted, runs_of
 from workbench.errors import SpecError
-from workbench.losses.document_sums import LocalSums, pair_signs, segment_ids
+from workbench.losses.document_sums import (
+    LocalSums,
+    document_totals,
+    mean_of_document_means,
+    pair_signs,
+    segment_ids,
+)
 
 
 def row(documents):
@@ -104,3 +110,22 @@ def test_pairs_need_groups_and_rewards():
     ids_T, *_, mask_T = pair()
     with pytest.raises(SpecError, match="no group_ids or no rewards"):
         LocalSums(ids_T, mask_T).pair(torch.zeros(4))
+
+
+def test_totals_are_one_a_document_and_their_adjoint_goes_to_trained_tokens():
+    values = torch.tensor([1.0, math.nan, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
+    mask, ids = torch.tensor([True, False, True, True]), torch.tensor([0, 0, 0, 2])
+    totals = document_totals(values, mask, ids, 3)
+    assert totals.tolist() == [4.0, 0.0, 4.0]
+    totals.backward(torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64))
+    assert values.grad.tolist() == [2.0, 0.0, 2.0, 7.0]
+
+
+def test_a_mean_over_documents_is_undefined_if_one_of_them_is_empty():
+    mask, ids = torch.tensor([True, False, True, True]), torch.tensor([0, 0, 0, 1])
+    values = torch.tensor([1.0, 9.0, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
+    mean = mean_of_document_means(values, mask, ids, 2)
+    mean.backward()
+    assert mean.item() == 3.0
+    assert values.grad.tolist() == [0.25, 0.0, 0.25, 0.5]
+    assert math.isnan(mean_of_document_means(values, mask, ids, 3).item())

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from workbench.errors import SpecError
-from workbench.losses.entropy import entropy_bonus, squared_logit
+from workbench.losses.entropy import entropy_bonus, mean_squared_logit, squared_logit
 from workbench.losses.terms import LossInputs
-from workbench.policy.logprobs.reference import token_logprobs
+from workbench.policy.logprobs.reference import token_logprobs, token_logprobs_from_logits
 
 
 def inputs_of(logits_TV, mask_T, temperature=1.0):
@@ -67,3 +67,46 @@ def test_what_the_head_did_not_compute_is_refused_in_words():
         entropy_bonus(LossInputs(zero, zero, zero), 0.1)
     with pytest.raises(SpecError, match="squared-logit penalty"):
         squared_logit(LossInputs(zero, zero, zero), 0.1)
+
+
+def test_a_bonus_for_chosen_tokens_is_their_mean_under_the_micro_batchs_own_weights():
+    zero = torch.zeros(4, dtype=torch.float64)
+    entropy_T = torch.tensor([1.0, 2.0, 5.0, math.nan], dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(zero, zero, zero, entropy_T=entropy_T, loss_mask_T=torch.tensor([True, True, True, False]))
+    chosen_T = torch.tensor([False, True, True, True])
+    term = entropy_bonus(inputs, 0.1, denominator="local_token", chosen_T=chosen_T)
+    assert term.weight == "local_token"
+    mean = term.values_T.sum() / 3
+    assert mean.item() == pytest.approx(3.5, rel=1e-15)  # of 2 and 5
+    mean.backward()
+    assert entropy_T.grad.tolist() == [0.0, 0.5, 0.5, 0.0]
+    penalty = entropy_bonus(inputs, 0.1, chosen_T=chosen_T)
+    assert (penalty.weight, penalty.values_T.tolist()) == ("penalty", [0.0, 2.0, 5.0, 0.0])
+
+
+def test_a_bonus_for_no_token_is_0():
+    zero = torch.zeros(2)
+    term = entropy_bonus(LossInputs(zero, zero, zero, entropy_T=torch.ones(2)), 0.1, denominator="local_token",
+                         chosen_T=torch.zeros(2, dtype=torch.bool))
+    assert term.values_T.tolist() == [0.0, 0.0]
+
+
+def test_the_size_of_logits_is_the_mean_of_their_squares_and_its_slope_pulls_them_in():
+    logits = LOGITS.clone().requires_grad_()
+    said = token_logprobs_from_logits(logits, torch.zeros(3, dtype=torch.int64), temperature=0.5,
+                                      wanted=("mean_squared_logit",))
+    zero = torch.zeros(3, dtype=torch.float64)
+    term = mean_squared_logit(LossInputs(zero, zero, zero, mean_squared_logit_T=said.mean_squared_logit_T,
+                                         loss_mask_T=MASK), 0.3)
+    expected = [sum((z / 0.5) ** 2 for z in row) / 3 for row in LOGITS.tolist()]
+    assert term.values_T.tolist() == pytest.approx([expected[0], 0.0, expected[2]], rel=1e-14)
+    assert (term.coefficient, term.weight) == (0.3, "penalty")
+    term.values_T.sum().backward()
+    assert logits.grad[0].tolist() == pytest.approx([2 * z / 0.25 / 3 for z in LOGITS[0].tolist()], rel=1e-14)
+    assert logits.grad[1].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_head_that_does_not_say_the_size_of_logits_is_refused():
+    zero = torch.zeros(3)
+    with pytest.raises(SpecError, match="no mean_squared_logit_T"):
+        mean_squared_logit(LossInputs(zero, zero, zero), 0.1)

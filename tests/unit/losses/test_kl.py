@@ -246,3 +246,37 @@ def test_a_loss_without_a_mask_counts_every_token():
     assert (kl_term(inputs, spec).values_T != 0).all()
     assert kl_term(masked, spec).values_T[1] == 0
     assert math.isfinite(float(kl_term(masked, spec).values_T.sum()))
+
+
+# ---- a ratio of documents ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("importance", ["old", "sampler"])
+def test_a_ratio_of_documents_is_the_geometric_mean_and_spreads_its_gradient(gradient, importance):
+    spec = KLSpec(coefficient=1.0, gradient=gradient, importance=importance, importance_level="document")
+    documents = nasty_documents(2, low=0.3, high=3.0)
+    weights = random_weights(documents, 2)
+    policy_T, inputs = packed(documents)
+    term = kl_term(inputs, spec)
+    weighted_total(term, inputs, weights).backward()
+    values, slopes = [], []
+    for document, own in zip(documents, weights, strict=True):
+        at = [t for t, counts in enumerate(document["mask"]) if counts]
+        gaps = [document["policy"][t] - document[importance][t] for t in at]
+        ratio = math.exp(math.fsum(gaps) / len(gaps)) if at else 1.0
+        d = {t: document["ref"][t] - document["policy"][t] for t in at}
+        k3 = {t: math.exp(d[t]) - 1 - d[t] for t in at}
+        shared = math.fsum(own[t] * ratio * k3[t] for t in at) / max(1, len(at))
+        path = {"path": lambda t, d=d: 1 - math.exp(d[t]), "score": lambda t, d=d: 1 - math.exp(d[t]),
+                "straight_through": lambda t, d=d: -d[t]}[gradient]
+        values.append([ratio * k3[t] if t in k3 else 0.0 for t in range(len(document["mask"]))])
+        slopes.append([own[t] * ratio * path(t) + (shared if gradient == "score" else 0.0) if t in k3 else 0.0
+                       for t in range(len(document["mask"]))])
+    torch.testing.assert_close(term.values_T.detach(), flat(values), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(policy_T.grad, flat(slopes), rtol=1e-12, atol=1e-13)
+
+
+def test_a_level_without_a_ratio_is_refused():
+    with pytest.raises(ValueError, match="importance_level is about the ratio that importance names"):
+        KLSpec(coefficient=1.0, importance_level="document")

@@ -37,7 +37,7 @@ def test_every_parameter_belongs_to_some_kind():
 
 @pytest.mark.parametrize(("kind", "given", "users"), [
     ("ppo", {"tau_positive": 1.0}, "sapo"), ("reinforce", {"clip_low": 0.1}, "ppo, cispo, gspo"),
-    ("gspo", {"delta": 2.0}, "ppo"), ("sft", {"beta": 0.1}, "dro, dpo")])
+    ("gmpo", {"delta": 2.0}, "ppo, gspo, luspo"), ("sft", {"beta": 0.1}, "dro, dpo")])
 def test_a_parameter_of_another_kind_is_refused_with_those_that_use_it(kind, given, users):
     with pytest.raises(ValidationError, match=f"{next(iter(given))} is not used by the surrogate '{kind}'; it belongs "
                                               f"to {users}"):
@@ -46,7 +46,7 @@ def test_a_parameter_of_another_kind_is_refused_with_those_that_use_it(kind, giv
 
 @pytest.mark.parametrize(("loss", "words"), [
     ({"name": "grop"}, r"loss: no preset 'grop' \(did you mean 'grpo'\?\)"),
-    ({"surrogate": {"kind": "gspo", "delta": 2.0}}, "loss.surrogate: delta is not used by the surrogate 'gspo'"),
+    ({"surrogate": {"kind": "gmpo", "delta": 2.0}}, "loss.surrogate: delta is not used by the surrogate 'gmpo'"),
     ({"surrogate": {"kind": "pop"}}, "loss.surrogate.kind = 'pop'"),
     ({"surrogate": {"clip_hihg": 2.0}}, r"unknown key 'loss.surrogate.clip_hihg' \(did you mean 'clip_high'\?\)"),
     ({"surrogate": {"dual_clip": 1.0}}, "loss.surrogate.dual_clip = 1.0: .*greater than 1"),
@@ -147,3 +147,10 @@ def test_counting_all_documents_breaks_a_law_only_where_documents_are_counted():
 def test_a_setting_that_would_be_replaced_or_do_nothing_is_refused(settings, rule):
     with pytest.raises(ValidationError, match=rule):
         SurrogateSpec(**settings)
+
+
+def test_a_weight_enters_the_sequence_weight_of_vespo_alone():
+    entering = {"ratio": "token", "enters": "sequence_weight"}
+    assert LossSpec(name="vespo", correction=entering).correction.enters == "sequence_weight"
+    with pytest.raises(ValidationError, match="'ppo' has no sequence weight"):
+        LossSpec(name="grpo", correction=entering)

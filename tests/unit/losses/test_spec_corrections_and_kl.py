@@ -37,6 +37,17 @@ def test_what_is_given_beside_a_kind_wins_also_if_it_is_nothing():
     ({"kind": "tis", "denominator": "survivors"}, "nothing rejects"),
     ({"kind": "opsm", "denominator": "survivors"}, "live policy"),
     ({"kind": "m2po", "denominator": "survivors", "population": "micro_batch"}, "use population: step"),
+    ({"log_clamp": 20.0}, "name its ratio or its statistic"),
+    ({"kind": "tis", "given_epsilon": 0.1}, "about the ratio given_document_mean"),
+    ({"kind": "tis", "mean_epsilon": 0.1}, "mean_epsilon is about normalize"),
+    ({"further_gates": [{"statistic": "k2", "high": 1.0}]}, "stand beside a first one"),
+    ({"gate": "k2", "gate_high": 1.0, "further_gates": [{"statistic": "k2"}]}, "a gate needs low or high"),
+    ({"gate": "k2", "gate_high": 1, "further_gates": [{"statistic": "k2", "low": 2, "high": 1}]}, "low is above high"),
+    ({"kind": "icepop", "denominator": "gated"}, "no gate rejects a token"),
+    ({"gate_action": "truncate"}, "are about a gate"),
+    ({"gate": "k2", "gate_high": 1.0, "gate_action": "truncate"}, "puts a weight within"),
+    ({"gate": "k2", "gate_high": 1.0, "gate_action": "truncate", "ratio": "token", "ratio_high": 2.0,
+      "surrogate_over": "kept"}, "nothing rejects a token"),
     ({"kind": "tiss"}, "Input should be"),
 ])
 def test_settings_that_contradict_each_other_are_refused(settings, words):

@@ -18,6 +18,8 @@ from workbench.sharding.mesh import Axis
 
 ALONE = Axis("dp_cp")
 PEERS = json.loads((Path(__file__).parent / "peer_cases.json").read_text())["cases"]
+HERE = ("fast_llm", "trl", "verl", "nemo_rl")
+"""Systems whose names are held to an oracle in this file; the others have files of their own in `aliases`."""
 PPO = LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0})
 GSPO = LossSpec(name="gspo", surrogate={"clip_low": 0.05, "clip_high": 0.06})
 
@@ -32,7 +34,7 @@ def named(system, documents, spec, terms=None):
 
 
 @pytest.mark.parametrize("spec", [PPO, GSPO], ids=["tokens", "documents"])
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", HERE)
 @pytest.mark.parametrize("seed", range(4))
 def test_names_are_computed_by_their_definitions(system, spec, seed):
     documents = nasty_documents(seed, infinite=False)
@@ -44,9 +46,8 @@ def test_names_are_computed_by_their_definitions(system, spec, seed):
     else:
         expected = getattr(oracle, system)(documents, **bounds, sequence=sequence, num_documents=len(documents))
     found = named(system, documents, spec)
-    # TRL reports CISPO's clip for CISPO only; verl's lower clip does not exist for a sequence ratio; NeMo counts rows.
+    # TRL reports CISPO's clip for CISPO only; NeMo counts rows.
     special = {"cispo_clip_ratio", "num_valid_samples", "global_valid_seqs"}
-    special |= {"actor/pg_clipfrac_lower"} if sequence else set()
     assert expected.keys() - special <= found.keys()
     for key in expected.keys() - special:
         assert found[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
@@ -75,8 +76,10 @@ def spec_of(case):
                                    "clip_high": config["epsilon_high"]})
     kind = next((k for k in ("gspo", "cispo") if k in case["id"]), "ppo")
     dual = {"dual_clip": config["clip_ratio_c"]} if kind == "ppo" and "clip_ratio_c" in config else {}
+    weights = {"token": "token", "sequence": "document_sum", None: "none"}[config.get("rollout_is")]
+    bound = {"ratio": weights, "ratio_high": config["rollout_is_threshold"]} if weights != "none" else {}
     return LossSpec(surrogate={"kind": kind, "clip_low": config.get("clip_ratio_low", 0.2),
-                               "clip_high": config.get("clip_ratio_high", 0.2), **dual})
+                               "clip_high": config.get("clip_ratio_high", 0.2), **dual}, correction=bound)
 
 
 def documents_of(case):
@@ -95,20 +98,12 @@ def unlike(case):
     names = {"loss", "kl_penalty", "positive_nll_loss", "num_valid_samples"}
     if case["system"] == "nemo_rl" and spec_of(case).surrogate.kind == "gspo":
         names |= {"sampling_importance_ratio"}
-    if case["id"].startswith("147"):  # a sequence without tokens, which verl counts as perplexity 1
-        names |= {f"rollout_corr/{key}" for key in (
-            "training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl", "log_ppl_diff", "log_ppl_abs_diff",
-            "ppl_ratio", "chi2_seq", "log_ppl_diff_max", "log_ppl_diff_min")}
     return names
 
 
 def bar(case, key):
-    """Relative and absolute. Two systems add 1e-8 to the length of rows; exp of a row's mean makes a few of it, and
-    a variance as a difference of two such means 1e-6.
-    """
-    if key.endswith("rollout_is_std"):
-        return {"rel": 1e-6}
-    return {"rel": 5e-8, "abs": 2e-9} if case["system"] in ("nemo_rl", "verl") else {"rel": 1e-9, "abs": 1e-12}
+    """Relative and absolute. NeMo adds 1e-8 to the length of rows; exp of a row's mean makes a few of it."""
+    return {"rel": 5e-8, "abs": 2e-9} if case["system"] == "nemo_rl" else {"rel": 1e-9, "abs": 1e-12}
 
 
 @pytest.mark.parametrize("case", PEERS, ids=[f"{c['system']}-{c['id']}" for c in PEERS])
@@ -123,7 +118,7 @@ def test_names_have_the_numbers_of_the_systems_themselves(case):
         expected = case["metrics"][key]
         assert found[key] == pytest.approx(expected, **bar(case, key)), key
     least = {"fast_llm": 12, "nemo_rl": 11, "trl": 3 if "cispo" in case["id"] else 6, "verl": 2}[case["system"]]
-    assert len(compared) >= (8 if case["id"].startswith("147") else 18 if config.get("rollout_is") else least)
+    assert len(compared) >= (27 if config.get("rollout_is") else least)
 
 
 def truncated(documents, config):
@@ -134,14 +129,15 @@ def truncated(documents, config):
         raw += [math.exp(sum(gaps))] * len(gaps) if config["rollout_is"] == "sequence" else [math.exp(g) for g in gaps]
     raw_T = torch.tensor(raw, dtype=torch.float64)
     applied_T = raw_T.clamp(max=float(config["rollout_is_threshold"]))
-    return Term(raw_T, extras={"raw_weight": raw_T, "applied_weight": applied_T, "kept": torch.ones_like(raw_T)})
+    return Term(raw_T, extras={"raw_weight": raw_T, "applied_weight": applied_T, "bounded_weight": applied_T,
+                               "kept": torch.ones_like(raw_T)})
 
 
 # ---- what the table claims ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [PPO, GSPO, LossSpec(name="cispo")], ids=["ppo", "gspo", "cispo"])
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("system", HERE)
 def test_a_canonical_key_is_the_same_number_and_no_other(system, spec):
     documents = nasty_documents(11, infinite=False)
     inputs, mask = inputs_of(documents)
@@ -156,7 +152,7 @@ def test_a_canonical_key_is_the_same_number_and_no_other(system, spec):
         if alias.metric.key in theirs and alias.canonical is not None:
             claimed += 1
             assert theirs[alias.metric.key] == pytest.approx(ours[alias.canonical], rel=1e-12), alias.metric.key
-    assert claimed >= 2
+    assert claimed >= (0 if system == "verl" else 2)  # 1e-8 keeps every number of verl from being one of ours
 
 
 def test_a_sum_of_document_means_over_all_documents_has_no_canonical_name():
@@ -198,7 +194,7 @@ def test_the_table_says_every_definition(system):
 def test_what_cannot_be_named_is_refused_in_words():
     zeros = torch.zeros(2, dtype=torch.float64)
     inputs, everywhere = LossInputs(zeros, zeros, zeros), torch.ones(2, dtype=torch.bool)
-    with pytest.raises(SpecError, match="one of fast_llm, trl, verl, nemo_rl"):
+    with pytest.raises(SpecError, match="one of fast_llm, "):
         as_named_by("megatron", inputs, everywhere)
     with pytest.raises(SpecError, match="a ratio of documents needs the names"):
         as_named_by("verl", inputs, everywhere, loss_spec=GSPO)

@@ -21,9 +21,11 @@ from workbench.metrics.quantities import (
     NoGradient,
     NonFinite,
     One,
+    PolicyCut,
     Quantities,
     Ratio,
     SampledEntropy,
+    TermValue,
     Truncated,
     beyond,
     clip_rule,
@@ -167,6 +169,10 @@ def test_nothing_is_computed_twice_and_all_in_float64_without_a_gradient():
     ({"kind": "gmpo", "clip_low": 0.4, "clip_high": 0.4}, ClipRule(math.exp(-0.4), math.exp(0.4))),
     ({"kind": "gspo", "clip_low": 0.1, "clip_high": 0.2}, ClipRule(0.9, 1.2, None, True)),
     ({"kind": "gspo", "level": "segment"}, None),
+    ({"kind": "gspo", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": 3.0, "delta": 2.0},
+     ClipRule(0.9, 1.2, 2.0, True)),
+    ({"kind": "cispo", "clip_high": 4.0, "level": "document"}, ClipRule(-INF, 5.0, None, True)),
+    ({"kind": "cispo", "clip_high": 4.0, "level": "segment"}, None),
     ({"kind": "luspo", "clip_low": 0.1, "clip_high": 0.2}, ClipRule(0.9, 1.2, None, True)),
     ({"kind": "ppo", "anchor": "sampler"}, ClipRule(0.8, 1.2, anchor="sampler")),
     ({"kind": "sapo"}, None),
@@ -174,3 +180,20 @@ def test_nothing_is_computed_twice_and_all_in_float64_without_a_gradient():
 def test_the_clip_of_a_surrogate(surrogate, expected):
     assert clip_rule(LossSpec(surrogate={"kind": "ppo"} | surrogate)) == expected
     assert clip_rule(None) is None
+
+
+def test_a_terms_values_are_a_column_without_their_coefficient():
+    known = quantities([0.0, 0.0], [0.0, 0.0], terms={"kl": Term(torch.tensor([1.0, 2.0], requires_grad=True), 0.1)})
+    column = known.column(TermValue("kl"))
+    assert (column.tolist(), column.requires_grad, known.column(TermValue("entropy"))) == ([1.0, 2.0], False, None)
+
+
+def test_the_cut_of_the_policy_term_is_its_own_and_the_dual_bound_is_counted_by_itself():
+    cut_T, dual_T = torch.tensor([True, True, False]), torch.tensor([False, True, False])
+    terms = {"policy": Term(torch.zeros(3), clipped_T=cut_T, extras={"dual_clipped": dual_T})}
+    q = quantities([0.0] * 3, [0.0] * 3, terms=terms)
+    assert q.column(PolicyCut()).tolist() == [1.0, 0.0, 0.0]
+    assert q.column(PolicyCut(dual=True)).tolist() == [0.0, 1.0, 0.0]
+    never = quantities([0.0] * 3, [0.0] * 3, terms={"policy": Term(torch.zeros(3))})
+    assert never.column(PolicyCut()).tolist() == [0.0, 0.0, 0.0]
+    assert quantities([0.0], [0.0]).column(PolicyCut()) is None

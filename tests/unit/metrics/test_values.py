@@ -205,3 +205,21 @@ def test_a_table_of_documents_is_the_same_however_documents_are_cut(data):
     pieces = [table([t for t, label in zip(tokens, labels, strict=True) if label == part]) for part in range(3)]
     merged = reducer.identity().merge(pieces[2]).merge(pieces[0]).merge(pieces[1])
     assert merged.finish() == pytest.approx(max(sums.values(), default=-1.0), abs=1e-12)
+
+
+def test_a_table_of_documents_has_maxima_beside_sums_and_ranks_without_a_document_change_none():
+    def read(tokens_N, sum_N, most_N):
+        return float((100 * most_N + sum_N).max()) if len(tokens_N) else -1.0
+
+    reducer = OfDocuments(read, columns=1, documents=3, extremes=1)
+    values = torch.tensor([-3.0, -1.0, 50.0, -2.0], dtype=torch.float64)
+    ids, mask = torch.tensor([0, 0, 1, 2]), torch.tensor([True, True, False, True])
+    parts = [reducer.table([values[at]], mask[at], ids[at], [values[at]]) for at in ([0, 3], [1], [2])]
+    for order in ((0, 1, 2), (2, 1, 0)):
+        merged = reducer.identity()
+        for number in order:
+            merged = merged.merge(parts[number])
+        assert merged.finish() == -104.0  # of document 0: the greatest is -1 and the sum -4
+        assert finish_metrics([{"a": parts[number]} for number in order], ALONE) == {"a": -104.0}
+    assert reducer.identity().finish() == -1.0
+    assert parts[2].finish() == -1.0

@@ -1,11 +1,13 @@
 """The table of a step's documents, and each divisor by hand; `test_weights` has them against the oracle."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from workbench.losses.spec import LossSpec
 from workbench.reduction.denominators import ALWAYS, DENOMINATORS, StepDocuments, positive_token
-from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.packing import pack
 from workbench.rollouts.targets import shift_targets
 
@@ -76,3 +78,21 @@ def test_the_table_is_read_off_rows():
     assert [step.in_row(row) for row in range(4)] == [slice(0, 1), slice(1, 2), slice(2, 3), slice(0, 0)]
     fewer = StepDocuments.of(rows, [row.loss_mask_T & (row.group_ids_T == 4) for row in rows])
     assert (fewer.counted_N.tolist(), fewer.num_documents) == ([0, 2, 0], 1)
+
+
+def test_tokens_of_a_group_that_came_with_the_rollouts_win():
+    recorded = torch.tensor([4.5, 7.0, 7.0, 4.5])
+    step = replace(table(), group_tokens_N=recorded)
+    assert DENOMINATORS["group_length"](step, LossSpec()).tolist() == recorded.tolist()
+
+
+def test_a_recorded_number_of_a_document_is_read_past_its_padding():
+    batch = RolloutBatch.from_documents([{"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "advantages": 1.0,
+                                          "old_logprobs": [-1.0] * 3}, {"tokens": [1], "loss_mask": [0],
+                                                                        "advantages": 1.0, "old_logprobs": [-1.0]}])
+    recorded = {"group_tokens": Extension(torch.tensor([5.5, 5.5, 5.5, 2.0]), "token", "tokens", "Of the group."),
+                "truncated": Extension(torch.tensor([1, 1, 1, 0]), "token", "flag", "Cut off.")}
+    row, = (shift_targets(row) for row in pack(replace(batch, extensions=recorded), rows=1, multiple_of=4))
+    step = StepDocuments.of([row], [row.loss_mask_T])
+    assert step.group_tokens_N[0].item() == 5.5  # the document's last token predicts nothing: padding stands there
+    assert step.truncated_N[0].item()

@@ -9,7 +9,7 @@ from tests.oracles.weights import document_weight, gradient_weight
 from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec
 from workbench.reduction.denominators import DENOMINATORS
-from workbench.reduction.weights import StepTotals, TokenWeights, step_weights
+from workbench.reduction.weights import LOSS_WEIGHTS, StepTotals, TokenWeights, step_weights
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.packing import pack
 from workbench.rollouts.targets import shift_targets
@@ -86,7 +86,8 @@ def test_a_local_denominator_is_the_mean_over_rows_of_their_token_means():
 
 def test_other_weights_are_there_by_name_under_any_denominator():
     weights, _ = step_weights(rows(), LossSpec(denominator="prompt_group"))
-    assert set(weights[0]) == {"policy", "penalty", "token", "document", "document_sum", "raw", "positive_token"}
+    assert set(weights[0]) == {"policy", "penalty", "token", "document", "document_sum", "raw", "local_token",
+                               "positive_token"}
     for name in ("token", "document", "document_sum", "raw", "positive_token"):
         truth = expected(lambda d, name=name: document_weight(DOCUMENTS, d, name))
         assert by_source(2, name=name, denominator="prompt_group") == pytest.approx(truth, rel=1e-15), name
@@ -190,3 +191,40 @@ def test_only_the_policy_term_is_divided_by_survivors(denominator):
     torch.testing.assert_close(found["original"]["penalty"].loss_T, found["original"]["policy"].loss_T, rtol=0, atol=0)
     assert not torch.equal(found["survivors"]["policy"].loss_T, found["original"]["policy"].loss_T)
     assert float(found["survivors"]["positive_token"].loss_T.sum()) == pytest.approx(1.0)
+
+
+def test_loss_weights_multiply_every_weight_of_a_target_and_no_count():
+    split = rows()
+    row, scale_T = split[0], torch.arange(len(split[0].loss_mask_T)) / 4.0
+    weighed = replace(row, extensions=row.extensions | {LOSS_WEIGHTS: torch.where(row.loss_mask_T, scale_T, torch.nan)})
+    (plain,), totals = step_weights([row], LossSpec())
+    (found,), same = step_weights([weighed], LossSpec())
+    assert totals == same
+    for name, pair in found.items():
+        torch.testing.assert_close(pair.loss_T, plain[name].loss_T * scale_T)
+        torch.testing.assert_close(pair.gradient_T, plain[name].gradient_T * scale_T)
+
+
+def test_an_epsilon_is_added_to_the_tokens_of_documents_with_a_reward_too():
+    spec = LossSpec(scaling={"count_epsilon": 0.5})
+    (plain,), _ = step_weights(rows(), LossSpec())
+    (found,), _ = step_weights(rows(), spec)
+    tokens = 1 / plain["positive_token"].loss_T.max()
+    torch.testing.assert_close(found["positive_token"].loss_T.max(), 1 / (tokens + 0.5))
+
+
+def test_documents_that_were_cut_off_weigh_nothing_and_stay_in_every_count():
+    split = rows()
+    cut = [replace(row, extensions={"truncated": (row.document_ids_T % 2 == 0).long()}) for row in split]
+    for denominator in ("token", "document", "document_sum"):
+        spec = LossSpec(denominator=denominator)
+        (plain,), totals = step_weights(split, spec)
+        (silent,), same = step_weights(cut, LossSpec(denominator=denominator, truncated="silent"))
+        off_T = split[0].document_ids_T % 2 == 0
+        for name in ("policy", "penalty"):
+            assert (silent[name].loss_T[off_T] == 0).all()
+            assert torch.equal(silent[name].loss_T[~off_T], plain[name].loss_T[~off_T])
+        assert same == totals
+        assert torch.equal(step_weights(cut, spec)[0][0]["policy"].loss_T, plain["policy"].loss_T)
+    with pytest.raises(SpecError, match="which documents were cut off"):
+        step_weights(split, LossSpec(truncated="silent"))

@@ -105,3 +105,11 @@ def test_a_loss_without_its_constant_is_refused_before_anything_runs():
     with pytest.raises(SpecError, match="denominator_constant, which is not given"):
         parse_spec(RunSpec, {"loss": {"name": "dr_grpo"}}, where="settings")
     assert RunSpec(loss={"name": "dr_grpo", "denominator_constant": 64.0}).loss.denominator_constant == 64.0
+
+
+@pytest.mark.parametrize("correction", [{"kind": "icepop", "denominator": "survivors"},
+                                        {"kind": "geometric_gate", "denominator": "gated"}])
+def test_a_run_cannot_count_what_the_live_policy_keeps(correction):
+    with pytest.raises(SpecError, match="before its forward pass"):
+        parse_spec(RunSpec, {"loss": {"old_policy": "current", "correction": correction}}, where="settings")
+    assert RunSpec(loss={"correction": correction}).loss.correction.denominator == correction["denominator"]

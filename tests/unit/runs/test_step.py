@@ -43,6 +43,17 @@ def test_a_loss_written_on_the_spot_is_the_same_kind_of_object():
     assert float(result.loss["total"]) == pytest.approx(float(expected), rel=1e-12)
 
 
+def test_metrics_see_the_old_policy_that_the_loss_sees():
+    found = {}
+    for old_policy in ("recorded", "current"):
+        spec, batch, policy = fixture(loss={"old_policy": old_policy})
+        rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
+        result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, loss_spec=spec.loss)
+        found[old_policy] = result.metrics["ratio/policy_old/max"]
+    assert found["current"] == 1.0
+    assert found["recorded"] > 1.1
+
+
 def test_every_rank_of_a_mesh_takes_its_own_rows():
     batch = RolloutBatch.from_documents(nasty_documents(4))
     seen = []

@@ -14,13 +14,13 @@ from workbench.losses.surrogates.covariance import clip_cov, kl_cov
 from workbench.losses.surrogates.direct import cispo, gpg, importance_sampling, on_policy, reinforce
 from workbench.losses.surrogates.sequence import gmpo, gspo, gspo_token, luspo, vespo
 from workbench.losses.surrogates.soft import dro, sapo
-from workbench.losses.surrogates.trust_region import dppo_kl, dppo_tv, ipo
+from workbench.losses.surrogates.trust_region import dppo_kl, dppo_tv, ipo, ref_kl
 from workbench.losses.terms import Term
 
 SURROGATES: Mapping[str, Callable[..., Term]] = {
     "ppo": clipped_surrogate, "importance_sampling": importance_sampling, "reinforce": reinforce,
     "on_policy": on_policy, "cispo": cispo, "gspo": gspo, "gspo_token": gspo_token, "luspo": luspo, "gmpo": gmpo,
-    "sapo": sapo, "vespo": vespo, "gpg": gpg, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "ipo": ipo, "dro": dro,
-    "clip_cov": clip_cov, "kl_cov": kl_cov, "sft": sft, "dpo": dpo,
+    "sapo": sapo, "vespo": vespo, "gpg": gpg, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "ipo": ipo,
+    "ref_kl": ref_kl, "dro": dro, "clip_cov": clip_cov, "kl_cov": kl_cov, "sft": sft, "dpo": dpo,
 }
 """Kind -> its function."""

@@ -5,6 +5,8 @@ Letters: T packed tokens. r ratio, A advantage.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,26 +14,37 @@ from workbench.losses.terms import LossInputs, Term
 
 
 def clipped_surrogate(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2,
-                      dual_clip: float | None = None, delta: float | None = None, anchor: str = "old") -> Term:
+                      dual_clip: float | None = None, delta: float | None = None, log_clamp: float | None = None,
+                      anchor: str = "old") -> Term:
     """The pessimistic surrogate of PPO, per token, with an optional upper bound for negative advantages.
 
-    Formula:  r = exp(policy - anchor)
+    Formula:  r = exp(clamp(policy - anchor, -log_clamp, log_clamp))
               value = -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A)
               value = min(value, -dual_clip A) where A < 0
     Shapes:   [T] -> [T].
     Backward: -r A; 0 beyond the bound that the advantage pushes towards (1 + clip_high if A > 0, 1 - clip_low if
-              A < 0) and, where A < 0, beyond dual_clip or delta. On a bound the gradient is kept.
+              A < 0) and, where A < 0, beyond dual_clip or delta. On a bound the gradient is kept. 0 beyond log_clamp.
     Source:   PPO, arXiv 1707.06347, equation 7; two bounds: DAPO, arXiv 2503.14476, equation 10; dual clip:
-              arXiv 1912.09729; delta: INTELLECT-2, arXiv 2505.07291.
+              arXiv 1912.09729; delta: INTELLECT-2, arXiv 2505.07291; log_clamp 20: verl and OpenRLHF.
     Differs:  the weights of tokens are not here but in `workbench.reduction`.
     """
-    return clip_ratio(inputs.log_ratio(anchor), inputs.counted_advantages_T, inputs.frozen_clip_T,
-                      clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta)
+    log_ratio_T, advantages_T = inputs.log_ratio(anchor), inputs.counted_advantages_T
+    held_T = held(log_ratio_T, log_clamp)
+    term = clip_ratio(held_T, advantages_T, inputs.frozen_clip_T, clip_low=clip_low, clip_high=clip_high,
+                      dual_clip=dual_clip, delta=delta)
+    return term if log_clamp is None else replace(term, silent_T=(held_T != log_ratio_T) | (advantages_T == 0))
+
+
+def held(log_ratio_T: Tensor, log_clamp: float | None) -> Tensor:
+    """[T] a log ratio within +-log_clamp, without gradient beyond; as it is where there is none."""
+    return log_ratio_T if log_clamp is None else log_ratio_T.clamp(-log_clamp, log_clamp)
 
 
 def clip_ratio(log_ratio_T: Tensor, advantages_T: Tensor, frozen_clip_T: Tensor | None = None, *, clip_low: float,
                clip_high: float, dual_clip: float | None = None, delta: float | None = None) -> Term:
     """What `clipped_surrogate` does, for any log ratio: a token's, a document's, a straight-through one.
+
+    extras, where there is such a bound: "dual_clipped", a negative advantage cut off by dual_clip or delta.
 
     Each sign of the advantage has at most one bound below and one above, beyond which the value is constant:
 
@@ -66,4 +79,5 @@ def clip_ratio(log_ratio_T: Tensor, advantages_T: Tensor, frozen_clip_T: Tensor 
     # A token without gradient must not pass through exp: where that overflows, 0 * inf would make its gradient NaN.
     silent_T = clipped_T | (advantages_T == 0)
     ratio_T = torch.exp(torch.where(silent_T, 0.0, log_ratio_T))
-    return Term(-torch.where(silent_T, bound_T, ratio_T) * advantages_T, clipped_T=clipped_T)
+    extras = {"dual_clipped": clipped_T & (advantages_T < 0) & (log_ratio_T.detach() > 0)} if bounds_if_negative else {}
+    return Term(-torch.where(silent_T, bound_T, ratio_T) * advantages_T, clipped_T=clipped_T, extras=extras)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from workbench.losses.surrogates.clipped import held
+from workbench.losses.surrogates.sequence import log_sequence_ratio
 from workbench.losses.terms import LossInputs, Term
 
 
@@ -60,22 +62,25 @@ def on_policy(inputs: LossInputs) -> Term:
 
 
 def cispo(inputs: LossInputs, *, clip_low: float | None = None, clip_high: float = 4.0, bounds: str = "relative",
-          anchor: str = "old") -> Term:
+          level: str = "token", log_clamp: float | None = None, anchor: str = "old") -> Term:
     """A policy gradient whose importance weight is truncated, so that no token loses its gradient.
 
-    Formula:  r = exp(l - anchor);  value = -A sg[clip(r, low, high)] l
+    Formula:  r = exp(clamp(l - anchor, -log_clamp, log_clamp));  value = -A sg[clip(r, low, high)] l
               relative bounds: low = 1 - clip_low, high = 1 + clip_high; absolute bounds: low = clip_low,
               high = clip_high; clip_low None: no lower bound
+              level "document" or "segment": l - anchor is its mean there, as in `gspo`
     Shapes:   [T] -> [T]. The value is not comparable with a ratio's. extras: "ratio_truncated", r was outside.
     Backward: -A clip(r), whatever the sign of A.
     Source:   MiniMax-M1, arXiv 2506.13585 (relative); ScaleRL, arXiv 2510.13786, and
-              huggingface/trl (absolute upper bound, no lower one).
+              huggingface/trl (absolute upper bound, no lower one; with importance_sampling_level "sequence" a ratio of
+              documents).
     """
     relative = bounds == "relative"
     high = 1 + clip_high if relative else clip_high
     low = 0.0 if clip_low is None else 1 - clip_low if relative else clip_low
     with torch.no_grad():
-        ratio_T = inputs.log_ratio(anchor).exp()
+        log_ratio_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
+        ratio_T = held(log_ratio_T, log_clamp).exp()
         weight_T = ratio_T.clamp(low, high)
     values_T = -inputs.counted_advantages_T * weight_T * inputs.counted_logprobs_T
     return Term(values_T, extras={"ratio_truncated": weight_T != ratio_T})

@@ -22,10 +22,11 @@ SEQUENCE_LOG_CLAMP = (math.log(1e-8), 20.0)
 
 
 def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float | None = None,
-         level: str = "document", advantage_level: str = "token", anchor: str = "old") -> Term:
+         delta: float | None = None, level: str = "document", advantage_level: str = "token",
+         anchor: str = "old") -> Term:
     """Group sequence policy optimisation: PPO's clip on the geometric mean of a document's ratios.
 
-    Formula:  s = exp(mean_t' d);  value = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), on every token
+    Formula:  s = exp(mean_t' d);  value = -min(min(s, delta) A, clip(s, 1 - clip_low, 1 + clip_high) A), on every token
     Shapes:   [T] -> [T]; the same on every token of a document where A is.
     Backward: through the mean: a token gets 1 / L of the sum over its document of -w s A, 0 where clipped.
     Source:   GSPO, arXiv 2507.18071, equations 5 and 7.
@@ -33,38 +34,45 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4,
               AReaL). level "segment" takes the mean over each unbroken run of trained tokens (ROLL, multi-turn).
               The paper's mean over documents is denominator "document".
     """
-    return clip_ratio(log_sequence_ratio(inputs, level, anchor), _advantages(inputs, advantage_level),
-                      inputs.frozen_clip_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    return clip_ratio(log_sequence_ratio(inputs, level, anchor), advantages_at(inputs, advantage_level),
+                      inputs.frozen_clip_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta)
 
 
 def gspo_token(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4,
-               dual_clip: float | None = None, level: str = "document", anchor: str = "old") -> Term:
+               dual_clip: float | None = None, level: str = "document", log_cap: float | None = None,
+               anchor: str = "old") -> Term:
     """GSPO with a gradient of its own for every token, for advantages that vary inside a document.
 
-    Formula:  s_t = sg[s] exp(l - sg[l]);  value = -min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)
+    Formula:  s_t = min(sg[s] exp(l - sg[l]), exp(log_cap));
+              value = -min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)
     Shapes:   [T] -> [T].
-    Backward: -s A, 0 where clipped.
+    Backward: -s A, 0 where clipped and where log s is above log_cap.
     Source:   GSPO, arXiv 2507.18071, equations 13 and 14.
-    Differs:  verl bounds log s_t by 10, which also ends the gradient there; nothing is bounded here.
+    Differs:  log_cap is none in the paper, and 10 in verl.
     """
     logprobs_T = inputs.counted_logprobs_T
     log_ratio_T = log_sequence_ratio(inputs, level, anchor).detach() + (logprobs_T - logprobs_T.detach())
-    return clip_ratio(log_ratio_T, inputs.counted_advantages_T, inputs.frozen_clip_T, clip_low=clip_low,
+    capped_T = log_ratio_T if log_cap is None else log_ratio_T.clamp(max=log_cap)
+    term = clip_ratio(capped_T, inputs.counted_advantages_T, inputs.frozen_clip_T, clip_low=clip_low,
                       clip_high=clip_high, dual_clip=dual_clip)
+    if log_cap is None:
+        return term
+    return replace(term, silent_T=(capped_T != log_ratio_T) | (inputs.counted_advantages_T == 0))
 
 
 def luspo(inputs: LossInputs, *, clip_low: float = 2e-3, clip_high: float = 2.5e-3, dual_clip: float | None = None,
-          advantage_level: str = "token", anchor: str = "old") -> Term:
+          delta: float | None = None, advantage_level: str = "token", anchor: str = "old") -> Term:
     """Length-unbiased sequence policy optimisation: GSPO times the length of the document.
 
     Formula:  value = L * (value of gspo)
     Shapes:   [T] -> [T].
     Backward: L times that of `gspo`.
     Source:   LUSPO, arXiv 2602.05261; its mean over documents is denominator "document".
-    Differs:  not at all in the policy term; a KL term is not multiplied by L (in huggingface/trl#6654 it is).
+    Differs:  not at all in the policy term; a KL term is not multiplied by L (in huggingface/trl it is, as in `gspo`
+              with denominator "document_sum").
     """
-    term = gspo(inputs, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, advantage_level=advantage_level,
-                anchor=anchor)
+    term = gspo(inputs, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta,
+                advantage_level=advantage_level, anchor=anchor)
     return replace(term, values_T=inputs.document_lengths_T * term.values_T)
 
 
@@ -93,26 +101,31 @@ def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4, a
 
 
 def vespo(inputs: LossInputs, *, k_positive: float = 2.0, lambda_positive: float = 3.0, k_negative: float = 3.0,
-          lambda_negative: float = 2.0, anchor: str = "old") -> Term:
+          lambda_negative: float = 2.0, anchor: str = "old", log_correction_T: Tensor | None = None) -> Term:
     """A policy gradient whose weight is a gamma-shaped function of the document's whole importance weight.
 
-    Formula:  log w = clip(sum_t' clip(d, -20, 20), log 1e-8, 20)
+    Formula:  log w = clip(log_correction + sum_t' clip(d, -20, 20), log 1e-8, 20)
               phi = exp(lambda + k log w - lambda w);  value = -sg[phi] A l
               (k, lambda) = (k_positive, lambda_positive) where A >= 0, else (k_negative, lambda_negative)
     Shapes:   [T] -> [T]. The value is not comparable with a ratio's. phi is 1 on-policy.
     Backward: -phi A.
     Source:   VESPO, arXiv 2602.10693; clamps and defaults are those of huggingface/trl.
-    Differs:  huggingface/trl multiplies a token-level sampler correction into w. With anchor "sampler" w is the whole
-              ratio of policy to sampler, which is that without truncation.
+    Differs:  with anchor "sampler" w is the whole ratio of policy to sampler; huggingface/trl has a bounded one, by a
+              correction of the sampler that enters w (``log_correction_T``, see `workbench.losses.corrections`). A phi
+              that overflows is 0, as there.
     """
     advantages_T = inputs.counted_advantages_T
     with torch.no_grad():
         log_ratio_T = inputs.log_ratio(anchor).clamp(-TOKEN_LOG_CLAMP, TOKEN_LOG_CLAMP)
-        log_w_T = inputs.document_sums.document(log_ratio_T).clamp(*SEQUENCE_LOG_CLAMP)
+        log_w_T = inputs.document_sums.document(log_ratio_T)
+        if log_correction_T is not None:
+            log_w_T = log_w_T + log_correction_T
+        log_w_T = log_w_T.clamp(*SEQUENCE_LOG_CLAMP)
         rising_T = advantages_T >= 0
         k_T = torch.where(rising_T, log_w_T.new_full((), k_positive), log_w_T.new_full((), k_negative))
         lambda_T = torch.where(rising_T, log_w_T.new_full((), lambda_positive), log_w_T.new_full((), lambda_negative))
         phi_T = torch.exp(lambda_T + k_T * log_w_T - lambda_T * log_w_T.exp())
+        phi_T = torch.where(phi_T.isinf(), 0.0, phi_T)
     return Term(-phi_T * advantages_T * inputs.counted_logprobs_T, extras={"sequence_weight": phi_T})
 
 
@@ -127,11 +140,12 @@ def log_sequence_ratio(inputs: LossInputs, level: str, anchor: str) -> Tensor:
     log_ratio_T = inputs.log_ratio(anchor)
     if level == "document":
         return inputs.document_mean(log_ratio_T)
-    ones_T = torch.ones_like(log_ratio_T, requires_grad=False)
-    return inputs.document_sums.segment(log_ratio_T) / inputs.document_sums.segment(ones_T).clamp_min(1)
+    counts_T = inputs.document_sums.segment(inputs.counts_T.to(log_ratio_T.dtype))
+    return inputs.document_sums.segment(log_ratio_T) / counts_T.clamp_min(1)
 
 
-def _advantages(inputs: LossInputs, advantage_level: str) -> Tensor:
+def advantages_at(inputs: LossInputs, advantage_level: str) -> Tensor:
+    """[T] advantages of the tokens ("token"), or their means over the document ("document"); 0 where nothing counts."""
     advantages_T = inputs.counted_advantages_T
     if advantage_level == "token":
         return advantages_T

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from workbench.losses.surrogates.sequence import log_sequence_ratio
+from workbench.losses.surrogates.clipped import held
+from workbench.losses.surrogates.sequence import advantages_at, log_sequence_ratio
 from workbench.losses.terms import LossInputs, Term
 
 SATURATED = 800.0
@@ -15,26 +16,28 @@ SATURATED = 800.0
 
 
 def sapo(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05, level: str = "token",
-         anchor: str = "old") -> Term:
+         advantage_level: str = "token", log_clamp: float | None = None, anchor: str = "old") -> Term:
     """A soft trust region: a sigmoid of the ratio, steeper where the advantage is not positive.
 
     Formula:  r = exp(d), d = l - anchor (level "document" or "segment": its mean there, as in `gspo`)
-              tau = tau_positive if A > 0, else tau_negative
+              tau = tau_positive if A > 0, else tau_negative; d is held within +-log_clamp, without gradient beyond
               value = -(4 / tau) sigmoid(tau (r - 1)) A
     Shapes:   [T] -> [T].
     Backward: -A r sech^2(tau (r - 1) / 2); on-policy -A. Through the mean where the level is not "token".
-    Source:   SAPO, arXiv 2511.20347; a ratio of documents: AReaL.
+    Source:   SAPO, arXiv 2511.20347; a ratio of documents, with A averaged there (advantage_level "document"): AReaL.
     """
-    advantages_T = inputs.counted_advantages_T
+    advantages_T = advantages_at(inputs, advantage_level)
     log_ratio_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
     positive, negative = log_ratio_T.new_full((), tau_positive), log_ratio_T.new_full((), tau_negative)
     tau_T = torch.where(advantages_T > 0, positive, negative)
+    held_T = held(log_ratio_T, log_clamp)
     with torch.no_grad():
-        saturated_T = log_ratio_T > torch.log1p(SATURATED / tau_T)
+        saturated_T = held_T > torch.log1p(SATURATED / tau_T)
         silent_T = saturated_T | (advantages_T == 0)
-    ratio_T = torch.exp(torch.where(silent_T, 0.0, log_ratio_T))
+    ratio_T = torch.exp(torch.where(silent_T, 0.0, held_T))
     gate_T = torch.where(saturated_T, 1.0, torch.sigmoid(tau_T * (ratio_T - 1)))
-    return Term(-(4 / tau_T) * gate_T * advantages_T)
+    values_T = -(4 / tau_T) * gate_T * advantages_T
+    return Term(values_T, silent_T=None if log_clamp is None else (advantages_T == 0) | (held_T != log_ratio_T))
 
 
 def dro(inputs: LossInputs, *, beta: float = 0.1, anchor: str = "old") -> Term:

@@ -9,26 +9,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workbench.losses.surrogates.clipped import held
 from workbench.losses.terms import LossInputs, Term
 
 
 def dppo_tv(inputs: LossInputs, *, threshold_low: float = 0.15, threshold_high: float = 0.15,
-            ratio_cap: float | None = None, anchor: str = "sampler") -> Term:
+            ratio_cap: float | None = None, log_clamp: float | None = None, anchor: str = "sampler") -> Term:
     """Divergence proximal policy optimisation with the binary total variation.
 
     Formula:  dropped: p - q > threshold_high where A > 0;  p - q < -threshold_low elsewhere
               value = -A r if not dropped, else 0;  with a ratio_cap: -A sg[min(r, ratio_cap)] l
+              log r is held within +-log_clamp, without gradient beyond
     Shapes:   [T] -> [T].
     Backward: -A min(r, ratio_cap), or 0 where dropped. On a threshold the token is kept.
     Source:   DPPO, arXiv 2602.04879, equation 12; the cap is that of verl's "dppo_tv".
     """
     moved_T = _probability(inputs.counted_logprobs_T) - _probability(_anchor(inputs, anchor))
     dropped_T = _beyond(inputs, moved_T, threshold_low, threshold_high)
-    return _masked_ratio(inputs, dropped_T, ratio_cap, anchor)
+    return _masked_ratio(inputs, dropped_T, ratio_cap, anchor, log_clamp)
 
 
 def dppo_kl(inputs: LossInputs, *, threshold_low: float = 0.05, threshold_high: float = 0.05,
-            ratio_cap: float | None = None, anchor: str = "sampler") -> Term:
+            ratio_cap: float | None = None, log_clamp: float | None = None, anchor: str = "sampler") -> Term:
     """Divergence proximal policy optimisation with the binary KL divergence.
 
     Formula:  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
@@ -46,7 +48,7 @@ def dppo_kl(inputs: LossInputs, *, threshold_low: float = 0.05, threshold_high: 
         others_T = torch.where(rest_q_T > 0, rest_q_T * (rest_q_T.log() - rest_p_T.log()), 0.0)
         signed_T = torch.sign(policy_T - anchor_T) * (taken_T + others_T)
     dropped_T = _beyond(inputs, signed_T, threshold_low, threshold_high)
-    return _masked_ratio(inputs, dropped_T, ratio_cap, anchor)
+    return _masked_ratio(inputs, dropped_T, ratio_cap, anchor, log_clamp)
 
 
 def ipo(inputs: LossInputs, *, threshold: float = 0.1, anchor: str = "sampler") -> Term:
@@ -64,6 +66,22 @@ def ipo(inputs: LossInputs, *, threshold: float = 0.1, anchor: str = "sampler") 
     return _masked_ratio(inputs, dropped_T, None, anchor)
 
 
+def ref_kl(inputs: LossInputs, *, threshold_low: float = 0.2, anchor: str = "sampler") -> Term:
+    """On-policy distillation: the policy gradient whose reward is how much likelier the reference finds the token.
+
+    Formula:  a = sg[ref - l];  dropped: p - q < -threshold_low;  value = -a r if not dropped, else 0
+    Shapes:   [T] -> [T]. Advantages are not looked at.
+    Backward: -a r, or 0 where dropped, whatever the sign of a. On the threshold the token is kept.
+    Raises:   SpecError: no reference.
+    Source:   PrimeIntellect-ai/prime-rl, loss component "ref_kl". Its quadratic term is `kl` with the estimator
+              "squared" against the sampler.
+    """
+    with torch.no_grad():
+        advantages_T = -inputs.log_ratio("ref")
+        moved_T = _probability(inputs.counted_logprobs_T) - _probability(_anchor(inputs, anchor))
+    return _masked_ratio(inputs, moved_T < -threshold_low, None, anchor, advantages_T=advantages_T)
+
+
 def _anchor(inputs: LossInputs, anchor: str) -> Tensor:
     return torch.where(inputs.counts_T, inputs.logprobs(anchor), 0.0)
 
@@ -77,13 +95,16 @@ def _beyond(inputs: LossInputs, moved_T: Tensor, low: float, high: float) -> Ten
     return torch.where(inputs.counted_advantages_T > 0, moved_T > high, moved_T < -low)
 
 
-def _masked_ratio(inputs: LossInputs, dropped_T: Tensor, ratio_cap: float | None, anchor: str) -> Term:
-    advantages_T = inputs.counted_advantages_T
+def _masked_ratio(inputs: LossInputs, dropped_T: Tensor, ratio_cap: float | None, anchor: str,
+                  log_clamp: float | None = None, advantages_T: Tensor | None = None) -> Term:
+    own = advantages_T is None
+    advantages_T = inputs.counted_advantages_T if advantages_T is None else advantages_T
     dropped_T = dropped_T & inputs.counts_T if inputs.frozen_clip_T is None else inputs.frozen_clip_T
     silent_T = dropped_T | (advantages_T == 0)
-    log_ratio_T = torch.where(silent_T, 0.0, inputs.log_ratio(anchor))
+    log_ratio_T = held(torch.where(silent_T, 0.0, inputs.log_ratio(anchor)), log_clamp)
     if ratio_cap is None:
         ratio_T = log_ratio_T.exp()
     else:
         ratio_T = log_ratio_T.detach().exp().clamp(max=ratio_cap) * inputs.counted_logprobs_T
-    return Term(torch.where(silent_T, 0.0, -advantages_T * ratio_T), clipped_T=dropped_T)
+    values_T = torch.where(silent_T, 0.0, -advantages_T * ratio_T)
+    return Term(values_T, clipped_T=dropped_T, silent_T=None if own else advantages_T == 0)

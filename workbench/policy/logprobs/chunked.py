@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from workbench.policy.logprobs import TokenLogprobs
-from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, note_product
+from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, note_product, rows_moved
 from workbench.policy.logprobs.head import Head
 from workbench.policy.logprobs.products import add_product_, exact_float32
 from workbench.sharding.collectives import all_max, all_sum
@@ -59,14 +59,15 @@ class ChunkedEngine:
         """See `engine.Engine.backward`."""
         head, logits_CV = self.head, chunk.saved
         chunk.saved = None
+        moves_C1 = rows_moved(gradients, len(logits_CV), logits_CV.device)[:, None]
         for block in self._blocks(len(logits_CV)):
-            self._to_gradient_(chunk, gradients, logits_CV, block)
+            self._to_gradient_(chunk, gradients, logits_CV, block, moves_C1)
         weight_VD = head.weight_VD[: head.valid]
         if into.bias_V is not None:
             bias_V = into.bias_V.zero_() if first else into.bias_V
             bias_V[: head.valid] += logits_CV.sum(0)
         gradient_CV = logits_CV.to(chunk.hidden_CD.dtype)
-        hidden_CD = chunk.hidden_CD.masked_fill(~gradients.move(len(logits_CV), logits_CV.device)[:, None], 0)
+        hidden_CD = chunk.hidden_CD.masked_fill(~moves_C1, 0)
         if into.hidden_TD is not None:
             with exact_float32(gradient_CV.dtype):
                 torch.mm(gradient_CV, weight_VD, out=into.hidden_TD[rows])
@@ -127,7 +128,8 @@ class ChunkedEngine:
             highest_C + log_sum_C,
             squares_C / head.vocabulary if "mean_squared_logit" in wanted else None)
 
-    def _to_gradient_(self, chunk: Chunk, gradients: RowGradients, logits_CV: Tensor, block: slice) -> None:
+    def _to_gradient_(self, chunk: Chunk, gradients: RowGradients, logits_CV: Tensor, block: slice,
+                      moves_C1: Tensor) -> None:
         """Overwrite a block of logits by the gradient of its products."""
         head, said, logits_BV = self.head, chunk.said, logits_CV[block]
         divisor = self._divisor(chunk.temperature)
@@ -148,7 +150,7 @@ class ChunkedEngine:
             local_C, mine_C = self._local(chunk.targets_C[block])
             gradient_BV.scatter_add_(1, local_C[:, None], (logprob_B * mine_C)[:, None])
         gradient_BV = head.back_(gradient_BV, logits_BV, divisor_B1)
-        torch.where(moves_C[block, None], gradient_BV, gradient_BV.new_zeros(()), out=logits_BV)
+        torch.where(moves_C1[block], gradient_BV, gradient_BV.new_zeros(()), out=logits_BV)
 
 
 def _finite(logits_BV: Tensor) -> Tensor:

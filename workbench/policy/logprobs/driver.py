@@ -18,7 +18,6 @@ Letters: T tokens | A rows that are computed | R rows that are computed again | 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from workbench.errors import SpecError
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.logprobs.chunked import ChunkedEngine
-from workbench.policy.logprobs.engine import Accumulators, Chunk, Engine, Keep, RowGradients, plan_chunks
+from workbench.policy.logprobs.engine import Accumulators, Chunk, Engine, Keep, RowGradients, plan_chunks, rows_moved
 from workbench.policy.logprobs.head import Head, active_rows, check_rows, make_head
 from workbench.policy.logprobs.kept import KeptChunk, KeptSets, check_kept, whole_where_empty
 from workbench.policy.logprobs.kept import backward as kept_backward
@@ -254,12 +253,10 @@ def _moved_and_overflowed(gradients_A: tuple[Tensor | None, ...], call: _Call,
 
     The same on every tp rank. Waits for the device, once.
     """
-    nothing_A = torch.zeros(len(call.rows), dtype=torch.bool, device=device)
-    moved = [gradient_A != 0 for gradient_A in gradients_A if gradient_A is not None]
-    moved_A = functools.reduce(torch.logical_or, moved, nothing_A)
+    moved_A = rows_moved(gradients_A, len(call.rows), device)
     if call.head.axis is not None:
         moved_A = all_max(moved_A.to(torch.int32), call.head.axis).bool()
-    overflowed_A = nothing_A if call.overflowed_A is None else call.overflowed_A
+    overflowed_A = torch.zeros_like(moved_A) if call.overflowed_A is None else call.overflowed_A
     moved_A, overflowed_A = torch.stack([moved_A, overflowed_A]).cpu()
     return moved_A, overflowed_A
 

@@ -8,11 +8,13 @@ Letters: T rows in all | C rows of a chunk | V vocabulary (this rank's rows of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from workbench.policy.logprobs import TokenLogprobs
@@ -32,6 +34,12 @@ class RowGradients(NamedTuple):
     def of(self, rows: slice | Tensor) -> RowGradients:
         """Those of some rows."""
         return RowGradients(*(None if gradient_T is None else gradient_T[rows] for gradient_T in self))
+
+
+def rows_moved(gradients: Iterable[Tensor | None], rows: int, device: torch.device) -> Tensor:
+    """[rows] bool: from which something is wanted. A gradient that is no number wants something."""
+    wanted = [gradient_C != 0 for gradient_C in gradients if gradient_C is not None]
+    return functools.reduce(torch.logical_or, wanted, torch.zeros(rows, dtype=torch.bool, device=device))
 
 
 @dataclass
@@ -97,7 +105,7 @@ class Engine(Protocol):
 
         Args:
             chunk: from `forward`, once.
-            gradients: of [C].
+            gradients: of [C]. A row that nothing is wanted from adds nothing, whatever it holds.
             into: ``hidden_TD[rows]`` is written; weight and bias are added to, over all their rows.
             rows: where the chunk lies in ``into.hidden_TD``.
             first: weight and bias are overwritten instead, with zeros where the head has no valid column.

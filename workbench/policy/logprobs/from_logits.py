@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from workbench.errors import ShapeError, SpecError
 from workbench.policy.logprobs import TokenLogprobs, fastest, logit_divisor, triton_refusal
-from workbench.policy.logprobs.head import WANTED
+from workbench.policy.logprobs.head import WANTED, check_dtype, check_targets, tiled
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis
@@ -63,13 +63,13 @@ def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *, implemen
     if unknown := sorted(wanted - set(WANTED)):
         raise SpecError(f"token_logprobs_from_logits: wanted = {', '.join(map(repr, unknown))}",
                         rule=f"any of {', '.join(WANTED)}", fix="ask for those")
-    if inplace_backward and logits_TV.is_leaf and logits_TV.requires_grad:
-        raise SpecError("token_logprobs_from_logits: inplace_backward = True", found="logits that are a leaf",
-                        rule="a leaf's value outlives its gradient", fix="pass inplace_backward=False")
+    check_dtype("token_logprobs_from_logits: logits", logits_TV)
+    check_targets("token_logprobs_from_logits", targets_T)
+    if inplace_backward:
+        _refuse_what_must_stay(logits_TV)
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     divisor = logit_divisor(temperature, targets_T, wide)
-    columns = torch.tensor(logits_TV.shape[1], device=logits_TV.device)
-    vocabulary = logits_TV.shape[1] if axis is None else int(all_sum(columns, axis))
+    vocabulary = tiled(first_token, logits_TV.shape[1], axis, logits_TV.device)
     if targets_T.numel() and int(targets_T.max()) >= vocabulary:
         raise ShapeError("token_logprobs_from_logits: targets", found=f"ids up to {int(targets_T.max())}",
                          rule=f"id < {vocabulary}, the whole vocabulary; a negative id is ignored",
@@ -77,6 +77,18 @@ def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *, implemen
     passes = _passes(implementation, logits_TV)
     call = _Call(passes, targets_T, divisor, wanted, vocabulary, axis, first_token, inplace_backward)
     return TokenLogprobs(*_FromLogits.apply(logits_TV, call))
+
+
+def _refuse_what_must_stay(logits_TV: Tensor) -> None:
+    """Refuse to write over logits that are a leaf or a part of one, or of which several lie in one place."""
+    whole = logits_TV if logits_TV._base is None else logits_TV._base
+    found, rule = "logits that are a leaf, or see one", "a leaf's value outlives its gradient"
+    if not (whole.is_leaf and whole.requires_grad):
+        if all(stride or size < 2 for size, stride in zip(logits_TV.shape, logits_TV.stride(), strict=True)):
+            return
+        found, rule = f"strides {logits_TV.stride()}", "there is one place for each logit"
+    raise SpecError("token_logprobs_from_logits: inplace_backward = True", found=found, rule=rule,
+                    fix="pass inplace_backward=False")
 
 
 def _passes(implementation: str, logits_TV: Tensor) -> Any:
@@ -131,7 +143,8 @@ class _FromLogits(Function):
         ignored_T = call.targets_T < 0
         log_sum_T = sum_T.log()
         entropy_T = log_sum_T - weighted_T / sum_T
-        ctx.save_for_backward(logits_TV, highest_T, log_sum_T, entropy_T)
+        given = [call.targets_T, *([call.divisor] if isinstance(call.divisor, Tensor) else [])]
+        ctx.save_for_backward(logits_TV, highest_T, log_sum_T, entropy_T, *given)
         ctx.call = call
         said = {
             "logprobs": target_T - log_sum_T,
@@ -145,7 +158,7 @@ class _FromLogits(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients_T: Tensor | None) -> tuple[Tensor | None, None]:
         call: _Call = ctx.call
-        logits_TV, highest_T, log_sum_T, entropy_T = ctx.saved_tensors
+        logits_TV, highest_T, log_sum_T, entropy_T, *_ = ctx.saved_tensors
         zero_T = torch.zeros_like(entropy_T)
         logprob_T, bend_T, normal_T, squares_T = (
             zero_T if g_T is None else g_T.to(zero_T.dtype).masked_fill(call.targets_T < 0, 0) for g_T in gradients_T)
@@ -153,6 +166,8 @@ class _FromLogits(Function):
                               highest_T, log_sum_T, entropy_T])
         out_TV = logits_TV.detach() if call.inplace_backward else torch.empty_like(logits_TV)
         call.passes.backward(logits_TV.detach(), out_TV, call.targets_T - call.first_token, call.divisor, row_KT)
+        if call.inplace_backward:
+            torch.autograd.graph.increment_version(logits_TV)  # a kernel writes without autograd's knowledge
         return out_TV, None
 
 

@@ -15,7 +15,6 @@ Letters: T tokens | C rows of a chunk | V vocabulary (this rank's rows of the he
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from workbench.errors import ShapeError
 from workbench.policy.logprobs import TokenLogprobs
-from workbench.policy.logprobs.engine import Accumulators
+from workbench.policy.logprobs.engine import Accumulators, rows_moved
 from workbench.policy.logprobs.head import Head
 from workbench.sharding.collectives import all_max, all_sum
 
@@ -203,11 +202,9 @@ def backward(head: Head, chunk: KeptChunk, logprobs_gradient_C: Tensor | None, e
              into: Accumulators, rows: slice) -> None:
     """Add the gradients of a chunk to hidden (partial over tp), weight and bias; None is zero.
 
-    Rows whose gradients are all zero add nothing, whatever they hold.
+    A row that nothing is wanted from adds nothing, whatever it holds.
     """
-    given = [g_C != 0 for g_C in (logprobs_gradient_C, entropy_gradient_C) if g_C is not None]
-    moves_C = functools.reduce(torch.logical_or, given, chunk.logprobs_C.new_zeros((), dtype=torch.bool))
-    moves_C = moves_C.expand(len(chunk.hidden_CD))
+    moves_C = rows_moved((logprobs_gradient_C, entropy_gradient_C), len(chunk.hidden_CD), chunk.hidden_CD.device)
     hidden_CD = chunk.hidden_CD.masked_fill(~moves_C[:, None], 0)
     log_q_P = chunk.logits_P - chunk.logsumexp_C[chunk.row_P]
     q_P = log_q_P.exp()

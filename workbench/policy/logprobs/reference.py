@@ -53,11 +53,11 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, t
     return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in said))
 
 
-def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *,
-                               temperature: float | Tensor = 1.0) -> TokenLogprobs:
+def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *, temperature: float | Tensor = 1.0,
+                               wanted: Iterable[str] = ("entropy", "logsumexp")) -> TokenLogprobs:
     """The same from logits that are there already: for models that return them.
 
-    Shapes:   logits_TV [T, V], targets_T [T] -> three of [T].
+    Shapes:   logits_TV [T, V], targets_T [T] -> [T] each.
     Units:    nats.
     Backward: ordinary autograd, through all results.
     Raises:   ShapeError: sizes disagree, or a temperature that is not positive and finite.
@@ -66,7 +66,18 @@ def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *,
     # Half precision is widened after the product; float64 stays.
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     scaled_TV = logits_TV.to(wide) / logit_divisor(temperature, targets_T, wide)
-    return _said(scaled_TV, targets_T, frozenset({"entropy", "logsumexp"}))
+    return _said(scaled_TV, targets_T, frozenset(wanted))
+
+
+def kept_logits(logits_TV: Tensor, kept_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Logits of a sampler that draws among some tokens only: -inf on the others, the target always kept.
+
+    Shapes:   logits_TV [T, V], kept_TV [T, V] bool, targets_T [T] -> [T, V].
+    Backward: 1 on what is kept, 0 elsewhere.
+    Source:   top-p and top-k replay, THUDM/slime 624b824a (log_prob_keep_mask).
+    """
+    check_shapes("kept_logits", logits_TV=logits_TV, kept_TV=kept_TV, targets_T=targets_T)
+    return logits_TV.masked_fill(~kept_TV.scatter(1, targets_T[:, None], True), -torch.inf)
 
 
 def _said(scaled_TV: Tensor, targets_T: Tensor, wanted: frozenset[str]) -> TokenLogprobs:

@@ -18,6 +18,7 @@ DRAWN = {
     ("workbench.runs.store", "RunDirectory"): "workbench.report.rich.run",
     ("workbench.launch.sweep", "Sweep"): "workbench.report.rich.sweep",
     ("workbench.compare.comparison", "Comparison"): "workbench.report.show",
+    ("workbench.adapters.explanations", "Explanation"): "workbench.report.rich.explanation",
 }
 """(module, type) -> the module here whose ``as_html`` draws it."""
 

@@ -90,6 +90,27 @@ def group_advantages(rewards_N: Tensor, group_ids_N: Tensor, *,
     return advantages.to(rewards_N.dtype)
 
 
+def group_baselines(rewards_N: Tensor, group_ids_N: Tensor, *, baseline: Literal["mean", "leave_one_out"] = "mean",
+                    ddof: int = 1) -> tuple[Tensor, Tensor]:
+    """What `group_advantages` takes off each reward, and the deviation that it may divide by.
+
+    Formula: "mean": mean and standard deviation of the group; "leave_one_out": those of the other answers. The only
+             answer to its prompt has itself as baseline; a deviation of equal rewards, or of no more than ddof, is 0.
+    Shapes:  [N] each -> baseline_N, deviation_N, [N] float64.
+    Units:   reward units.
+    Raises:  SpecError: another baseline.
+    """
+    rewards_N = rewards_N.double()
+    difference_N = group_advantages(rewards_N, group_ids_N, baseline=baseline, scale="none")
+    _, group = torch.unique(group_ids_N, return_inverse=True)
+    if baseline == "leave_one_out":
+        return rewards_N - difference_N, _deviation_of_others(rewards_N, group, ddof)
+    sizes = torch.bincount(group)
+    squares = difference_N.new_zeros(len(sizes)).index_add(0, group, difference_N.square())
+    deviation = (squares / (sizes - ddof).clamp(min=1)).sqrt()
+    return rewards_N - difference_N, torch.where(sizes > ddof, deviation, 0.0)[group]
+
+
 def rloo_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, trained_N: Tensor | None = None) -> Tensor:
     """A reward against the mean of the others, in reward units.
 
@@ -116,43 +137,99 @@ def opo_advantages(rewards_N: Tensor, group_ids_N: Tensor, lengths_N: Tensor, *,
 
 
 def gpg_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, divisor: float = 1.0,
-                   trained_N: Tensor | None = None) -> Tensor:
+                   informative: Literal["unequal_groups", "rewards_not_zero"] = "unequal_groups",
+                   singleton: Literal["zero", "reward"] = "zero", trained_N: Tensor | None = None) -> Tensor:
     """A centred reward, made larger by what is lost to groups that say nothing: the gradient keeps its size.
 
-    Formula: ``alpha * (r_i - mean) / divisor``, alpha = answers of the step / answers in groups of unequal rewards.
+    Formula: ``alpha * (r_i - mean) / divisor``, alpha = answers of the step / answers in groups of unequal rewards, or
+             / answers whose reward is not 0.
     Shapes:  [N] each -> [N]. Units: reward units.
-    Source:  GPG, arXiv 2504.02546, whose F_norm is the divisor. verl counts rewards that are not 0 in place of
-             answers in groups of unequal rewards.
+    Source:  GPG, arXiv 2504.02546, whose F_norm is the divisor. verl counts rewards that are not 0.
     """
-    centred_N = group_advantages(rewards_N, group_ids_N, scale="none", trained_N=trained_N).double()
+    centred_N = group_advantages(rewards_N, group_ids_N, scale="none", singleton=singleton,
+                                 trained_N=trained_N).double()
     trained = torch.ones_like(rewards_N, dtype=torch.bool) if trained_N is None else trained_N
-    # An answer right at its group's mean is 0 as well, and counts.
-    _, group = torch.unique(group_ids_N, return_inverse=True)
-    says = torch.isin(group, group[centred_N != 0]) & trained
+    if informative == "rewards_not_zero":
+        says = (rewards_N != 0) & trained
+    else:
+        # An answer right at its group's mean is 0 as well, and counts.
+        _, group = torch.unique(group_ids_N, return_inverse=True)
+        says = torch.isin(group, group[centred_N != 0]) & trained
     return (centred_N * trained.sum() / says.sum().clamp(min=1) / divisor).to(rewards_N.dtype)
 
 
+def pass_at_k_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, scale: Literal["std", "none"] = "std",
+                         epsilon: float = 1e-6, trained_N: Tensor | None = None) -> Tensor:
+    """What the best answer of a group adds to the second best; 0 for all others.
+
+    Formula: ``(r_1 - r_2) / (s + epsilon)`` on the best answer, s the deviation (n - 1) of the group; undivided for
+             scale "none". Two best answers are as good as each other: 0.
+    Shapes:  [N] each -> [N].
+    Units:   deviations, or reward units for scale "none".
+    Raises:  SpecError: a group of one answer; another scale.
+    Source:  arXiv 2503.19595, as verl's grpo_passk computes it.
+    """
+    check_shapes("pass_at_k_advantages", rewards_N=rewards_N, group_ids_N=group_ids_N, trained_N=trained_N)
+    if scale not in ("std", "none"):
+        raise SpecError(f"pass_at_k_advantages(scale={scale!r})", rule="scale is std or none", fix="correct the call")
+    trained = torch.ones_like(rewards_N, dtype=torch.bool) if trained_N is None else trained_N
+    _refuse_not_finite("pass_at_k_advantages: rewards_N", rewards_N, trained)
+    advantages = torch.zeros(rewards_N.shape, dtype=torch.float64, device=rewards_N.device)
+    for group in group_ids_N[trained].unique().tolist():
+        members = torch.nonzero(trained & (group_ids_N == group)).squeeze(1)
+        if len(members) < 2:
+            raise SpecError(f"the second best answer of group {group}", found="one answer",
+                            rule="the best answer is measured by the second best", fix="sample two answers a prompt")
+        rewards = rewards_N[members].double()
+        (best, second), order = rewards.sort(descending=True).values[:2], rewards.argmax()
+        if best > second:
+            by = 1.0 if scale == "none" else rewards.std() + epsilon
+            advantages[members[order]] = (best - second) / by
+    return advantages.to(rewards_N.dtype)
+
+
 def gdpo_advantages(rewards_NK: Tensor, group_ids_N: Tensor, weights_K: Tensor, *, ddof: int = 1,
-                    epsilon: float = 1e-4, trained_N: Tensor | None = None) -> Tensor:
+                    epsilon: float = 1e-4, unscored: Literal["refuse", "skip"] = "refuse",
+                    trained_N: Tensor | None = None) -> Tensor:
     """Each component of a reward normalised in its group by itself, then added, then normalised over the batch.
 
     Adding first and normalising afterwards gives answers with different components one advantage.
 
     Formula: ``z_i = sum_k w_k (r_ik - mean_k) / (std_k + epsilon)`` in the group;
              ``(z_i - mean z) / (std z + epsilon)`` over the batch; exactly 0 where all z are equal.
+             unscored "skip": a component that is NaN was not scored and enters none of these; an answer of which
+             nothing was scored gets 0, and the others are the batch.
     Shapes:  rewards_NK [N, K], group_ids_N [N], weights_K [K] -> [N].
     Units:   deviations.
     Raises:  ShapeError: shapes that disagree, or a reward that is not finite.
-    Source:  GDPO, arXiv 2601.05242, equations 4 to 6; ddof and epsilon as in TRL.
+    Source:  GDPO, arXiv 2601.05242, equations 4 to 6; ddof, epsilon and "skip" as in TRL.
     """
     check_shapes("gdpo_advantages", rewards_NK=rewards_NK, group_ids_N=group_ids_N, weights_K=weights_K,
                  trained_N=trained_N)
+    trained = torch.ones_like(group_ids_N, dtype=torch.bool) if trained_N is None else trained_N
+    scored_NK = trained[:, None].expand(rewards_NK.shape)
+    if unscored == "skip":
+        scored_NK = scored_NK & ~rewards_NK.isnan()
     parts = [float(weight) * group_advantages(rewards_N.double(), group_ids_N, ddof=ddof, epsilon=epsilon,
-                                              trained_N=trained_N)
-             for rewards_N, weight in zip(rewards_NK.unbind(1), weights_K, strict=True)]
+                                              trained_N=scored_N)
+             for rewards_N, scored_N, weight in zip(rewards_NK.unbind(1), scored_NK.unbind(1), weights_K, strict=True)]
     total_N = torch.stack(parts).sum(0)
     one_batch_N = torch.zeros_like(group_ids_N)
-    return group_advantages(total_N, one_batch_N, ddof=ddof, epsilon=epsilon, trained_N=trained_N).to(rewards_NK.dtype)
+    return group_advantages(total_N, one_batch_N, ddof=ddof, epsilon=epsilon,
+                            trained_N=scored_NK.any(1)).to(rewards_NK.dtype)
+
+
+def combine_components(rewards_NK: Tensor, weights_K: Tensor) -> tuple[Tensor, Tensor]:
+    """One reward an answer, from components of which some were not scored (NaN).
+
+    Formula: ``r_i = sum over scored k of w_k r_ik``; 0 where nothing was scored.
+    Shapes:  rewards_NK [N, K], weights_K [K] -> rewards_N [N], scored_N [N] bool: something was.
+    Units:   reward units.
+    Source:  huggingface/trl, where a reward function may return None.
+    """
+    check_shapes("combine_components", rewards_NK=rewards_NK, weights_K=weights_K)
+    scored_NK = ~rewards_NK.isnan()
+    return (torch.where(scored_NK, rewards_NK, 0.0) * weights_K).sum(1), scored_NK.any(1)
 
 
 def _of_trained(rewards: Tensor, group_ids: Tensor, lengths: Tensor, baseline: str, scale: str, ddof: int,

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.rollouts.advantages.groups import gdpo_advantages, gpg_advantages, group_advantages
+from workbench.rollouts.advantages.baselines import optimal_token_baseline, remax_advantages
+from workbench.rollouts.advantages.groups import (
+    gdpo_advantages,
+    gpg_advantages,
+    group_advantages,
+    pass_at_k_advantages,
+)
 from workbench.rollouts.advantages.tokens import discounted_returns, gae, token_rewards, whiten
 from workbench.rollouts.batch import RolloutBatch
 from workbench.shapes import check_shapes
@@ -34,6 +40,13 @@ class AdvantageInputs:
         values_T: [T] a critic's value of the state before the token, for "gae" and "vapo", or None.
         components_NK: [N, K] components of the reward, for "gdpo", or None.
         weights_K: [K] weights of the components, or None for 1 each.
+        token_rewards_T: [T] reward units that a document earns at each token, in place of all at its last trained one;
+            or None.
+        baselines_N: [N] reward of the greedy answer to the same prompt, for "remax", or None.
+        old_logprobs_T: [T] nats, for "optimal_token_baseline", or None.
+        squared_probabilities_T: [T] sum over the vocabulary of squared probabilities, for "optimal_token_baseline", or
+            None.
+        correction_weights_T: [T] weights of a sampler correction, for "optimal_token_baseline", or None.
     """
 
     document_ids_T: Tensor
@@ -44,6 +57,11 @@ class AdvantageInputs:
     values_T: Tensor | None = None
     components_NK: Tensor | None = None
     weights_K: Tensor | None = None
+    token_rewards_T: Tensor | None = None
+    baselines_N: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
+    squared_probabilities_T: Tensor | None = None
+    correction_weights_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_shapes("AdvantageInputs", **self.__dict__)
@@ -52,13 +70,37 @@ class AdvantageInputs:
     def of(cls, batch: RolloutBatch, **more: Tensor | None) -> AdvantageInputs:
         """The documents of a batch; further fields by name.
 
+        A greedy answer's reward and sums of squared probabilities are the extensions "baselines" and
+        "squared_probabilities".
+
         Raises:
             SpecError: a batch without rewards or groups.
         """
         if batch.rewards_N is None or batch.group_ids_N is None:
             raise SpecError("advantages of a batch", found="no rewards_N or no group_ids_N",
                             rule="advantages compare rewards inside a group", fix="give the batch both")
-        return cls(batch.document_ids_T, batch.loss_mask_T, batch.rewards_N, batch.group_ids_N, **more)
+        extensions = {field: None if name not in batch.extensions else batch.extensions[name].values
+                      for field, name in (("baselines_N", "baselines"),
+                                          ("squared_probabilities_T", "squared_probabilities"))}
+        return cls(batch.document_ids_T, batch.loss_mask_T, batch.rewards_N, batch.group_ids_N,
+                   **({"old_logprobs_T": batch.old_logprobs_T} | extensions | more))
+
+    @classmethod
+    def of_token_rewards(cls, document_ids_T: Tensor, loss_mask_T: Tensor, token_rewards_T: Tensor,
+                         group_ids_N: Tensor, **more: Tensor | None) -> AdvantageInputs:
+        """Documents that earn rewards at their tokens; the reward of a document is their sum, trained or not."""
+        there_T = document_ids_T >= 0
+        earned_T = torch.where(there_T, token_rewards_T.double(), 0.0)
+        rewards_N = earned_T.new_zeros(len(group_ids_N)).index_add(0, document_ids_T.clamp_min(0), earned_T)
+        return cls(document_ids_T, loss_mask_T, rewards_N, group_ids_N, token_rewards_T=token_rewards_T, **more)
+
+    @property
+    def on_each_token_T(self) -> Tensor:
+        """[T] float64: what each trained token earns, less its penalty; 0 elsewhere."""
+        if self.token_rewards_T is None:
+            return token_rewards(self.rewards_N, self.document_ids_T, self.loss_mask_T, self.penalties_T)
+        penalties_T = 0.0 if self.penalties_T is None else self.penalties_T.double()
+        return torch.where(self.loss_mask_T, self.token_rewards_T.double() - penalties_T, 0.0)
 
     @property
     def lengths_N(self) -> Tensor:
@@ -85,7 +127,7 @@ class Estimate(NamedTuple):
 
     Attributes:
         advantages_T: [T] float64, 0 where nothing counts.
-        returns_T: [T] float64, targets of the critic; None for estimators without one.
+        returns_T: [T] float64, what was still to come: the targets of a critic; None for estimators of whole answers.
     """
 
     advantages_T: Tensor
@@ -141,8 +183,15 @@ def _by_group_undivided(inputs: AdvantageInputs, trained_N: Tensor, *, baseline:
     return _by_group(inputs, trained_N, baseline=baseline, scale="none", singleton=singleton)
 
 
-def _gpg(inputs: AdvantageInputs, trained_N: Tensor, *, divisor: float = 1.0) -> Estimate:
+def _pass_at_k(inputs: AdvantageInputs, trained_N: Tensor, *, scale: str = "std", epsilon: float = 1e-6) -> Estimate:
+    return Estimate(inputs.on_tokens(pass_at_k_advantages(inputs.shaped_rewards_N, inputs.group_ids_N, scale=scale,
+                                                          epsilon=epsilon, trained_N=trained_N)))
+
+
+def _gpg(inputs: AdvantageInputs, trained_N: Tensor, *, divisor: float = 1.0, informative: str = "unequal_groups",
+         singleton: str = "zero") -> Estimate:
     return Estimate(inputs.on_tokens(gpg_advantages(inputs.shaped_rewards_N, inputs.group_ids_N, divisor=divisor,
+                                                    informative=informative, singleton=singleton,
                                                     trained_N=trained_N)))
 
 
@@ -157,31 +206,57 @@ def _gdpo(inputs: AdvantageInputs, trained_N: Tensor, *, ddof: int = 1, epsilon:
 
 
 def _reinforce_plus_plus(inputs: AdvantageInputs, trained_N: Tensor, *, discount: float = 1.0, ddof: int = 1,
-                         epsilon: float = 1e-8, epsilon_form: str = "add") -> Estimate:
-    rewards_T = token_rewards(inputs.rewards_N, inputs.document_ids_T, inputs.loss_mask_T, inputs.penalties_T)
-    returns_T = discounted_returns(rewards_T, inputs.document_ids_T, inputs.loss_mask_T, discount=discount)
-    return Estimate(whiten(returns_T, inputs.loss_mask_T, ddof=ddof, epsilon=epsilon, epsilon_form=epsilon_form))
+                         epsilon: float = 1e-8, epsilon_form: str = "add", count_epsilon: float = 0.0) -> Estimate:
+    returns_T = discounted_returns(inputs.on_each_token_T, inputs.document_ids_T, inputs.loss_mask_T,
+                                   discount=discount)
+    return Estimate(whiten(returns_T, inputs.loss_mask_T, ddof=ddof, epsilon=epsilon, epsilon_form=epsilon_form,
+                           count_epsilon=count_epsilon), returns_T)
 
 
 def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, trained_N: Tensor, *, ddof: int = 1,
                                   epsilon: float = 1e-8, epsilon_form: str = "add",
-                                  singleton: str = "zero") -> Estimate:
+                                  singleton: str = "zero", count_epsilon: float = 0.0) -> Estimate:
     advantages_N = group_advantages(inputs.rewards_N.double(), inputs.group_ids_N, scale="none", trained_N=trained_N,
                                     singleton=singleton)
     advantages_T = inputs.on_tokens(advantages_N)
     if inputs.penalties_T is not None:
         advantages_T = torch.where(inputs.loss_mask_T, advantages_T - inputs.penalties_T.double(), 0.0)
-    return Estimate(whiten(advantages_T, inputs.loss_mask_T, ddof=ddof, epsilon=epsilon, epsilon_form=epsilon_form))
+    return Estimate(whiten(advantages_T, inputs.loss_mask_T, ddof=ddof, epsilon=epsilon, epsilon_form=epsilon_form,
+                           count_epsilon=count_epsilon))
+
+
+def _grpo_whitened(inputs: AdvantageInputs, trained_N: Tensor, *, scale: str = "std", ddof: int = 1,
+                   epsilon: float = 1e-6, singleton: str = "zero", count_epsilon: float = 0.0) -> Estimate:
+    by_group = _by_group(inputs, trained_N, scale=scale, ddof=ddof, epsilon=epsilon, singleton=singleton)
+    return Estimate(whiten(by_group.advantages_T, inputs.loss_mask_T, count_epsilon=count_epsilon))
+
+
+def _remax(inputs: AdvantageInputs, trained_N: Tensor, *, elsewhere: str = "zero") -> Estimate:
+    return Estimate(*remax_advantages(inputs.on_each_token_T, _needed(inputs, "remax", "baselines_N"),
+                                      inputs.document_ids_T, inputs.loss_mask_T, elsewhere=elsewhere))
+
+
+def _optimal_token_baseline(inputs: AdvantageInputs, trained_N: Tensor, *, aligned: str = "position",
+                            zero_tail: bool = True, epsilon: float = 1e-8, elsewhere: str = "zero") -> Estimate:
+    name = "optimal_token_baseline"
+    return Estimate(*optimal_token_baseline(
+        inputs.on_each_token_T, _needed(inputs, name, "old_logprobs_T"),
+        _needed(inputs, name, "squared_probabilities_T"), inputs.document_ids_T, inputs.loss_mask_T,
+        inputs.group_ids_N, weights_T=inputs.correction_weights_T, aligned=aligned, zero_tail=zero_tail,
+        epsilon=epsilon, elsewhere=elsewhere))
 
 
 def _gae(inputs: AdvantageInputs, trained_N: Tensor, *, discount: float = 1.0, policy_lambda: float = 0.95,
          value_lambda: float | None = None, length_adaptive_alpha: float | None = None,
-         whitened: bool = False) -> Estimate:
-    rewards_T = token_rewards(inputs.rewards_N, inputs.document_ids_T, inputs.loss_mask_T, inputs.penalties_T)
-    advantages_T, returns_T = gae(rewards_T, _needed(inputs, "gae", "values_T"), inputs.document_ids_T,
+         whitened: bool = False, elsewhere: str = "zero", count_epsilon: float = 0.0) -> Estimate:
+    advantages_T, returns_T = gae(inputs.on_each_token_T, _needed(inputs, "gae", "values_T"), inputs.document_ids_T,
                                   inputs.loss_mask_T, discount=discount, policy_lambda=policy_lambda,
-                                  value_lambda=value_lambda, length_adaptive_alpha=length_adaptive_alpha)
-    return Estimate(whiten(advantages_T, inputs.loss_mask_T) if whitened else advantages_T, returns_T)
+                                  value_lambda=value_lambda, length_adaptive_alpha=length_adaptive_alpha,
+                                  elsewhere=elsewhere)
+    if whitened:
+        advantages_T = whiten(advantages_T, inputs.loss_mask_T, count_epsilon=count_epsilon,
+                              elsewhere="whiten" if elsewhere == "carry" else "zero")
+    return Estimate(advantages_T, returns_T)
 
 
 def _needed(inputs: AdvantageInputs, name: str, field: str) -> Tensor:
@@ -199,13 +274,17 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "leave_one_out": partial(_by_group, baseline="leave_one_out", scale="leave_one_out_std", epsilon=1e-6),
     "opo": partial(_by_group_undivided, baseline="length_weighted"),
     "gpg": _gpg,
+    "pass_at_k": _pass_at_k,
     "gdpo": _gdpo,
+    "grpo_whitened": _grpo_whitened,
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "remax": _remax,
+    "optimal_token_baseline": _optimal_token_baseline,
     "gae": _gae,
     "vapo": partial(_gae, value_lambda=1.0, length_adaptive_alpha=0.05),
 }
 """Estimators by the name that a spec uses. Called with (inputs, trained_N), settings by keyword."""
 
-WITHOUT_BASELINE = frozenset({"reinforce_plus_plus", "gae", "vapo"})
+WITHOUT_BASELINE = frozenset({"reinforce_plus_plus", "remax", "optimal_token_baseline", "gae", "vapo"})
 """Estimators that compare no answers with each other."""

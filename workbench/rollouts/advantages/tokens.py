@@ -8,6 +8,7 @@ Letters: T packed tokens | N documents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -18,15 +19,17 @@ from workbench.shapes import check_shapes
 
 
 def token_rewards(rewards_N: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor,
-                  penalties_T: Tensor | None = None) -> Tensor:
+                  penalties_T: Tensor | None = None, *, elsewhere: Literal["zero", "as_given"] = "zero") -> Tensor:
     """Lay each document's reward on its last trained token, and take a penalty off every trained token.
 
-    Formula: ``reward_t = [t is the last trained token of its document] * R - penalty_t``; 0 where nothing counts.
-    Shapes:  rewards_N [N], the others [T] -> [T] float64. A document in which nothing trains has no token to carry
-             its reward.
+    Formula: ``reward_t = [t is the last trained token of its document] * R - penalty_t``. Where nothing counts: 0; or,
+             as given, minus the penalty that is given there, and a document in which nothing trains carries its reward
+             on its last token.
+    Shapes:  rewards_N [N], the others [T] -> [T] float64. With zero, a document in which nothing trains has no token to
+             carry its reward.
     Raises:  ShapeError: shapes that disagree, or a document id that has no reward.
     Source:  the penalty as part of the reward: InstructGPT, arXiv 2203.02155, equation 2;
-             `workbench.losses.kl.kl_in_reward` computes it.
+             `workbench.losses.kl.kl_in_reward` computes it; as given: OpenRLHF compute_reward.
     """
     check_shapes("token_rewards", rewards_N=rewards_N, document_ids_T=document_ids_T, loss_mask_T=loss_mask_T,
                  penalties_T=penalties_T)
@@ -39,11 +42,30 @@ def token_rewards(rewards_N: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor
                          fix="pass one reward for every document, in the order of their ids")
     rewards_T = torch.zeros(document_ids_T.shape, dtype=torch.float64, device=rewards_N.device)
     if penalties_T is not None:
-        rewards_T = torch.where(loss_mask_T, -penalties_T.double(), 0.0)
+        rewards_T = -penalties_T.double()
+        rewards_T = rewards_T if elsewhere == "as_given" else torch.where(loss_mask_T, rewards_T, 0.0)
     last = torch.full((len(rewards_N),), -1, device=ids.device).scatter_reduce(0, ids, trained, "amax")
+    if elsewhere == "as_given":
+        there = torch.nonzero(document_ids_T >= 0).squeeze(1)
+        end = torch.full_like(last, -1).scatter_reduce(0, document_ids_T[there], there, "amax")
+        last = torch.where(last >= 0, last, end)
     has = last >= 0
     rewards_T[last[has]] += rewards_N.double()[has]
     return rewards_T
+
+
+def spread_rewards(rewards_N: Tensor, document_ids_T: Tensor, penalties_T: Tensor | None = None) -> Tensor:
+    """Every token of a document carries the document's whole reward, less a penalty of its own.
+
+    Formula: ``R - penalty_t``; 0 on padding.
+    Shapes:  rewards_N [N], the others [T] -> [T] float64.
+    Source:  NeMo-RL's REINFORCE++, which is undiscounted: a token's return is the reward, and not what is still to come
+             of penalties.
+    """
+    check_shapes("spread_rewards", rewards_N=rewards_N, document_ids_T=document_ids_T, penalties_T=penalties_T)
+    there = document_ids_T >= 0
+    rewards_T = torch.where(there, rewards_N.double()[document_ids_T.clamp_min(0)], 0.0)
+    return rewards_T if penalties_T is None else torch.where(there, rewards_T - penalties_T.double(), 0.0)
 
 
 def discounted_returns(token_rewards_T: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor, *,
@@ -68,7 +90,8 @@ def discounted_returns(token_rewards_T: Tensor, document_ids_T: Tensor, loss_mas
 
 def gae(token_rewards_T: Tensor, values_T: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor, *,
         discount: float = 1.0, policy_lambda: float = 0.95, value_lambda: float | None = None,
-        length_adaptive_alpha: float | None = None) -> tuple[Tensor, Tensor]:
+        length_adaptive_alpha: float | None = None,
+        elsewhere: Literal["zero", "carry"] = "zero") -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: advantages for the policy, returns for the critic.
 
     Formula: over the trained tokens of a document, L of them,
@@ -86,12 +109,15 @@ def gae(token_rewards_T: Tensor, values_T: Tensor, document_ids_T: Tensor, loss_
         policy_lambda: lambda of the advantages.
         value_lambda: lambda of the returns; None: the policy's (plain GAE). 1 makes them unbiased (decoupled GAE).
         length_adaptive_alpha: alpha; replaces policy_lambda. Documents of up to 1 / alpha tokens get lambda 0.
+        elsewhere: what a token of a document has that does not count: 0, or the advantage of the next one that does (0
+            after the last), and that plus its own value as return.
 
-    Shapes: [T] each -> advantages_T [T], returns_T [T], float64, 0 where nothing counts.
+    Shapes: [T] each -> advantages_T [T], returns_T [T], float64.
     Raises: ShapeError: shapes that disagree; SpecError: a lambda or discount outside 0 to 1, an alpha that is not
         positive, or an alpha without a value_lambda.
     Source: GAE, arXiv 1506.02438, equations 11 and 16; decoupled: VC-PPO, arXiv 2503.01491; length-adaptive:
-        VAPO, arXiv 2504.05118, section 4.2, which does not say what alpha * L < 1 means: 0 here.
+        VAPO, arXiv 2504.05118, section 4.2, which does not say what alpha * L < 1 means: 0 here. carry: NeMo-RL and
+        verl, whose returns are not masked.
     """
     check_shapes("gae", token_rewards_T=token_rewards_T, values_T=values_T, document_ids_T=document_ids_T,
                  loss_mask_T=loss_mask_T)
@@ -109,8 +135,14 @@ def gae(token_rewards_T: Tensor, values_T: Tensor, document_ids_T: Tensor, loss_
         lengths[documents[t]] = lengths.get(documents[t], 0) + 1
     advantages_T, returns_T = torch.zeros(2, len(documents), dtype=torch.float64)
     after: dict[int, tuple[float, float, float]] = {}
-    for t in reversed(trained):
+    counts = set(trained)
+    for t in reversed(range(len(documents)) if elsewhere == "carry" else trained):
         document = documents[t]
+        if t not in counts:
+            if document >= 0:
+                _, advantages_T[t], critic = after.get(document, (0.0, 0.0, 0.0))
+                returns_T[t] = values[t] + critic
+            continue
         next_value, next_advantage, next_critic = after.get(document, (0.0, 0.0, 0.0))
         own_lambda = policy_lambda
         if length_adaptive_alpha is not None:
@@ -124,30 +156,69 @@ def gae(token_rewards_T: Tensor, values_T: Tensor, document_ids_T: Tensor, loss_
 
 
 def whiten(values_T: Tensor, loss_mask_T: Tensor, *, ddof: int = 1, epsilon: float = 1e-8,
-           epsilon_form: Literal["add", "floor"] = "add") -> Tensor:
+           epsilon_form: Literal["add", "floor"] = "add", count_epsilon: float = 0.0,
+           elsewhere: Literal["zero", "whiten"] = "zero") -> Tensor:
     """Centre and scale the values of all trained tokens of the step, once over all of them.
 
-    Values that are all equal, or no more than ddof of them, become exactly 0.
+    Values that are all equal, or no more than ddof of them, become exactly 0; elsewhere, too, unless what stands there
+    is whitened by equal values, whose variance is 0, and an epsilon.
 
     Formula: ``(x - mean) / sqrt(var + epsilon)``, var = sum (x - mean)^2 / (count - ddof); for "floor" the root of
-             ``max(var, epsilon)``. 0 where nothing counts.
+             ``max(var, epsilon)``. count_epsilon is added to the count under both means. Where nothing counts: 0, or
+             the same centre and scale for whatever stands there.
     Shapes:  [T], [T] bool -> [T] float64.
     Raises:  ShapeError: shapes that disagree; SpecError: an unknown form, or a ddof or epsilon below 0.
-    Source:  REINFORCE++, arXiv 2501.03262, section 3.2. "add" with ddof 1 is verl's, "floor" with ddof 0 NeMo-RL's.
+    Source:  REINFORCE++, arXiv 2501.03262, section 3.2. "add" with ddof 1 is verl's, "floor" with ddof 0 NeMo-RL's,
+             both of which whiten elsewhere; count_epsilon 1e-8: NeMo-RL's GAE.
     """
     check_shapes("whiten", values_T=values_T, loss_mask_T=loss_mask_T)
-    if epsilon_form not in ("add", "floor") or ddof < 0 or epsilon < 0:
-        raise SpecError(f"whiten(ddof={ddof}, epsilon={epsilon}, epsilon_form={epsilon_form!r})",
-                        rule="epsilon_form is add or floor; ddof and epsilon are not negative", fix="correct the call")
+    if epsilon_form not in ("add", "floor") or elsewhere not in ("zero", "whiten") or min(ddof, epsilon) < 0:
+        raise SpecError(f"whiten(ddof={ddof}, epsilon={epsilon}, epsilon_form={epsilon_form!r}, "
+                        f"elsewhere={elsewhere!r})",
+                        rule="epsilon_form is add or floor, elsewhere zero or whiten; ddof and epsilon are not "
+                             "negative", fix="correct the call")
     whitened_T = torch.zeros(values_T.shape, dtype=torch.float64, device=values_T.device)
     kept = values_T[loss_mask_T].double()
-    if len(kept) <= ddof or kept.amax() == kept.amin():
+    if len(kept) <= ddof:
         return whitened_T
-    centred = kept - kept.mean()
-    variance = centred.square().sum() / (len(kept) - ddof)
-    floored = variance + epsilon if epsilon_form == "add" else variance.clamp(min=epsilon)
-    whitened_T[loss_mask_T] = centred / floored.sqrt()
+    equal = bool(kept.amax() == kept.amin())
+    if equal and (elsewhere == "zero" or epsilon == 0):
+        return whitened_T
+    count = len(kept) + count_epsilon
+    mean = kept[0] if equal else kept.sum() / count
+    variance = (kept - mean).square().sum() / count * (len(kept) / (len(kept) - ddof))
+    scale = (variance + epsilon if epsilon_form == "add" else variance.clamp(min=epsilon)).sqrt()
+    if elsewhere == "whiten":
+        return (values_T.double() - mean) / scale
+    whitened_T[loss_mask_T] = (kept - mean) / scale
     return whitened_T
+
+
+def standardize(values: Tensor, mask: Tensor | None = None, *, dims: int | Sequence[int] | None = None, ddof: int = 0,
+                epsilon: float = 1e-5) -> Tensor:
+    """Centre and scale a rectangle of values along some of its dims; what is masked becomes what the value 0 would.
+
+    Unlike `whiten` this leaves a number (not 0) where nothing counts, and epsilon is added to the deviation.
+
+    Formula:  ``(x m - mean) / (sqrt(var) + epsilon)``, mean and var of x where m is 1,
+              var = sum m (x - mean)^2 / (count - ddof)
+    Shapes:   any, mask alike -> float64 of the same. NaN where no more than ddof values of a slice count.
+    Raises:   ShapeError: shapes that disagree; SpecError: a ddof or epsilon below 0.
+    Source:   AReaL cbff54d6, masked_normalization, which takes var from E[x^2] - E[x]^2.
+    """
+    if ddof < 0 or epsilon < 0:
+        raise SpecError(f"standardize(ddof={ddof}, epsilon={epsilon})", rule="neither is negative",
+                        fix="correct the call")
+    if mask is not None and mask.shape != values.shape:
+        raise ShapeError("standardize: mask", found=f"shape {tuple(mask.shape)}, values {tuple(values.shape)}",
+                         rule="one flag a value", fix="give a mask of the values' shape")
+    over = list(range(values.dim())) if dims is None else dims
+    counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    kept = torch.where(counts, values.double(), 0.0)
+    count = counts.double().sum(over, keepdim=True)
+    mean = kept.sum(over, keepdim=True) / count
+    variance = torch.where(counts, kept - mean, 0.0).square().sum(over, keepdim=True) / (count - ddof)
+    return (kept - mean) / (variance.sqrt() + epsilon)
 
 
 def _refuse_outside(where: str, **numbers: float) -> None:

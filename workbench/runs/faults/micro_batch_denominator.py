@@ -8,8 +8,8 @@ from workbench.runs.faults import Fault
 
 
 def _broken(step_weights: Callable) -> Callable:
-    def count_tokens_by_micro_batch(rows: list, spec: object) -> tuple:
-        weights, totals = step_weights(rows, spec)
+    def count_tokens_by_micro_batch(rows: list, spec: object, **how: object) -> tuple:
+        weights, totals = step_weights(rows, spec, **how)
         for row, named in zip(rows, weights, strict=True):
             alone = step_weights([row], spec)[0][0]
             # Documents were counted over the whole step, tokens were forgotten.

@@ -16,7 +16,8 @@ BOUNDS = [{"clip_low": 0.2, "clip_high": 0.28},
           {"clip_low": 0.2, "clip_high": 0.28, "delta": 1.1},        # delta inside the clip range
           {"clip_low": 0.3, "clip_high": 0.1, "delta": 4.0, "dual_clip": 3.0},
           {"clip_low": 0.3, "clip_high": 0.5, "dual_clip": 1.2},     # dual clip inside the clip range
-          {"clip_low": 0.2, "clip_high": 0.28, "anchor": "sampler"}]
+          {"clip_low": 0.2, "clip_high": 0.28, "anchor": "sampler"},
+          {"clip_low": 0.2, "clip_high": 0.28, "log_clamp": 1.5}]
 
 
 def one(ratio, advantage, **more):
@@ -126,3 +127,24 @@ def test_bounds_keep_the_precision_of_the_ratio():
     _, given = one(2.0, 1.0)
     value = clip_ratio(given.log_ratio(), given.advantages_T, clip_low=0.2, clip_high=0.28).values_T
     assert (value.dtype, value.item()) == (torch.float64, -1.28)
+
+
+def test_beyond_the_clamp_of_the_log_ratio_the_value_is_held_and_there_is_no_gradient():
+    for ratio, silent in ((math.e**1.4, False), (math.e**1.6, True)):
+        policy, given = one(ratio, -2.0)
+        term = clipped_surrogate(given, clip_low=0.2, clip_high=0.28, log_clamp=1.5)
+        term.values_T.sum().backward()
+        assert term.values_T.item() == pytest.approx(2 * min(ratio, math.e**1.5))
+        assert policy.grad.item() == pytest.approx(0.0 if silent else 2 * ratio)
+        assert bool(term.silent_T) == silent
+        assert not bool(term.clipped_T)
+
+
+def test_who_was_cut_off_by_a_bound_that_only_negative_advantages_have_is_said():
+    policy = torch.tensor([2.0, 2.0, 0.3, -0.5], dtype=torch.float64).log1p()
+    zero = torch.zeros(4, dtype=torch.float64)
+    inputs = LossInputs(policy, zero, torch.tensor([-1.0, 1.0, -1.0, -1.0], dtype=torch.float64))
+    term = clipped_surrogate(inputs, dual_clip=2.5)
+    assert term.clipped_T.tolist() == [True, True, False, True]
+    assert term.extras["dual_clipped"].tolist() == [True, False, False, False]
+    assert clipped_surrogate(inputs).extras == {}

@@ -16,7 +16,10 @@ CASES = [
     ("cispo", {"clip_low": 0.2, "clip_high": 0.28, "bounds": "relative"}),
     ("cispo", {"clip_low": None, "clip_high": 4.0, "bounds": "relative", "anchor": "sampler"}),
     ("cispo", {"clip_low": None, "clip_high": 1.3, "bounds": "absolute"}),
+    ("cispo", {"clip_low": 0.9, "clip_high": 4.0, "bounds": "relative", "log_clamp": 0.3}),
     ("cispo", {"clip_low": 0.8, "clip_high": 1.3, "bounds": "absolute"}),
+    ("cispo", {"clip_low": None, "clip_high": 1.1, "bounds": "absolute", "level": "document"}),
+    ("cispo", {"clip_low": 0.2, "clip_high": 0.28, "bounds": "relative", "level": "segment"}),
 ]
 
 

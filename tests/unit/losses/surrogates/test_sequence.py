@@ -14,7 +14,9 @@ SHAPE = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_n
 CASES = [
     ("gspo", TIGHT), ("gspo", {**TIGHT, "dual_clip": 1.5}), ("gspo", {**TIGHT, "level": "segment"}),
     ("gspo", {**TIGHT, "advantage_level": "document"}), ("gspo", {**TIGHT, "anchor": "sampler"}),
+    ("gspo", {**TIGHT, "delta": 1.4}), ("gspo", {**TIGHT, "delta": 1.05}), ("luspo", {**TIGHT, "delta": 1.4}),
     ("gspo_token", TIGHT), ("gspo_token", {**TIGHT, "level": "segment", "dual_clip": 1.5}),
+    ("gspo_token", {**TIGHT, "clip_high": 4.0, "log_cap": 0.1}),
     ("luspo", TIGHT), ("luspo", {**TIGHT, "advantage_level": "document"}),
     ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}), ("gmpo", {"clip_low": 0.1, "clip_high": 0.3, "anchor": "sampler"}),
     ("vespo", SHAPE), ("vespo", {**SHAPE, "anchor": "sampler"}),
@@ -134,3 +136,21 @@ def test_frozen_decisions_of_gmpo_replace_its_own():
         counts_T = packed(documents)[1].loss_mask_T
         same = torch.equal(term.values_T[counts_T], own.values_T[counts_T])
         assert same == bool(frozen_T.any())
+
+
+def test_a_correction_is_a_factor_of_vespos_whole_weight():
+    documents = nasty_documents(3, low=0.8, high=1.25, rubbish=False)
+    _, inputs = packed(documents)
+    moved = [{**d, "old": [old - 0.3 / max(1, sum(d["mask"])) for old in d["old"]]} for d in documents]
+    _, shifted = packed(moved)
+    expected = SURROGATES["vespo"](shifted, **SHAPE).extras["sequence_weight"]
+    found = SURROGATES["vespo"](inputs, **SHAPE, log_correction_T=torch.full_like(inputs.advantages_T, 0.3))
+    counts_T = inputs.loss_mask_T
+    torch.testing.assert_close(found.extras["sequence_weight"][counts_T], expected[counts_T], rtol=1e-12, atol=0)
+    assert not torch.equal(found.values_T[counts_T], SURROGATES["vespo"](inputs, **SHAPE).values_T[counts_T])
+
+
+def test_a_gamma_weight_that_overflows_is_none():
+    far_T = torch.full((1,), 10.0, dtype=torch.float64)
+    term = SURROGATES["vespo"](LossInputs(far_T - 20, far_T - 30, far_T), k_positive=90.0, lambda_positive=1e-4)
+    assert term.values_T.tolist() == [0.0]

@@ -1,5 +1,7 @@
 """SAPO and DRO against the oracle and at their limits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from workbench.losses import LossInputs
 from workbench.losses.surrogates.soft import dro, sapo
 
 CASES = [("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}), ("sapo", {"tau_positive": 3.0, "tau_negative": 0.7}),
+         ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05, "log_clamp": 0.5}),
          ("dro", {"beta": 0.3}), ("dro", {"beta": 0.0, "anchor": "sampler"})]
 
 
@@ -45,3 +48,13 @@ def test_dro_pulls_back_to_the_anchor_without_an_advantage():
     policy_T = torch.tensor([-1.0, -3.0], requires_grad=True)
     dro(LossInputs(policy_T, torch.tensor([-2.0, -2.0]), torch.zeros(2)), beta=0.5).values_T.sum().backward()
     assert policy_T.grad.tolist() == [0.5, -0.5]
+
+
+def test_sapo_of_documents_may_average_their_advantages():
+    policy_T = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
+    inputs = LossInputs(policy_T, policy_T - 0.3, torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64),
+                        document_ids_T=torch.tensor([0, 0, 1]))
+    mean = replace(inputs, advantages_T=torch.tensor([0.5, 0.5, -1.0], dtype=torch.float64))
+    found = sapo(inputs, level="document", advantage_level="document")
+    assert torch.equal(found.values_T, sapo(mean, level="document").values_T)
+    assert not torch.equal(found.values_T, sapo(inputs, level="document").values_T)

@@ -10,13 +10,18 @@ from tests.helpers.surrogate_checks import assert_finite_differences, assert_is_
 from workbench.errors import SpecError
 from workbench.losses import LossInputs
 from workbench.losses.surrogates import SURROGATES
-from workbench.losses.surrogates.trust_region import dppo_kl, dppo_tv, ipo
+from workbench.losses.surrogates.trust_region import dppo_kl, dppo_tv, ipo, ref_kl
 
 CASES = [("dppo_tv", {"threshold_low": 0.1, "threshold_high": 0.15, "anchor": "sampler"}),
          ("dppo_tv", {"threshold_low": 0.2, "threshold_high": 0.2, "ratio_cap": 1.5, "anchor": "old"}),
          ("dppo_kl", {"threshold_low": 0.05, "threshold_high": 0.03, "anchor": "sampler"}),
          ("dppo_kl", {"threshold_low": 0.05, "threshold_high": 0.05, "ratio_cap": 2.0, "anchor": "sampler"}),
-         ("ipo", {"threshold": 0.1, "anchor": "sampler"})]
+         ("dppo_tv", {"threshold_low": 0.3, "threshold_high": 0.3, "log_clamp": 0.4, "anchor": "sampler"}),
+         ("dppo_kl", {"threshold_low": 0.2, "threshold_high": 0.2, "ratio_cap": 2.0, "log_clamp": 0.4,
+                      "anchor": "old"}),
+         ("ipo", {"threshold": 0.1, "anchor": "sampler"}),
+         ("ref_kl", {"threshold_low": 0.2, "anchor": "sampler"}),
+         ("ref_kl", {"threshold_low": 0.05, "anchor": "old"})]
 
 
 @pytest.mark.parametrize(("kind", "parameters"), CASES, ids=str)
@@ -106,3 +111,18 @@ def test_the_sampler_is_needed_by_name():
     zero_T = torch.zeros(1)
     with pytest.raises(SpecError, match="no sampler_logprobs"):
         dppo_tv(LossInputs(zero_T, zero_T, zero_T))
+
+
+@pytest.mark.parametrize(("p", "dropped"), [(0.31, False), (0.29, True), (0.9, False)])
+def test_ref_kl_drops_what_fell_and_never_what_rose_and_reads_no_advantage(p, dropped):
+    ref_T = torch.tensor([math.log(0.4)], dtype=torch.float64)
+    terms = [ref_kl(inputs(p, 0.5, advantage, ref_logprobs_T=ref_T)) for advantage in (1.0, -1.0)]
+    assert [bool(term.clipped_T) for term in terms] == [dropped, dropped]
+    assert terms[0].values_T.item() == terms[1].values_T.item()
+    assert terms[0].values_T.item() == pytest.approx(0.0 if dropped else -math.log(0.4 / p) * p / 0.5)
+
+
+def test_ref_kl_is_silent_where_the_reference_agrees():
+    same_T = torch.tensor([math.log(0.4)], dtype=torch.float64)
+    assert bool(ref_kl(inputs(0.4, 0.5, 1.0, ref_logprobs_T=same_T)).silent_T)
+    assert not bool(ref_kl(inputs(0.41, 0.5, 0.0, ref_logprobs_T=same_T)).silent_T)

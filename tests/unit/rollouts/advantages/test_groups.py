@@ -14,8 +14,10 @@ from workbench.rollouts.advantages import (
     gpg_advantages,
     group_advantages,
     opo_advantages,
+    pass_at_k_advantages,
     rloo_advantages,
 )
+from workbench.rollouts.advantages.groups import combine_components, group_baselines
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 5.0, 0.25, 0.75], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, 7, 2, 4, 4])
@@ -184,6 +186,35 @@ def test_gpg_is_the_oracles(masked):
         assert found.tolist() == pytest.approx(oracle.gpg(rewards, groups, trained=trained), rel=1e-8, abs=1e-9)
 
 
+def test_gpg_may_count_rewards_that_are_not_0_and_leave_a_singleton_its_own():
+    rewards, groups = torch.tensor([1.0, 0.0, 3.0, 3.0, 0.0, 2.0]).double(), torch.tensor([1, 1, 2, 2, 3, 4])
+    found = gpg_advantages(rewards, groups, informative="rewards_not_zero", singleton="reward", divisor=2.0)
+    assert found.tolist() == pytest.approx([6 / 4 * 0.25, -6 / 4 * 0.25, 0.0, 0.0, 0.0, 6 / 4 * 1.0])
+    assert gpg_advantages(rewards, groups, informative="rewards_not_zero").tolist()[5] == 0.0
+
+
+@pytest.mark.parametrize("scale", ["std", "none"])
+def test_pass_at_k_is_the_oracles(scale):
+    for seed in range(6):
+        g = torch.Generator().manual_seed(seed)
+        rewards = torch.randint(0, 5, (9,), generator=g).double() / 4
+        groups = torch.tensor([0, 0, 1, 1, 2, 2, 2, 1, 0])
+        found = pass_at_k_advantages(rewards, groups, scale=scale)
+        expected = oracle.pass_at_k(rewards.tolist(), groups.tolist(), scale=scale)
+        assert found.tolist() == pytest.approx(expected, rel=1e-12)
+        assert int((found != 0).sum()) <= 3
+
+
+def test_pass_at_k_looks_at_trained_answers_and_wants_two_of_them():
+    rewards, groups = torch.tensor([9.0, 1.0, 0.5, 0.25]), torch.tensor([3, 3, 3, 3])
+    trained = torch.tensor([False, True, True, True])
+    assert pass_at_k_advantages(rewards, groups, scale="none", trained_N=trained).tolist() == [0.0, 0.5, 0.0, 0.0]
+    with pytest.raises(SpecError, match="second best answer of group 3"):
+        pass_at_k_advantages(rewards[:1], groups[:1])
+    with pytest.raises(SpecError, match="scale is std or none"):
+        pass_at_k_advantages(rewards, groups, scale="batch_std")
+
+
 def test_gpg_counts_an_answer_at_the_mean_of_an_unequal_group():
     rewards, groups = torch.tensor([0.0, 0.5, 1.0, 0.3, 0.3, 2.0]), torch.tensor([0, 0, 0, 1, 1, 2])
     assert gpg_advantages(rewards, groups).tolist() == [-1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
@@ -201,6 +232,29 @@ def test_gdpo_is_the_oracles(masked):
                                 torch.tensor(weights), trained_N=None if trained is None else torch.tensor(trained))
         assert found.tolist() == pytest.approx(oracle.gdpo(components, groups, weights, trained=trained), rel=1e-8,
                                                abs=1e-9)
+
+
+def test_gdpo_leaves_components_out_that_were_not_scored():
+    nan = math.nan
+    components = torch.tensor([[1.0, nan], [3.0, 2.0], [nan, 4.0], [nan, nan], [5.0, 0.0], [5.0, nan]],
+                              dtype=torch.float64)
+    groups, weights = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([1.0, 0.5])
+    # In group 0: (1, 3) and (2, 4) are +-1 around their means with deviation sqrt 2; in group 1 nothing differs.
+    z = 1 / (math.sqrt(2) + 1e-4)
+    totals = [-z, z - 0.5 * z, 0.5 * z, 0.0, 0.0]
+    mean = math.fsum(totals) / 5
+    deviation = math.sqrt(math.fsum((t - mean) ** 2 for t in totals) / 4) + 1e-4
+    expected = [(t - mean) / deviation for t in totals]
+    found = gdpo_advantages(components, groups, weights, unscored="skip").tolist()
+    assert found == pytest.approx([*expected[:3], 0.0, *expected[3:]], rel=1e-12, abs=1e-15)
+    with pytest.raises(ShapeError, match="every reward is finite"):
+        gdpo_advantages(components, groups, weights)
+
+
+def test_one_reward_of_components_is_the_weighted_sum_of_those_that_were_scored():
+    components = torch.tensor([[1.0, 2.0], [math.nan, 2.0], [math.nan, math.nan]])
+    rewards, scored = combine_components(components, torch.tensor([10.0, 0.5]))
+    assert (rewards.tolist(), scored.tolist()) == ([11.0, 1.0, 0.0], [True, True, False])
 
 
 def test_gdpo_tells_answers_apart_whose_sums_are_equal():
@@ -254,3 +308,14 @@ def test_verls_grpo_gives_a_singleton_its_bare_reward():
     assert found.item() == pytest.approx(0.5 / (1 + 1e-6), rel=1e-15)
     assert math.isclose(group_advantages(torch.tensor([0.5]), torch.tensor([3]), scale="none",
                                          singleton="reward").item(), 0.5)
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_baselines_and_deviations_are_those_of_the_group_or_of_the_others(baseline):
+    rewards, groups = [1.0, -0.5, 2.0, 0.25, 0.25, 3.0, 1.0, 1.0], [4, 4, 4, 9, 9, 1, 4, 9]
+    found, deviation = group_baselines(torch.tensor(rewards), torch.tensor(groups), baseline=baseline)
+    for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
+        others = [r for j, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and j != i]
+        looked_at = others if baseline == "leave_one_out" else [*others, reward]
+        assert found[i].item() == pytest.approx(sum(looked_at) / len(looked_at) if others else reward)
+        assert deviation[i].item() == pytest.approx(oracle.deviation(looked_at, 1) if len(looked_at) > 1 else 0.0)

@@ -8,7 +8,7 @@ import torch
 from tests.oracles import advantages as oracle
 from workbench.errors import SpecError
 from workbench.rollouts.advantages import ESTIMATORS, AdvantageInputs, estimate_advantages
-from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.batch import Extension, RolloutBatch
 
 # Documents 0 1 2 of group 5 (2 and 1 trained tokens; document 2 trains nothing), 3 4 of group 8, padding.
 IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 3, 4, 4, -1])
@@ -21,7 +21,9 @@ def inputs(**more):
     g = torch.Generator().manual_seed(1)
     noise = torch.rand(2, len(IDS), generator=g, dtype=torch.float64)
     fields = {"penalties_T": None, "values_T": noise[1],
-              "components_NK": torch.tensor([[r, (n % 2) / 3] for n, r in enumerate(REWARDS)], dtype=torch.float64)}
+              "components_NK": torch.tensor([[r, (n % 2) / 3] for n, r in enumerate(REWARDS)], dtype=torch.float64),
+              "baselines_N": torch.tensor([0.5, 0.0, 1.0, -0.5, 0.25], dtype=torch.float64),
+              "old_logprobs_T": -noise[0] - 0.1, "squared_probabilities_T": noise[1]}
     if more.pop("penalised", False):
         fields["penalties_T"] = torch.where(MASK, noise[0], float("nan"))
     return AdvantageInputs(IDS, MASK, torch.tensor(REWARDS, dtype=torch.float64), torch.tensor(GROUPS),
@@ -131,7 +133,9 @@ def test_every_estimator_gives_finite_numbers_and_exact_zeros_where_nothing_trai
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_step_in_which_nothing_trains_has_no_advantages(name):
     nothing = AdvantageInputs(torch.tensor([0, 0, -1]), torch.zeros(3).bool(), torch.tensor([float("nan")]).double(),
-                              torch.tensor([0]), values_T=torch.zeros(3), components_NK=torch.zeros(1, 2))
+                              torch.tensor([0]), values_T=torch.zeros(3), components_NK=torch.zeros(1, 2),
+                              baselines_N=torch.zeros(1), old_logprobs_T=torch.zeros(3),
+                              squared_probabilities_T=torch.zeros(3))
     assert estimate_advantages(name, nothing).advantages_T.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -178,3 +182,50 @@ def test_gpg_makes_up_for_groups_that_say_nothing():
 def test_a_baseline_is_refused_where_there_is_none(name):
     with pytest.raises(SpecError, match="has no baseline of a group"):
         estimate_advantages(name, inputs(), masked_in_baseline=True)
+
+
+def test_rewards_at_tokens_are_laid_where_they_were_earned_and_add_up_to_the_documents():
+    earned = torch.tensor([0.5, 1.0, float("nan")], dtype=torch.float64)
+    ids, mask = torch.tensor([0, 0, -1]), torch.tensor([True, True, False])
+    given = AdvantageInputs.of_token_rewards(ids, mask, earned, torch.tensor([7]))
+    assert given.rewards_N.tolist() == [1.5]
+    assert given.on_each_token_T.tolist() == [0.5, 1.0, 0.0]
+    assert replace(given, penalties_T=torch.tensor([0.25, 0.0, 9.0])).on_each_token_T.tolist() == [0.25, 1.0, 0.0]
+    last = replace(given, token_rewards_T=None)
+    assert last.on_each_token_T.tolist() == [0.0, 1.5, 0.0]
+    found = estimate_advantages("gae", replace(given, values_T=torch.zeros(3)), policy_lambda=1.0)
+    assert found.returns_T.tolist() == [1.5, 1.0, 0.0]
+
+
+def test_estimators_of_tokens_by_name():
+    given = inputs()
+    remax = estimate_advantages("remax", given)
+    for n, baseline in enumerate(given.baselines_N.tolist()):
+        here = MASK & (n == IDS)
+        assert remax.advantages_T[here].tolist() == pytest.approx([REWARDS[n] - baseline] * LENGTHS[n])
+    plain, weighed = (estimate_advantages("optimal_token_baseline", replace(given, correction_weights_T=weights),
+                                          aligned="trained", zero_tail=False).advantages_T
+                      for weights in (None, torch.linspace(0.5, 1.5, len(IDS)).double()))
+    assert not torch.equal(plain, weighed)
+    assert estimate_advantages("pass_at_k", given, scale="none").advantages_T[MASK].tolist() == pytest.approx(
+        [0.75, 0.75, 0.0, 0.5, 0.5, 0.0])
+
+
+def test_grpo_whitened_over_tokens():
+    grouped = estimate_advantages("grpo", inputs(), epsilon=1e-6).advantages_T[MASK]
+    found = estimate_advantages("grpo_whitened", inputs()).advantages_T[MASK]
+    torch.testing.assert_close(found, (grouped - grouped.mean()) / (grouped.var() + 1e-8).sqrt(), rtol=1e-12,
+                               atol=1e-14)
+
+
+def test_a_batch_brings_what_token_baselines_need():
+    documents = [{"tokens": [1] * 3, "loss_mask": [0, 1, 1], "advantages": 0.0, "old_logprobs": [-0.5] * 3,
+                  "reward": reward, "group_id": 4} for reward in (1.0, 0.0)]
+    batch = RolloutBatch.from_documents(documents)
+    kept = {"baselines": Extension(torch.tensor([0.25, 0.5]), "document", "reward", "of the greedy answer"),
+            "squared_probabilities": Extension(torch.full((6,), 0.5), "token", "1", "sum of squared probabilities")}
+    batch = replace(batch, extensions=kept)
+    assert estimate_advantages("remax", AdvantageInputs.of(batch)).advantages_T.tolist() == [
+        0.0, 0.75, 0.75, 0.0, -0.5, -0.5]
+    found = estimate_advantages("optimal_token_baseline", AdvantageInputs.of(batch)).advantages_T
+    assert found.tolist() == pytest.approx([0.0, 0.5, 0.5, 0.0, -0.5, -0.5])

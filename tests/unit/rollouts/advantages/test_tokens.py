@@ -1,5 +1,6 @@
 """Advantages of tokens against sums written out, and against numbers of other systems."""
 
+import math
 import random
 
 import pytest
@@ -7,7 +8,14 @@ import torch
 
 from tests.oracles import advantages as oracle
 from workbench.errors import ShapeError, SpecError
-from workbench.rollouts.advantages.tokens import discounted_returns, gae, token_rewards, whiten
+from workbench.rollouts.advantages.tokens import (
+    discounted_returns,
+    gae,
+    spread_rewards,
+    standardize,
+    token_rewards,
+    whiten,
+)
 
 MASKS = [[0, 1, 1, 1], [0], [0, 0, 1], [0, 1, 0, 0, 1, 1, 0, 1], [0, 0, 0], [0] * 4 + [1] * 30]
 
@@ -120,6 +128,14 @@ def test_equal_values_and_too_few_values_whiten_to_exact_zeros():
     assert whiten(torch.tensor([3.0, 1.0]), torch.tensor([False, False])).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(("form", "ddof"), [("floor", 0), ("add", 1)])
+def test_by_equal_values_what_stands_elsewhere_is_whitened_with_variance_zero(form, ddof):
+    values, mask = torch.tensor([0.3, 0.3, 0.3, 1.3], dtype=torch.float64), torch.tensor([1, 1, 1, 0]).bool()
+    settings = {"ddof": ddof, "epsilon_form": form, "elsewhere": "whiten"}
+    assert whiten(values, mask, epsilon=1e-8, **settings).tolist() == [0.0, 0.0, 0.0, pytest.approx(1e4)]
+    assert whiten(values, mask, epsilon=0.0, **settings).tolist() == [0.0] * 4
+
+
 def test_a_large_offset_cancels_nowhere():
     values = torch.tensor([0.0, 1.0, 2.0, 4.0], dtype=torch.float64)
     mask = torch.ones(4).bool()
@@ -129,3 +145,70 @@ def test_a_large_offset_cancels_nowhere():
 def test_an_unknown_form_is_refused():
     with pytest.raises(SpecError, match="add or floor"):
         whiten(torch.ones(2), torch.ones(2).bool(), epsilon_form="sqrt")
+
+
+def test_as_given_every_token_pays_its_penalty_and_an_answer_without_training_keeps_its_reward():
+    ids, mask = torch.tensor([0, 0, 0, 1, 1, -1]), torch.tensor([1, 1, 0, 0, 0, 0]).bool()
+    penalties = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], dtype=torch.float64)
+    found = token_rewards(torch.tensor([2.0, 7.0]), ids, mask, penalties, elsewhere="as_given")
+    assert found.tolist() == pytest.approx([-0.1, 1.8, -0.3, -0.4, 6.5, -0.6])
+
+
+@pytest.mark.parametrize("critic", [1.0, 0.5])
+def test_carried_a_token_that_does_not_count_has_the_next_ones_advantage(critic):
+    ids, mask, rewards, penalties, values = problem(2)
+    values = values.nan_to_num(3.0)
+    given = token_rewards(rewards, ids, mask, penalties)
+    settings = {"policy_lambda": 0.9, "value_lambda": critic}
+    plain, taught = gae(given, values, ids, mask, **settings)
+    advantages, returns = gae(given, values, ids, mask, elsewhere="carry", **settings)
+    assert torch.equal(advantages[mask], plain[mask])
+    assert torch.equal(returns[mask], taught[mask])
+    for t in torch.nonzero(~mask).squeeze(1).tolist():
+        later = [s for s in range(t, len(ids)) if ids[s] == ids[t] and mask[s]]
+        carried, critics = (plain[later[0]], taught[later[0]] - values[later[0]]) if later and ids[t] >= 0 else (0, 0)
+        assert advantages[t].item() == pytest.approx(float(carried))
+        assert returns[t].item() == pytest.approx(float(values[t] + critics) if ids[t] >= 0 else 0.0)
+
+
+def test_a_count_epsilon_is_added_under_both_means_and_what_does_not_count_may_be_whitened_with_the_rest():
+    values, mask = torch.tensor([1.0, 2.0, 4.0, 10.0], dtype=torch.float64), torch.tensor([1, 1, 1, 0]).bool()
+    mean = 7 / 3.5
+    variance = (1 + 0 + 4) / 3.5 * 3 / 2
+    expected = [(v - mean) / (variance + 0.25) ** 0.5 for v in (1, 2, 4, 10)]
+    settings = {"epsilon": 0.25, "count_epsilon": 0.5}
+    assert whiten(values, mask, **settings).tolist() == pytest.approx([*expected[:3], 0.0])
+    assert whiten(values, mask, elsewhere="whiten", **settings).tolist() == pytest.approx(expected)
+
+
+def test_spread_every_token_carries_the_reward_less_its_own_penalty():
+    ids = torch.tensor([0, 0, 1, -1])
+    rewards, penalties = torch.tensor([2.0, 3.0]), torch.tensor([0.1, 0.2, 0.3, float("nan")], dtype=torch.float64)
+    assert spread_rewards(rewards, ids).tolist() == [2.0, 2.0, 3.0, 0.0]
+    assert spread_rewards(rewards, ids, penalties).tolist() == pytest.approx([1.9, 1.8, 2.7, 0.0])
+
+
+# ---- rectangles ----------------------------------------------------------------------------------------------------
+
+
+def test_standardize_leaves_what_0_would_become_where_nothing_counts():
+    values, mask = torch.tensor([[1.0, 3.0, math.nan], [5.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    found = standardize(values, mask, epsilon=0.5)
+    deviation = math.sqrt(((1 - 3) ** 2 + 0 + (5 - 3) ** 2) / 3) + 0.5
+    expected = [[-2 / deviation, 0.0, -3 / deviation], [2 / deviation, -3 / deviation, -3 / deviation]]
+    assert found.tolist() == [pytest.approx(row, rel=1e-14) for row in expected]
+    sample = standardize(values, mask, ddof=1, epsilon=0.0)
+    assert sample[0, 0].item() == pytest.approx(-1.0, rel=1e-14)
+
+
+def test_standardize_along_a_dim_treats_every_row_alone():
+    values = torch.tensor([[1.0, 3.0], [10.0, 50.0]])
+    assert standardize(values, dims=1, epsilon=0.0).tolist() == [[-1.0, 1.0], [-1.0, 1.0]]
+    assert torch.equal(standardize(values, dims=[0, 1]), standardize(values))
+
+
+def test_standardize_refuses_what_it_cannot_mean():
+    with pytest.raises(ShapeError, match="one flag a value"):
+        standardize(torch.zeros(2, 3), torch.ones(2, 2).bool())
+    with pytest.raises(SpecError, match="neither is negative"):
+        standardize(torch.zeros(2, 3), epsilon=-1.0)

@@ -1,0 +1,73 @@
+"""Systems: known by name, and their options refused by name."""
+
+import dataclasses
+import importlib
+
+import pytest
+
+from workbench import adapters
+from workbench.adapters.contracts import CONTRACTS
+from workbench.adapters.system import SYSTEMS, Settings, System, load_system, parse_settings, translated
+from workbench.adapters.translate import translation
+from workbench.errors import SpecError
+from workbench.losses.spec import LossSpec
+
+
+class Two(Settings):
+    """Two options."""
+
+    clip: float = 0.2
+    """A length."""
+    mode: str = "a"
+    """A name."""
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_is_whole(name):
+    system = load_system(name)
+    assert isinstance(system, System)
+    assert system.name == name
+    assert system.version
+    assert system.scaling == CONTRACTS[name]
+    assert issubclass(system.settings, Settings)
+    found = translation(name, {})
+    assert isinstance(found.spec, LossSpec)
+    assert set(found.given) <= set(system.settings.model_fields)
+    undocumented = [option for option, field in system.settings.model_fields.items() if not field.description]
+    assert undocumented == []
+
+
+def test_an_unknown_system_is_refused_with_the_nearest():
+    with pytest.raises(SpecError, match="did you mean 'nemo_rl'"):
+        load_system("nemo-rl")
+
+
+def test_an_unknown_option_is_refused_with_the_nearest():
+    with pytest.raises(SpecError, match=r"somewhere: 1 option\(s\) cannot be used") as caught:
+        parse_settings(Two, {"clipp": 0.1}, where="somewhere")
+    assert "unknown option 'clipp' (did you mean 'clip'?)" in str(caught.value)
+    assert "options of Two: clip, mode" in str(caught.value)
+
+
+def test_a_value_that_cannot_be_is_said_with_its_option():
+    with pytest.raises(SpecError, match="clip = 'wide'"):
+        parse_settings(Two, {"clip": "wide"}, where="somewhere")
+
+
+def test_what_our_spec_refuses_is_said_in_words():
+    def clashing(_):
+        return LossSpec(denominator="token", denominator_constant=3.0)
+
+    system = dataclasses.replace(load_system("verl"), title="Somebody", translate=clashing)
+    with pytest.raises(SpecError, match="Somebody: these options as a loss of ours") as caught:
+        translated(system, Two())
+    assert "denominator_constant is not used" in str(caught.value)
+
+
+def test_the_package_offers_functions_whatever_was_imported_first():
+    for place in ("explanations", "replays", "contracts", "translate"):
+        importlib.import_module(f"workbench.adapters.{place}")
+    for name in ("loss_spec", "settings_for", "explain", "replay", "contract_table", "scaling_contract"):
+        assert callable(getattr(adapters, name)), name
+    with pytest.raises(AttributeError, match="no attribute 'lunch'"):
+        _ = adapters.lunch

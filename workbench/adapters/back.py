@@ -1,0 +1,63 @@
+"""The last step of every way back from a spec to a system's options: are they the spec again?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from workbench.adapters.system import Settings, Translation, parse_settings
+from workbench.errors import SpecError
+from workbench.losses.canonical import canonical
+from workbench.losses.spec import LossSpec, ScalingSpec
+
+FACTORS = ("multiplied_by", "divided_by", "replicated", "engine_multiplies", "engine_divides")
+"""Settings of a scaling contract that are factors."""
+
+
+def checked_back(title: str, spec: LossSpec, model: type[Settings], translate: Callable[[Any], Translation],
+                 settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, if their translation is the same loss as the spec, in every layout (`workbench.losses.canonical`).
+
+    Args:
+        title: of the system, for the message.
+        spec: what is to be said in the system's options.
+        model: of its options.
+        translate: from its options to a spec.
+        settings: the options that come nearest.
+
+    Raises:
+        SpecError: the system has no such loss; the message names what would differ.
+    """
+    reached = translate(parse_settings(model, settings, where=title)).spec
+    same_step = spec.scaling.powers == reached.scaling.powers and spec.scaling.counts == reached.scaling.counts
+    apart = [] if same_step and canonical(spec) == canonical(reached) else list(differences(spec, reached))
+    if apart:
+        said = "; ".join(f"{path} = {mine!r} (there {theirs!r})" for path, mine, theirs in apart[:5])
+        raise SpecError(f"options of {title} for this loss", found=said,
+                        rule=f"{title} has no option that makes this so", fix="change the spec there, or take another "
+                        "system")
+    return dict(settings)
+
+
+def differences(spec: BaseModel, other: BaseModel, path: str = "") -> list[tuple[str, Any, Any]]:
+    """(path, value, the other's value) of every setting that two specs do not share.
+
+    Names of presets do not matter, nor by which factors a scaling contract comes to the same product.
+    """
+    found = []
+    for name in type(spec).model_fields:
+        mine, theirs = getattr(spec, name), getattr(other, name)
+        if isinstance(mine, ScalingSpec) and isinstance(theirs, ScalingSpec) and mine.powers == theirs.powers:
+            theirs = theirs.model_copy(update={factor: getattr(mine, factor) for factor in FACTORS})
+        if isinstance(mine, BaseModel) and isinstance(theirs, BaseModel):
+            found += differences(mine, theirs, f"{path}{name}.")
+        elif mine != theirs and not (name == "name" or (name == "kind" and path == "correction.")):
+            found.append((f"{path}{name}", mine, theirs))
+    return found
+
+
+def refuse(title: str, what: str, rule: str) -> SpecError:
+    """The error for a loss that a system does not have at all."""
+    return SpecError(f"options of {title} for {what}", rule=rule, fix="change the spec there, or take another system")

@@ -1,0 +1,175 @@
+"""Arrays of another system, as rows that the evaluator takes: they are reshaped, cast and named, and nothing else.
+
+Such arrays are next-token aligned: position t holds what belongs to the token that is predicted there. They come as
+rectangles, whose rows are documents, or flat with a document index.
+
+Letters: T packed tokens | B rows | V vocabulary | D model dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ShapeError, SpecError
+from workbench.losses.corrections import CORRECTION_WEIGHTS
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.rollouts.targets import TrainingRow
+
+TOKEN_SHAPED = ("logprobs", "targets", "mask", "values", "old_logprobs", "rollout_logprobs")
+"""Inputs whose shape is that of the tokens; the first that is there says it."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a function of another system.
+
+    Attributes:
+        system: whose.
+        kind: of thing that it computes, such as "policy_loss".
+        function: its name there.
+        config: options, by their names there.
+        inputs: arrays by name; reals float64, whole numbers int64.
+    """
+
+    system: str
+    kind: str
+    function: str
+    config: Mapping[str, Any]
+    inputs: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, system: str, kind: str, function: str, config: Mapping[str, Any],
+           inputs: Mapping[str, Any]) -> Case:
+        """Take numpy arrays, tensors or lists."""
+        cast = {name: _as_tensor(value) for name, value in inputs.items() if value is not None}
+        return cls(system, kind, function, dict(config), cast)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.inputs:
+            raise SpecError(f"{self.system}, {self.kind}: input {name!r}", found=", ".join(self.inputs),
+                            rule="this kind of case needs it", fix="give the array")
+        return self.inputs[name]
+
+    def get(self, name: str) -> Tensor | None:
+        """An input, or None where there is none of that name."""
+        return self.inputs.get(name)
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        """Of everything that has a value a token: [B, T] or [T]."""
+        for name in TOKEN_SHAPED:
+            if name in self.inputs:
+                return self.inputs[name].shape
+        raise SpecError(f"{self.system}, {self.kind}: the shape of its tokens", found=", ".join(self.inputs),
+                        rule=f"one of {', '.join(TOKEN_SHAPED)} says it", fix="give that array")
+
+    @cached_property
+    def document_ids_T(self) -> Tensor:
+        """[T] document of the token: its index where there is one, its row elsewhere."""
+        index = self.get("document_index")
+        if index is not None:
+            return index.reshape(-1)
+        if len(self.shape) == 1:
+            return torch.zeros(self.shape, dtype=torch.long)
+        return torch.arange(self.shape[0]).repeat_interleave(self.shape[1:].numel())
+
+    @cached_property
+    def loss_mask_T(self) -> Tensor:
+        """[T] bool: the token counts. A sample mask takes out whole rows, a negative target its token."""
+        mask = self.get("mask")
+        counts = torch.ones(self.shape, dtype=torch.bool) if mask is None else mask.bool()
+        if "targets" in self.inputs:
+            counts = torch.logical_and(counts, torch.ge(self["targets"], 0))
+        if "sample_mask" in self.inputs:
+            counts = torch.logical_and(counts, self.spread("sample_mask").bool())
+        return counts.reshape(-1)
+
+    @cached_property
+    def targets_T(self) -> Tensor:
+        """[T] vocabulary ids; 0 where there is none."""
+        return self["targets"].reshape(-1).clamp_min(0)
+
+    def spread(self, name: str) -> Tensor:
+        """An input in the shape of the tokens: one value a row is laid on every token of the row."""
+        value = self[name]
+        if value.shape == self.shape:
+            return value
+        if value.dim() < len(self.shape):
+            value = value.reshape(*value.shape, *(1,) * (len(self.shape) - value.dim()))
+        try:
+            return value.expand(self.shape)
+        except RuntimeError:
+            raise ShapeError(f"{self.system}, {self.kind}: input {name!r}",
+                             found=f"shape {list(self[name].shape)}, tokens {list(self.shape)}",
+                             rule="one value a token or one a row", fix="reshape the array") from None
+
+    def tokens(self, name: str) -> Tensor | None:
+        """[T] an input on tokens that count, 0 elsewhere (whatever stands there); None where there is none."""
+        if name not in self.inputs:
+            return None
+        value_T = self.spread(name).reshape(-1)
+        return torch.where(self.loss_mask_T, value_T, torch.zeros_like(value_T))
+
+    def counted(self, logits: Tensor) -> Tensor:
+        """[T, V] logits of the tokens that count, 0 elsewhere (whatever stands there)."""
+        logits_TV = logits.reshape(-1, logits.shape[-1])
+        return torch.where(self.loss_mask_T[:, None], logits_TV, torch.zeros_like(logits_TV))
+
+    def everywhere(self, name: str) -> Tensor | None:
+        """[T] an input of the token's document, also on tokens that do not count; None where there is none."""
+        return None if name not in self.inputs else self.spread(name).reshape(-1)
+
+    def shaped(self, values_T: Tensor) -> Tensor:
+        """[T] back in the shape of the tokens, detached."""
+        return values_T.detach().reshape(self.shape)
+
+    def row(self, **changes: Any) -> TrainingRow:
+        """The tokens as one training row; documents in which nothing counts are in it.
+
+        A policy at the start of the update that is not there is the live one, detached: `replay` puts it in.
+
+        Args:
+            changes: fields that the system's own convention makes differ.
+        """
+        ids_T, counts_T = self.document_ids_T, self.loss_mask_T
+        nothing_T = torch.zeros(ids_T.shape, dtype=torch.float64)
+        fields: dict[str, Any] = {
+            "tokens_T": torch.zeros_like(ids_T), "positions_T": torch.zeros_like(ids_T), "document_ids_T": ids_T,
+            "targets_T": self.targets_T if "targets" in self.inputs else torch.zeros_like(ids_T),
+            "loss_mask_T": counts_T, "advantages_T": _or(self.tokens("advantages"), nothing_T),
+            "old_logprobs_T": _or(self.tokens("old_logprobs"), nothing_T),
+            "sampler_logprobs_T": self.tokens("rollout_logprobs"), "ref_logprobs_T": self.tokens("ref_logprobs"),
+            "source_T": torch.arange(ids_T.numel()), "lengths_T": self._lengths(),
+            "rewards_T": self.everywhere("rewards"), "group_ids_T": self.everywhere("group_ids")}
+        given_T = self.tokens("is_weights")
+        extensions = {} if given_T is None else {CORRECTION_WEIGHTS: given_T}
+        return TrainingRow(**(fields | {"extensions": extensions} | changes))
+
+    def _lengths(self) -> Tensor:
+        """[T] trained tokens of the token's whole document, of which only a part may be here."""
+        for name in ("label_counts", "num_labels"):
+            if name in self.inputs:
+                return self.spread(name).reshape(-1).double().clamp_min(1)
+        return torch.bincount(self.document_ids_T, weights=self.loss_mask_T.double())[self.document_ids_T].clamp_min(1)
+
+
+def silent(logprobs_T: Tensor, entropy_T: Tensor | None = None) -> TokenLogprobs:
+    """A head that says log-probabilities, and entropies where they came with the case."""
+    return TokenLogprobs(logprobs_T, entropy_T, None)  # type: ignore[arg-type]
+
+
+def _or(value_T: Tensor | None, otherwise_T: Tensor) -> Tensor:
+    return otherwise_T if value_T is None else value_T
+
+
+def _as_tensor(value: Any) -> Tensor:
+    if hasattr(value, "copy"):  # an array may be read-only, or run backwards
+        value = value.copy()
+    real = torch.as_tensor(value).is_floating_point()
+    return torch.as_tensor(value, dtype=torch.float64 if real else torch.int64).detach().cpu()

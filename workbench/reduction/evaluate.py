@@ -1,0 +1,78 @@
+"""A loss on one row, from what the policy says about its tokens to scalars that can be back-propagated.
+
+The heart of a training step without the model and the ranks around it: `workbench.runs.step` calls it once for each
+micro-batch, `workbench.adapters` once for each case of another system, so both compute the same thing.
+
+Letters: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from workbench.losses.corrections import CORRECTION_WEIGHTS
+from workbench.losses.document_sums import DocumentSums
+from workbench.losses.terms import Loss, LossInputs, Term
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.reduction.partial import Scalar
+from workbench.reduction.weighted_sum import reduce_terms
+from workbench.reduction.weights import StepTotals, TokenWeights
+from workbench.rollouts.targets import TrainingRow
+
+
+class Evaluated(NamedTuple):
+    """What a loss says about one row, or some tokens of one.
+
+    Attributes:
+        inputs: what it looked at.
+        terms: per-token values by name.
+        scalars: this rank's share of every term, coefficient included, and their sum under "total".
+    """
+
+    inputs: LossInputs
+    terms: Mapping[str, Term]
+    scalars: Mapping[str, Scalar]
+
+
+def loss_inputs(row: TrainingRow, said: TokenLogprobs, totals: StepTotals, sums: DocumentSums | None = None,
+                frozen_clip_T: Tensor | None = None) -> LossInputs:
+    """What a loss may look at: what the policy says about each token, the row's own data, numbers of the whole step.
+
+    Where nothing counts the ratio is 1, whatever the policy says there: no exp can overflow into a gradient.
+
+    Args:
+        row: this rank's tokens.
+        said: log-probabilities, and as far as the loss wants them entropy and log normaliser.
+        totals: of the whole step.
+        sums: over documents that may straddle ranks; None: the row is whole.
+        frozen_clip_T: [T] bool, clip decisions taken elsewhere.
+    """
+    return LossInputs(
+        policy_logprobs_T=torch.where(row.loss_mask_T, said.logprobs_T, row.old_logprobs_T),
+        old_logprobs_T=row.old_logprobs_T, advantages_T=row.advantages_T,
+        sampler_logprobs_T=row.sampler_logprobs_T, ref_logprobs_T=row.ref_logprobs_T,
+        entropy_T=said.entropy_T, logsumexp_T=said.logsumexp_T,
+        mean_squared_logit_T=said.mean_squared_logit_T, frozen_clip_T=frozen_clip_T,
+        loss_mask_T=row.loss_mask_T, document_ids_T=row.document_ids_T, lengths_T=row.lengths_T,
+        rewards_T=row.rewards_T, group_ids_T=row.group_ids_T, source_T=row.source_T,
+        correction_weights_T=row.extensions.get(CORRECTION_WEIGHTS), sums=sums, statistics=totals.statistics)
+
+
+def evaluate_loss(loss: Loss, inputs: LossInputs, weights: Mapping[str, TokenWeights],
+                  loss_mask_T: Tensor) -> Evaluated:
+    """Per-token terms, and their weighted sums over the tokens that count.
+
+    Backward: of ``scalars["total"].value``, the gradient weights; see `weighted_sum`.
+    """
+    terms = loss(inputs)
+    return Evaluated(inputs, terms, reduce_terms(terms, weights, loss_mask_T))
+
+
+def token_values(terms: Mapping[str, Term]) -> Tensor:
+    """[T] what each token adds to a loss before it is weighed: the sum over terms of coefficient * value."""
+    first, *others = (term.coefficient * term.values_T for term in terms.values())
+    return sum(others, start=first)

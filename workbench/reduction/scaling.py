@@ -1,0 +1,72 @@
+"""Scaling contracts: what a trainer and its engine do to a loss between a token sum and the optimizer.
+
+Every trainer divides a sum over tokens by a count, multiplies and divides the loss of a micro-batch by sizes of its
+layout, and hands the gradient to an engine that adds or averages over ranks and micro-batches. Written as data
+(`workbench.losses.spec.ScalingSpec`), the product of all of it is one factor for each token. The workbench itself adds
+over ranks and micro-batches and does nothing else, so a contract that is right has the factor 1 beside a count of the
+whole step, and one that is wrong shows as the factor that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from workbench.errors import SpecError
+from workbench.losses.spec import ScalingSpec
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a step is cut.
+
+    Attributes:
+        dp: data-parallel ranks.
+        cp: context-parallel ranks that share a row.
+    """
+
+    dp: int = 1
+    cp: int = 1
+
+    def micro_batches(self, rows: int) -> int:
+        """Rows that each dp rank trains on, one after another, before it steps.
+
+        Raises:
+            SpecError: the ranks do not take the same number of rows.
+        """
+        if rows % self.dp:
+            raise SpecError(f"{rows} rows on {self.dp} data-parallel ranks", rule="each takes as many rows",
+                            fix="pack the step into a multiple of dp rows")
+        return rows // self.dp
+
+    def counted_together(self, rows: int, counts: str) -> list[range]:
+        """Which rows share one count: all of the step, those of a dp rank, or each its own."""
+        size = {"step": rows, "rank": self.micro_batches(rows), "micro_batch": 1}[counts]
+        return [range(start, start + size) for start in range(0, rows, size)]
+
+
+def scaling_factor(scaling: ScalingSpec, *, dp: int, cp: int, micro_batches: int, engine: bool = True) -> float:
+    """What a token's gradient is multiplied with, beside its weight, by the trainer and its engine.
+
+    Formula:  multiplied_by * engine_multiplies * (cp if replicated) / (divided_by * engine_divides), each name its size
+
+    Args:
+        scaling: the contract.
+        dp: data-parallel ranks.
+        cp: context-parallel ranks that share a row.
+        micro_batches: of a rank in an optimizer step.
+        engine: with the engine's part; without it this is the factor in what the trainer's loss function returns.
+    """
+    sizes = {"dp": dp, "cp": cp, "dp_cp": dp * cp, "micro_batches": micro_batches}
+
+    def product(names: Sequence[str]) -> int:
+        total = 1
+        for name in names:
+            total *= sizes[name]
+        return total
+
+    trainer = product(scaling.multiplied_by) / product(scaling.divided_by)
+    if not engine:
+        return trainer
+    gathered = cp if scaling.replicated else 1
+    return trainer * gathered * product(scaling.engine_multiplies) / product(scaling.engine_divides)

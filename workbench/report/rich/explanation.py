@@ -1,0 +1,31 @@
+"""An explanation: the verdict on two systems' settings, the batch that tells them apart, and each difference."""
+
+from __future__ import annotations
+
+from workbench.adapters.explanations import Difference, Explanation
+from workbench.report.markup import Markup, breakable, table, tag
+from workbench.report.numbers import significant
+from workbench.report.rich.spec import said
+from workbench.report.rich.strips import framed
+
+
+def as_html(explanation: Explanation) -> Markup:
+    """A row for each setting that differs, those that act first; below it what the systems do silently."""
+    first, second = explanation.systems
+    verdict = str(explanation).splitlines()[0].partition(": ")[2]
+    head = [tag("p", tag("strong", f"{first} | {second}"), " ", verdict)]
+    if explanation.witness is not None:
+        losses = " | ".join(significant(loss, 10) for loss in explanation.witness.losses)
+        norms = " | ".join(significant(norm, 10) for norm in explanation.witness.gradient_norms)
+        head.append(tag("p", f"batch {explanation.witness.seed}: loss {losses}, gradient norm {norms}"))
+    rows = [[tag("strong", breakable(d.setting)), d.topic, _cell(d, 0), _cell(d, 1), "yes" if d.acts else "no"]
+            for d in explanation.differences]
+    body = [table(["setting", "about", first, second, "acts"], rows, class_="table")] if rows else []
+    notes = [tag("p", f"{title}: {note}") for title, told in zip(explanation.systems, explanation.notes, strict=True)
+             for note in told]
+    return framed(*head, *body, *notes)
+
+
+def _cell(difference: Difference, side: int) -> str:
+    option = difference.options[side]
+    return f"{said(difference.values[side])}{f' ({option})' if option else ''}"
