@@ -2,9 +2,10 @@
 
 BENCHMARKS = {
     "launch_overhead": "what a torchx job costs over bare torch.distributed.run, and when ranks are ready",
-    "head": "what log-probabilities and gradients from hidden states cost, ours and others', against three products",
+    "head": "what log-probabilities and their gradients cost, ours and others', against three matrix products",
+    "head_parallel": "what the head costs with its vocabulary cut over GPUs, against one that has it all",
     "metrics_cost": "what share of a step the metrics take, on a GPU with the Qwen3-0.6B architecture",
 }
 """Name -> the question it answers. Each is a module of this package, with `measure() -> record` and `in_words(record)`,
-and a record's ``bars`` say what must hold. One with a page has `write_page(record, folder)`, and one with a folder of its
-own under experiments/ a `FOLDER`."""
+and a record's ``bars`` say what must hold. One with a page has `write_page(record, folder)`, and one with a
+folder of its own under experiments/ a `FOLDER`."""

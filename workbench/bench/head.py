@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from workbench.bench.head_contenders import BOTH, FORWARD, Contender, Pass, part_of
-from workbench.bench.head_parallel import vocabulary_parallel
 from workbench.bench.head_workloads import SIZES, SIZES_WITHOUT_GPU, Size, Truth, Workload, relative_error
 from workbench.report.head import write_head_report
 from workbench.runs.store import project_root, provenance
@@ -56,9 +55,8 @@ def measure(*, pairs: int = ROUNDS, later: int = 0, told: Callable[[str], None] 
         told(str(size))
         workloads[size.name] = _workload(size, device, pairs, told)
     rows = longest_rows(told) if large else {}
-    parallel = vocabulary_parallel(told) if torch.cuda.device_count() > 1 else {}
     record = {"benchmark": "head", "device": torch.cuda.get_device_name() if large else "cpu", "rounds": pairs,
-              "workloads": workloads, "longest_rows": rows, "vocabulary_parallel": parallel,
+              "workloads": workloads, "longest_rows": rows,
               "provenance": provenance(project_root())}
     return record | {"bars": bars(record) if large else {}}
 
@@ -175,7 +173,8 @@ def _errors(work: Workload, told: Callable[[str], None]) -> dict[str, dict[str, 
                 continue
             try:
                 logprobs_T = contender.make(work)()
-                assert work.hidden_TD.grad is not None and work.weight_VD.grad is not None
+                assert work.hidden_TD.grad is not None
+                assert work.weight_VD.grad is not None
                 found[contender.name] = {
                     "hidden_error": relative_error(work.hidden_TD.grad, truth.hidden_TD),
                     "weight_error": relative_error(work.weight_VD.grad, truth.weight_VD)}
@@ -193,7 +192,7 @@ def _errors(work: Workload, told: Callable[[str], None]) -> dict[str, dict[str, 
 # -- the longest row -------------------------------------------------------------------------------------------
 
 HEADS = {"Qwen3-0.6B": (1024, 151936), "Qwen3-8B": (4096, 151936)}
-ROW_SECONDS = 25.0
+ROW_SECONDS = 8.0
 """No longer row is tried once one has taken this long."""
 
 
@@ -296,5 +295,5 @@ def in_words(record: dict[str, Any]) -> str:
 
 
 def write_page(record: dict[str, Any], folder: Path) -> Path:
-    """The record as one page with figures, beside it."""
-    return write_head_report(record, folder / "report.html")
+    """The folder's records as one page with figures; this one lies there already."""
+    return write_head_report(folder)

@@ -250,7 +250,7 @@ def cut_cross_entropy(work: Workload) -> Pass:
 
 
 def quack_scaled_exp(work: Workload) -> Pass:
-    """quack's chunked cross entropy: the same trick for one scalar loss."""
+    """Chunked cross entropy of quack: the same trick for one scalar loss."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     def run() -> None:

@@ -138,7 +138,8 @@ class Truth:
         logprobs_T = exact_logprobs(hidden_TD, weight_VD, work.targets_T, torch.float64)
         leaf_T = logprobs_T.clone().requires_grad_()
         (coefficients_T,) = torch.autograd.grad(part.whole(leaf_T), leaf_T)
-        gradient_TD, gradient_VD = hidden_TD.double(), torch.zeros_like(weight_VD)
+        gradient_TD = torch.empty_like(hidden_TD, dtype=torch.float64)
+        gradient_VD = torch.zeros_like(weight_VD)
         for start in range(0, len(hidden_TD), rows):
             at = slice(start, start + rows)
             logits_CV = hidden_TD[at].double() @ weight_VD.T

@@ -1,11 +1,13 @@
-"""What the output head costs, as a page: the record of `workbench bench head` with figures and every sample.
+"""What the output head costs, as a page: the records of `workbench bench head head_parallel` with every sample.
 
 Ratios are to the matrix products that nothing can go below, measured in the same run.
+`python -m workbench.report.head FOLDER` writes the page of a folder's records again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +16,59 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from workbench.errors import RecordError
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, significant
 from workbench.report.page import document, drawing
 from workbench.runs.spec import flatten
-from workbench.runs.store import write_whole
+from workbench.runs.store import from_json, write_whole
 
 QUESTION = "What do log-probabilities without the logits cost, beyond three matrix products?"
 KINDS = {"floor": 3, "ours": 0, "peer": 1, "cross entropy": 4}
 """Kind of contender -> its place among hues and markers."""
 
-RATIO_TICKS = (1, 1.2, 1.5, 2, 3, 4, 6, 10, 20, 40)
+RATIO_TICKS = (1, 1.5, 2, 3, 5, 10, 20, 40)
 
 CAPTIONS = {
     "ratios": "Forward and backward over three matrix products of the same run: medians. Hollow: memory grows with the "
               "number of tokens. The axis is logarithmic.",
     "memory": "Memory beyond operands and both gradients, against time. Left and low is better. Both axes are "
               "logarithmic.",
-    "longest": "Peak memory of one row by its length, operands and gradients included, doubled until the row no longer "
-               "fits. A line that ends in a cross ran out of memory; others ended for time.",
-    "parallel": "Forward and backward with the vocabulary cut over GPUs: time on one over ranks times the time on each.",
+    "longest": "Peak memory of one row by its length, operands and gradients included, doubled until the row no "
+               "longer fits. A line that ends in a cross ran out of memory there; others ended for time.",
+    "parallel": "Forward and backward with the vocabulary cut over GPUs: time on one over ranks times the time on "
+                "each.",
 }
 
 
-def write_head_report(record: Mapping[str, Any], path: Path) -> Path:
-    """Write the page of a record, whole or not at all."""
-    return write_whole(Path(path), page(record).encode())
+def write_head_report(folder: Path) -> Path:
+    """Write ``report.html`` from ``head.json`` and, where it is there, ``head_parallel.json``: whole or not at all.
+
+    Raises:
+        RecordError: no ``head.json``.
+    """
+    one, several = Path(folder) / "head.json", Path(folder) / "head_parallel.json"
+    if not one.exists():
+        raise RecordError(f"report {folder}", found="no head.json", rule="the page is of a measurement on one GPU",
+                          fix="run workbench bench head first")
+    parallel = from_json(several.read_text()) if several.exists() else None
+    return write_whole(Path(folder) / "report.html", page(from_json(one.read_text()), parallel).encode())
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """The page as text; the same record gives the same bytes."""
+def page(record: Mapping[str, Any], parallel: Mapping[str, Any] | None = None) -> str:
+    """The page as text; the same records give the same bytes."""
     masthead = tag("header", tag("p", "workbench report · ", tag("b", "head"), class_="eyebrow"), tag("h1", QUESTION),
                    tag("p", answer(record), class_="answer"))
     sections = [("Time", join([drawing("ratios", CAPTIONS["ratios"], ratios(record)), times(record)])),
                 ("Memory", memory_section(record))]
     if record["longest_rows"]:
         sections.append(("The longest row", drawing("longest", CAPTIONS["longest"], longest(record))))
-    if record["vocabulary_parallel"]:
+    if parallel:
         sections.append(("Vocabulary over GPUs", join([
-            drawing("parallel", CAPTIONS["parallel"], parallel(record)), parallel_table(record)])))
+            drawing("parallel", CAPTIONS["parallel"], efficiency(parallel)), parallel_table(parallel)])))
     sections += [("Errors", errors(record)), ("Bars", bars(record)), ("Every sample", every_sample(record)),
-                 ("Provenance", provenance(record))]
+                 ("Provenance", join([provenance(record), provenance(parallel) if parallel else None]))]
     return document("head", [masthead], sections)
 
 
@@ -132,15 +145,15 @@ def longest(record: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def parallel(record: Mapping[str, Any]) -> Figure:
-    """Efficiency by number of GPUs, a line a workload."""
+def efficiency(record: Mapping[str, Any]) -> Figure:
+    """Efficiency by number of GPUs, a line a head."""
     figure = style.chart(2.4, width_inches=5.0)
     axes = style.tidy(figure.subplots(), x="GPUs", y="efficiency")
-    for number, (letter, found) in enumerate(record["vocabulary_parallel"].items()):
+    for number, (name, found) in enumerate(record["heads"].items()):
         at = [(int(ranks), entry["efficiency"]) for ranks, entry in found.items()]
-        axes.plot(*zip(*at, strict=True), label=letter, color=style.SERIES[number], marker=style.MARKERS[number],
-                  linestyle=style.DASHES[number])
-    axes.set_xticks(sorted({int(r) for found in record["vocabulary_parallel"].values() for r in found}))
+        axes.plot(*zip(*at, strict=True), label=_size(record, name), color=style.SERIES[number],
+                  marker=style.MARKERS[number], linestyle=style.DASHES[number])
+    axes.set_xticks(sorted({int(ranks) for found in record["heads"].values() for ranks in found}))
     axes.set_ylim(0, 1.05)
     axes.legend(frameon=False, fontsize=7.5, labelcolor=style.INK)
     return figure
@@ -176,10 +189,11 @@ def memory_section(record: Mapping[str, Any]) -> Markup:
 
 
 def parallel_table(record: Mapping[str, Any]) -> Markup:
-    """Times over GPUs."""
-    rows = [[letter, ranks, significant(entry["median_ms"], 4), significant(entry["efficiency"], 3)]
-            for letter, found in record["vocabulary_parallel"].items() for ranks, entry in found.items()]
-    return table(["", "GPUs", "ms", "efficiency"], rows, numbers=(1, 2, 3))
+    """Times over GPUs, every sample."""
+    rows = [[_size(record, name), ranks, significant(entry["median_ms"], 4), significant(entry["efficiency"], 3),
+             ", ".join(f"{ms:.2f}" for ms in entry["samples_ms"])]
+            for name, found in record["heads"].items() for ranks, entry in found.items()]
+    return table(["", "GPUs", "ms", "efficiency", "samples, ms"], rows, numbers=(1, 2, 3))
 
 
 def errors(record: Mapping[str, Any]) -> Markup:
@@ -212,13 +226,17 @@ def every_sample(record: Mapping[str, Any]) -> Markup:
 
 def provenance(record: Mapping[str, Any]) -> Markup:
     """Versions, git state, command and machine."""
-    facts = {"command": record.get("command"), "rounds": record["rounds"], "device": record["device"],
-             **flatten(record["provenance"])}
+    facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
     return table(["what", "value"], [[tag("code", key), NONE if value is None else str(value)]
                                      for key, value in sorted(facts.items())], class_="prose")
 
 
 # ---- parts ---------------------------------------------------------------------------------------------
+
+
+def _size(record: Mapping[str, Any], name: str) -> str:
+    size = record["sizes"][name]
+    return f"{name}: {size['tokens']} × {size['dimension']}, vocabulary {size['vocabulary']}"
 
 
 def _workloads(record: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -247,3 +265,15 @@ def _legend(figure: Figure) -> None:
                for kind, number in KINDS.items()]
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=7.5,
                   labelcolor=style.INK)
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Write the page of the folder that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.report.head",
+                                     description="Write report.html from the records of a folder.")
+    parser.add_argument("folder", type=Path, help="holds head.json, and perhaps head_parallel.json")
+    return write_head_report(parser.parse_args(arguments).folder)
+
+
+if __name__ == "__main__":
+    main()

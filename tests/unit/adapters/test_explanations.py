@@ -41,11 +41,13 @@ def spec_of(system, name):
 def on_batch(system, name, seed):
     """Loss and gradient of a case's settings on a batch of random documents, through the evaluator."""
     spec, (row, said) = spec_of(system, name), rectangle(seed, spread=1.2)
-    leaves = said._replace(**{key: value.clone().requires_grad_() for key, value in said._asdict().items()})
+    leaves = said._replace(**{key: value.clone().requires_grad_() for key, value in said._asdict().items()
+                              if value is not None})
     (weights,), totals = step_weights([row], spec)
     total = evaluate_loss(make_loss(spec), loss_inputs(row, leaves, totals), weights,
                           row.loss_mask_T).scalars["total"].value
-    gradients = torch.autograd.grad(total, list(leaves), allow_unused=True, materialize_grads=True)
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    gradients = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
     return Outcome(float(total.detach()), torch.cat(gradients))
 
 

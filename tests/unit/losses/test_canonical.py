@@ -78,7 +78,8 @@ DIFFERENT = {
         loss(kl={"coefficient": 0.1, "estimator": "squared", "gradient": "straight_through"}),
         loss(kl={"coefficient": 0.2, "estimator": "k2"})),
     "k3 score with a document's weight": (
-        loss(kl=K3 | BY_DOCUMENT | {"gradient": "score"}), loss(kl=K3 | BY_DOCUMENT | {"gradient": "straight_through"})),
+        loss(kl=K3 | BY_DOCUMENT | {"gradient": "score"}),
+        loss(kl=K3 | BY_DOCUMENT | {"gradient": "straight_through"})),
     "a document's weight of the current policy": (
         loss(old_policy="current", kl=K3 | BY_DOCUMENT | {"gradient": "score"}),
         loss(old_policy="current", kl=K3 | {"gradient": "score"})),

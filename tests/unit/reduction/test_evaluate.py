@@ -41,8 +41,9 @@ def test_terms_are_summed_with_the_weights_of_the_step():
     spec = LossSpec(name="reinforce", denominator="document", kl={"coefficient": 0.5, "estimator": "k1"})
     leaf_T = said.logprobs_T.clone().requires_grad_()
     (weights,), totals = step_weights([row], spec)
-    _, terms, scalars = evaluate_loss(make_loss(spec), loss_inputs(row, said._replace(logprobs_T=leaf_T), totals), weights,
-                                   row.loss_mask_T)
+    inputs = loss_inputs(row, said._replace(logprobs_T=leaf_T), totals)
+    looked_at, terms, scalars = evaluate_loss(make_loss(spec), inputs, weights, row.loss_mask_T)
+    assert looked_at is inputs
     assert terms.keys() == {"policy", "kl"}
     each = {"policy": -row.advantages_T * said.logprobs_T, "kl": 0.5 * (said.logprobs_T - row.ref_logprobs_T)}
     counted = [d for d in row.document_ids_T.unique().tolist() if row.loss_mask_T[row.document_ids_T == d].any()]

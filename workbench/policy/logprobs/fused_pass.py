@@ -33,7 +33,7 @@ from workbench.policy.logprobs.kept import KeptChunk, whole_where_empty
 from workbench.policy.logprobs.kept import backward as kept_backward
 from workbench.policy.logprobs.kept import forward as kept_forward
 from workbench.policy.logprobs.late_scaling import add_scaled_, scale_
-from workbench.sharding.collectives import all_sum
+from workbench.sharding.collectives import all_max, all_sum
 
 Couples = Literal["token", "document", "row"]
 Rest = Literal["nothing", "data", "factor", "more"]
@@ -41,6 +41,9 @@ Rest = Literal["nothing", "data", "factor", "more"]
 data count); it multiplies them by one number; more than that."""
 LossOfRows = Callable[[TokenLogprobs, Tensor], Tensor]
 """What the head says about some rows, and their places in the row of T -> their part of the loss, 0-dimensional."""
+
+OF_SETS = ("kept_logprobs_T", "kept_entropy_T")
+"""Fields that are no matter of an engine."""
 
 ROUNDING = 512
 """Units in the last place that two evaluations of one coefficient may lie apart, relative to the coefficient and to the
@@ -169,7 +172,7 @@ class GradientPass:
     def _back(self, group: list[slice], alone: bool) -> tuple[Tensor, Tensor]:
         """One group forward and back; what the loss said of it."""
         rows = slice(group[0].start, group[-1].stop)
-        if len(group) == 1 or self.engine.bytes_kept(rows.stop - rows.start) <= self.keep_bytes:
+        if len(group) == 1 or self._may_keep(rows.stop - rows.start):
             went = [self._forward(part, "scratch" if len(group) == 1 else "own") for part in group]
             return self._back_at_once(group, rows, went, alone)
         if self.couples == "row":
@@ -192,6 +195,15 @@ class GradientPass:
         for part in group:
             self._back_at_once([part], part, [first if part is group[0] else self._forward(part, "scratch")], False)
         return self._ask(rows)
+
+    def _may_keep(self, rows: int) -> bool:
+        """Whether the budget keeps so many rows: those of every tp rank, or of none."""
+        if not self.keep_bytes:
+            return False
+        head, most = self.engine.head, self.engine.bytes_kept(rows)
+        if head.axis is not None and head.is_split:
+            most = int(all_max(torch.tensor(most, device=head.weight_VD.device), head.axis))
+        return most <= self.keep_bytes
 
     def _back_at_once(self, group: list[slice], rows: slice, went: list[_Went] | None,
                       alone: bool) -> tuple[Tensor, Tensor]:
@@ -289,7 +301,9 @@ class GradientPass:
         engine, beyond_A = self.engine, torch.zeros_like(self.places_A, dtype=torch.bool)
         if self._beyond_A is not None:
             beyond_A = self._beyond_A
-            self.used_FA.masked_fill_(beyond_A, 0)  # nothing went back for these
+            for used_A, name in zip(self.used_FA, self.fields, strict=True):
+                if name not in OF_SETS:
+                    used_A.masked_fill_(beyond_A, 0)  # nothing went back for these
         wrong_A, far_A = torch.stack([self._differs(truth_FA), beyond_A]).cpu()
         if beyond := int(far_A.sum()):
             engine = self._say_exactly(beyond_A)
@@ -371,7 +385,7 @@ class GradientPass:
               engine: Engine | None = None) -> None:
         """A chunk back through the head with its coefficients; of fields that a loss ever looked at."""
         wants = {name: want_C for name, want_C in zip(self.fields, wants_FC, strict=True) if name in self._looked_at}
-        of_sets = [wants.pop(name, None) for name in ("kept_logprobs_T", "kept_entropy_T")]
+        of_sets = [wants.pop(name, None) for name in OF_SETS]
         engine = engine or self.engine
         engine.backward(went.chunk, RowGradients(**wants), into, part, first=first)
         if went.kept is not None:

@@ -182,7 +182,8 @@ def check_rows(head: Head, hidden_TD: Tensor, targets_T: Tensor, *, temperature:
                  active_T=active_T)
     if unknown := sorted(set(wanted) - set(WANTED)):
         raise SpecError(f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
-                        rule=f"any of {', '.join(WANTED)}", fix="ask for those, in a tuple; kept=... adds what it says by itself")
+                        rule=f"any of {', '.join(WANTED)}",
+                        fix="ask for those, in a tuple; kept=... adds what it says by itself")
     if hidden_TD.dtype != head.weight_VD.dtype:
         raise ShapeError("token_logprobs: dtypes", found=f"hidden {hidden_TD.dtype}, weight {head.weight_VD.dtype}",
                          rule="hidden states and head are of one dtype",

@@ -40,7 +40,8 @@ class KeptSets:
         offsets_S: [T + 1] on the host: the set of token t is ``ids_P[offsets_S[t]:offsets_S[t + 1]]``.
 
     Raises:
-        ShapeError: not two rows of integers; borders that do not begin at 0, go back, or do not end at P; a negative id.
+        ShapeError: not two rows of integers; borders that do not begin at 0, go back, or do not end at P; a negative
+            id.
 
     Example:
         >>> KeptSets.of([[3, 1], [], [2]]).offsets_S

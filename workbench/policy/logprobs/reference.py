@@ -33,7 +33,8 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, t
         hidden_TD, weight_VD = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (hidden_TD, weight_VD))
     head = make_head(weight_VD, bias_V=bias_V, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid)
     check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, wanted=wanted)
-    logits_TV = hidden_TD @ weight_VD.T
+    active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
+    logits_TV = hidden_TD.where(active_T[:, None], 0.0) @ weight_VD.T
     if bias_V is not None:
         logits_TV = logits_TV + bias_V
     # Half precision is widened after the product; float64 stays.
@@ -41,13 +42,12 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, t
     if soft_cap is not None:
         logits_TV = soft_cap * torch.tanh(logits_TV / soft_cap)
     logits_TV = logits_TV[:, :head.valid]
-    active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
     targets_T = targets_T.where(active_T, 0)
     said = _said(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
     if kept is not None:
         check_kept(kept, targets_T, head)
         # Outside its set a token has no logit.
-        logits_TV = logits_TV.masked_fill(~_is_kept(kept, targets_T, head.valid), -torch.inf)
+        logits_TV = logits_TV.masked_fill(active_T[:, None] & ~_is_kept(kept, targets_T, head.valid), -torch.inf)
         among = _said(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
         said = said._replace(kept_logprobs_T=among.logprobs_T, kept_entropy_T=among.entropy_T)
     return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in said))

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from workbench.errors import SpecError
 from workbench.policy.logprobs import TokenLogprobs, logit_divisor
 from workbench.policy.logprobs.head import check_rows, make_head
 from workbench.policy.logprobs.kept import KeptSets, check_kept
@@ -47,16 +47,15 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, a
     head = make_head(weight_VD, bias_V=bias_V, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid, axis=axis,
                      first_token=first_token)
     check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, wanted=wanted)
-    logits_TV = identity_sum(hidden_TD, axis) @ weight_VD.T
+    active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
+    logits_TV = identity_sum(hidden_TD.where(active_T[:, None], 0.0), axis) @ weight_VD.T
     if bias_V is not None:
         logits_TV = logits_TV + bias_V
     logits_TV = logits_TV.to(head.wide) * logit_scale
     if soft_cap is not None:
         logits_TV = soft_cap * torch.tanh(logits_TV / soft_cap)
-    columns_V = torch.arange(weight_VD.shape[0], device=weight_VD.device)
-    scaled_TV = logits_TV / logit_divisor(temperature, targets_T, head.wide)
-    scaled_TV = scaled_TV.masked_fill(columns_V >= head.valid, -torch.inf)
-    active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
+    columns_V = torch.arange(head.valid, device=weight_VD.device)
+    scaled_TV = logits_TV[:, :head.valid] / logit_divisor(temperature, targets_T, head.wide)
     local_T = targets_T.where(active_T, 0) - first_token
     logprobs_T, entropy_T, logsumexp_T = _FromLocalLogits.apply(scaled_TV, local_T, axis)
     said = TokenLogprobs(logprobs_T, entropy_T if "entropy" in wanted else None,
@@ -66,7 +65,8 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, a
         said = said._replace(mean_squared_logit_T=sum_identity(squares_T, axis) / head.vocabulary)
     if kept is not None:
         check_kept(kept, targets_T, head)
-        kept_TV = scaled_TV.masked_fill(~_is_kept(kept, local_T, columns_V, first_token), -torch.inf)
+        cut_TV = active_T[:, None] & ~_is_kept(kept, local_T, columns_V, first_token)
+        kept_TV = scaled_TV.masked_fill(cut_TV, -torch.inf)
         logprobs_T, entropy_T, _ = _FromLocalLogits.apply(kept_TV, local_T, axis)
         said = said._replace(kept_logprobs_T=logprobs_T, kept_entropy_T=entropy_T if "entropy" in wanted else None)
     return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in said))
@@ -85,12 +85,15 @@ class _FromLocalLogits(Function):
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, local_targets_T: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-        highest_T = all_max(logits_TV.amax(-1), axis)
+        rows, columns = logits_TV.shape
+        highest_T = all_max(logits_TV.amax(-1) if columns else logits_TV.new_full((rows,), -torch.inf), axis)
         shifted_TV = logits_TV - highest_T[:, None]
-        mine_T = (local_targets_T >= 0) & (local_targets_T < logits_TV.shape[1])
+        mine_T = (local_targets_T >= 0) & (local_targets_T < columns)
         index_T = local_targets_T.masked_fill(~mine_T, 0)
         exp_TV = shifted_TV.exp()
-        target_T = shifted_TV.gather(-1, index_T[:, None]).squeeze(-1).masked_fill(~mine_T, 0)
+        target_T = torch.zeros_like(highest_T)
+        if columns:
+            target_T = shifted_TV.gather(-1, index_T[:, None]).squeeze(-1).masked_fill(~mine_T, 0)
         # A logit of -inf (a column that does not exist) has probability 0 and adds nothing to u.
         weighted_T = (exp_TV * shifted_TV.masked_fill(exp_TV == 0, 0)).sum(-1)
         sum_T, weighted_T, target_T = all_sum(torch.stack([exp_TV.sum(-1), weighted_T, target_T]), axis)
@@ -98,13 +101,16 @@ class _FromLocalLogits(Function):
         return target_T - sum_T.log(), sum_T.log() - weighted_T / sum_T, highest_T + sum_T.log()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, logprob_gradient_T: Tensor, entropy_gradient_T: Tensor,
                  logsumexp_gradient_T: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise SpecError("token_logprobs: implementation = 'vocabulary_parallel' with create_graph = True",
+                            rule="its gradient has no derivative of its own", fix="use reference, which has tp = 1")
         exp_TV, shifted_TV, sum_T, weighted_T, index_T, mine_T = ctx.saved_tensors
         probability_TV = exp_TV / sum_T[:, None]
         centred_TV = shifted_TV.masked_fill(exp_TV == 0, 0) - (weighted_T / sum_T)[:, None]
         normaliser_T = logsumexp_gradient_T - logprob_gradient_T
         gradient_TV = probability_TV * (normaliser_T[:, None] - entropy_gradient_T[:, None] * centred_TV)
-        gradient_TV.scatter_add_(1, index_T[:, None], (logprob_gradient_T * mine_T)[:, None])
+        if gradient_TV.shape[1]:
+            gradient_TV.scatter_add_(1, index_T[:, None], (logprob_gradient_T * mine_T)[:, None])
         return gradient_TV, None, None

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from workbench.policy.logprobs import chunked
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.engine import Accumulators, RowGradients, count_products
 from workbench.policy.logprobs.head import make_head
@@ -85,6 +86,21 @@ def test_a_row_that_is_not_finite_and_moves_nothing_spoils_nothing():
     assert torch.equal(found[0].bias_V, found[1].bias_V)
 
 
+def test_blocks_of_a_chunk_are_what_one_block_is(monkeypatch):
+    found = []
+    for block_bytes in (2**28, 2 * 7 * 8):
+        monkeypatch.setattr(chunked, "BLOCK_BYTES", block_bytes)
+        engine, hidden, targets = engine_and_rows(soft_cap=2.0)
+        assert len(engine._blocks(5)) == (1 if block_bytes > 1000 else 3)
+        temperature = 0.5 + torch.arange(5) / 4
+        chunk = engine.forward(hidden, targets, temperature, wanted=EVERYTHING, keep="own")
+        into = Accumulators(torch.empty_like(hidden), torch.empty(7, 3).double())
+        engine.backward(chunk, ones(5), into, slice(0, 5), first=True)
+        found.append([*chunk.said[:4], into.hidden_TD, into.weight_VD])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
 def test_products_are_those_that_are_wanted():
     engine, hidden, targets = engine_and_rows()
     with count_products() as count:
@@ -135,6 +151,8 @@ def test_extreme_logits_say_what_the_definition_says(dtype):
     entropy = -(logprobs.exp() * logprobs.nan_to_num(neginf=0.0)).sum(-1)
     torch.testing.assert_close(said.entropy_T.double(), entropy, rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(said.logsumexp_T.double(), torch.logsumexp(exact, -1), rtol=1e-6, atol=0)
+    squares = exact.nan_to_num(neginf=0.0).square().mean(-1)
+    torch.testing.assert_close(said.mean_squared_logit_T[:3].double(), squares[:3], rtol=1e-6, atol=0)
     assert gradient.isfinite().all()
     assert torch.equal(gradient[2, [0, 2]], torch.zeros(2, dtype=dtype))
     # Of the row with p = e^-200: the whole weight of the target's gradient is there.

@@ -6,6 +6,7 @@ import torch
 from tests.helpers.head_problem import PLAIN, answers, assert_same, crossed, named, problem
 from workbench.errors import ShapeError, SpecError
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs
+from workbench.policy.logprobs.kept import KeptSets
 from workbench.sharding.mesh import Axis
 
 ON_CPU = ("reference", "vocabulary_parallel", "chunked", "auto")
@@ -27,7 +28,8 @@ def test_auto_takes_what_runs_here():
 @pytest.mark.parametrize("implementation", ON_CPU)
 @pytest.mark.parametrize(("change", "kind"), [
     ({"soft_cap": -1.0}, SpecError), ({"wanted": ("variance",)}, SpecError), ({"temperature": 0.0}, ShapeError),
-    ({"valid": 24}, ShapeError), ({"kept": [[1]] * 11}, ShapeError), ({"targets_T": torch.full((11,), 23)}, ShapeError)])
+    ({"valid": 24}, ShapeError), ({"kept": [[1]] * 11}, ShapeError),
+    ({"targets_T": torch.full((11,), 23)}, ShapeError)])
 def test_every_implementation_refuses_the_same(implementation, change, kind):
     leaves, call = problem(PLAIN)
     with pytest.raises(kind, match="token_logprobs: "):
@@ -49,7 +51,7 @@ def test_the_reference_is_refused_where_tp_cuts_the_head():
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_a_part_of_the_vocabulary_without_the_rest_is_refused(implementation):
     leaves, call = problem(PLAIN)
-    with pytest.raises(ValueError, match="first_token = 2|2 to 25"):
+    with pytest.raises(ValueError, match=r"first_token = 2|2 to 25"):
         token_logprobs(*leaves[:2], **call, implementation=implementation, first_token=2)
 
 
@@ -59,6 +61,23 @@ def test_operands_that_are_no_real_numbers_of_16_bits_or_more_are_refused(dtype,
     leaves, call = problem(PLAIN)
     with pytest.raises(ShapeError, match=f"{dtype}(.|\n)*bfloat16, float16, float32 or float64"):
         token_logprobs(*(x.to(dtype) for x in leaves[:2]), **call, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ON_CPU)
+def test_a_token_that_is_ignored_spoils_nothing(implementation):
+    """Neither by a hidden state that is not finite, nor by a kept set of which nothing exists."""
+    leaves, call = problem(PLAIN | {"bias": True, "kept": True, "wanted": ("entropy",)})
+    bias = leaves[2].clone()
+    bias[0] = -torch.inf
+    call["targets_T"] = call["targets_T"].clamp(min=1)
+    call["targets_T"][[3, 4]] = -100
+    call["kept"] = KeptSets.of([[0] if row == 4 else [1, 2] for row in range(11)])
+    hidden = leaves[0].clone()
+    hidden[3] = torch.nan
+    expected = answers(token_logprobs, [leaves[0], leaves[1], bias], call | {"kept": KeptSets.of([[1, 2]] * 11)},
+                       implementation="chunked")
+    assert_same(answers(token_logprobs, [hidden, leaves[1], bias], call, implementation=implementation), expected)
+    assert all(x.isfinite().all() for x in expected[1])
 
 
 def test_what_was_not_wanted_is_none_unless_it_is_asked_for():

@@ -225,6 +225,43 @@ def test_rows_that_an_engine_cannot_represent_are_computed_exactly(options, keep
     assert_same(found, answers(reference.token_logprobs, leaves, call))
 
 
+def test_rows_for_an_exact_engine_go_a_few_at_a_time(monkeypatch):
+    """Their logits are beside those of the chunk that is being computed."""
+    monkeypatch.setattr(driver, "EXACT_TOKENS", 3)
+    sizes = []
+    watched = ChunkedEngine.forward
+
+    def forward(self, hidden_CD, *tensors, **more):
+        sizes.append((type(self), len(hidden_CD)))
+        return watched(self, hidden_CD, *tensors, **more)
+
+    monkeypatch.setattr(ChunkedEngine, "forward", forward)
+    hidden, weight = torch.randn(40, 4, requires_grad=True), torch.randn(9, 4)
+    chunked(hidden, weight, torch.zeros(40, dtype=torch.int64), engine=HalfBlind).logprobs_T.sum().backward()
+    assert max(size for kind, size in sizes if kind is HalfBlind) > 3
+    assert max(size for kind, size in sizes if kind is ChunkedEngine) == 3
+
+
+@pytest.mark.parametrize(("engine", "more", "expected"), [
+    (ChunkedEngine, {}, torch.bfloat16), (ChunkedEngine, {"chunk_tokens": 8}, torch.float32),
+    (ChunkedEngine, {"kept": KeptSets.of([[1, 2]] * 12)}, torch.float32), (HalfBlind, {}, torch.float32)])
+def test_what_adds_up_in_a_bfloat16_head_does_so_in_float32(engine, more, expected):
+    """One product alone is rounded once in either case; chunks, kept sets and rows of an exact engine are added."""
+    dtypes = set()
+
+    class Watched(engine):
+        def backward(self, chunk, gradients, into, rows, *, first):
+            dtypes.add(into.weight_VD.dtype)
+            super().backward(chunk, gradients, into, rows, first=first)
+
+    g = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(rows, 4, generator=g).bfloat16().requires_grad_() for rows in (12, 9))
+    said = chunked(hidden, weight, torch.zeros(12, dtype=torch.int64), engine=Watched, **more)
+    (said.logprobs_T if said.kept_logprobs_T is None else said.kept_logprobs_T + said.logprobs_T).sum().backward()
+    assert dtypes == {expected}
+    assert weight.grad.dtype == torch.bfloat16
+
+
 def test_what_is_said_exactly_is_not_computed_again():
     hidden, weight = torch.randn(12, 4), torch.randn(9, 4)
     rows = []

@@ -94,6 +94,30 @@ def test_extreme_logits_are_exact(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_where_two_gradients_cancel_the_target_is_left(implementation):
+    """The sum of log-probability and normaliser is the target's own logit: its gradient is 1 there, 0 elsewhere."""
+    logits, targets, _ = rows(torch.float32)
+    leaf = logits.to(DEVICE).requires_grad_()
+    said = token_logprobs_from_logits(leaf, targets.to(DEVICE), implementation=implementation)
+    (said.logprobs_T + said.logsumexp_T).sum().backward()
+    expected = torch.nn.functional.one_hot(targets, V).to(leaf)
+    torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_a_row_that_is_not_finite_and_moves_nothing_spoils_nothing(implementation):
+    logits, targets, _ = rows(torch.float32)
+    logits[2] = torch.nan
+    leaf = logits.to(DEVICE).requires_grad_()
+    said = token_logprobs_from_logits(leaf, targets.to(DEVICE), implementation=implementation)
+    wants = (torch.arange(T, device=DEVICE) != 2).float()
+    said.logprobs_T.backward(wants)
+    assert said.logprobs_T.isnan().tolist() == [row == 2 for row in range(T)]
+    assert torch.equal(leaf.grad.isnan().any(), torch.tensor(False, device=DEVICE))
+    assert (leaf.grad.abs().sum(1) > 0).tolist() == [row != 2 for row in range(T)]
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_the_gradient_lies_over_the_logits_only_where_that_was_asked_for(implementation):
     logits, targets, _ = rows(torch.float32)
     for inplace in (False, True):

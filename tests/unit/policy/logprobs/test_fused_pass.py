@@ -12,6 +12,7 @@ from workbench.policy.logprobs import fused_loss as module
 from workbench.policy.logprobs import reference
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.fused_pass import plan_rows
+from workbench.policy.logprobs.kept import KeptSets
 from workbench.sharding.mesh import make_mesh
 
 
@@ -159,6 +160,23 @@ def test_rows_beyond_an_engine_go_through_an_exact_one(name, monkeypatch):
     torch.testing.assert_close(found.loss, case.truth(getattr(case, name))[0], rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("chunk_tokens", [5, 100])
+def test_of_a_row_beyond_an_engine_its_kept_set_was_within(chunk_tokens, monkeypatch):
+    """Its pairs are no matter of the engine: they went back the first time, and must not go again."""
+    monkeypatch.setattr(module, "ChunkedEngine", NearSighted)
+    case = Case()
+    kept = KeptSets.of([[row % V, (row + 3) % V, (row + 4) % V] for row in range(len(IDS))])
+
+    def loss(said, places):
+        return (case.advantages[places] * (said.kept_logprobs_T + said.logprobs_T)).sum()
+
+    found = case.fused(loss, kept=kept, chunk_tokens=chunk_tokens)
+    assert "beyond the exponents" in found.fallback
+    for one, other in zip(torch.autograd.grad(found.loss, (case.hidden, case.weight)),
+                          case.truth(loss, kept=kept)[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 # -- on a device -----------------------------------------------------------------------------------------------------
 
 
@@ -250,26 +268,27 @@ def test_what_one_rank_finds_wrong_both_mend(tmp_path):
     assert one[0] > 5
 
 
-def sharded(names, engine):
+def sharded(cases, engine):
     """What one rank of tp finds: its rows of the head, cut unevenly."""
     mesh, case = make_mesh(tp=2), Case()
     first, last = ((0, 5), (5, V))[mesh["tp"].rank]
     weight = case.weight.detach()[first:last].clone().requires_grad_()
     module.ChunkedEngine = engine
     answers = []
-    for name in names:
+    for name, keep_bytes in cases:
         found = module.fused_loss(case.hidden, weight, case.targets, getattr(case, name), document_ids_T=IDS,
                            expected_logprobs_T=case.old, active_T=case.active, chunk_tokens=5, axis=mesh["tp"],
-                           first_token=first)
+                           first_token=first, keep_bytes=keep_bytes)
         answers.append((found.loss.detach(), *torch.autograd.grad(found.loss, (case.hidden, weight)), found.fallback))
     return answers
 
 
 @pytest.mark.parametrize("engine", [ChunkedEngine, NearSighted])
 def test_a_vocabulary_that_two_ranks_share(engine, tmp_path):
-    names = ("every_field", "gspo", *MIXED, *ROW)
-    ranks, case = run_ranks(functools.partial(sharded, names, engine), 2, tmp_path), Case()
-    for number, name in enumerate(names):
+    # 13 rows of the first rank's 5 columns fit into 600 bytes, and none of the second's 8: both go by the larger
+    cases = [*((name, 0) for name in ("every_field", "gspo", *MIXED, *ROW)), *((name, 600) for name in MIXED)]
+    ranks, case = run_ranks(functools.partial(sharded, cases, engine), 2, tmp_path, timeout_s=30), Case()
+    for number, (name, _) in enumerate(cases):
         loss, hidden, weight = case.truth(getattr(case, name))
         for answers in ranks:
             torch.testing.assert_close(answers[number][0], loss, rtol=1e-12, atol=1e-12)

@@ -87,7 +87,8 @@ def test_a_target_that_is_not_computed_may_be_anything():
 def heads_of_ranks():
     axis = make_mesh(tp=2)["tp"]
     said = []
-    for starts, sizes in (((0, 3), (3, 2)), ((0, 3), (3, 0)), ((0, 2), (3, 2)), ((0, 0), (3, 2)), ((3, 0), (2, 3))):
+    for starts, sizes in (((0, 3), (3, 2)), ((0, 3), (3, 0)), ((9, 0), (0, 5)), ((0, 2), (3, 2)),
+                          ((0, 0), (3, 2)), ((3, 0), (2, 3))):
         try:
             said.append(make_head(W, valid=sizes[axis.rank], axis=axis, first_token=starts[axis.rank]).vocabulary)
         except ShapeError as error:
@@ -97,4 +98,4 @@ def heads_of_ranks():
 
 def test_slices_that_do_not_tile_the_vocabulary_are_refused_on_every_rank(tmp_path):
     for said in run_ranks(heads_of_ranks, 2, tmp_path):
-        assert said == [5, 3, "0 to 3, 2 to 4", "0 to 3, 0 to 2", "3 to 5, 0 to 3"]
+        assert said == [5, 3, 5, "0 to 3, 2 to 4", "0 to 3, 0 to 2", "3 to 5, 0 to 3"]

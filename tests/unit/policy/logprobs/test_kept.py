@@ -96,6 +96,23 @@ def test_pairs_are_taken_a_block_at_a_time(block_bytes, monkeypatch):
                 answers(reference.token_logprobs, leaves, call))
 
 
+def test_a_kept_token_that_cannot_happen_adds_nothing():
+    """A bias of -inf, and a probability that underflows: the same as sets without those tokens."""
+    bias = torch.zeros(9, dtype=torch.float64)
+    bias[2], bias[5] = -torch.inf, -1e4
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 3, generator=g, dtype=torch.float64) for rows in (1, 9))
+    found = []
+    for ids in ([1, 2, 4, 5, 7], [1, 4, 7]):
+        leaf = hidden.clone().requires_grad_()
+        said = driver.token_logprobs(leaf, weight, torch.tensor([4]), engine=chunked.ChunkedEngine, bias_V=bias,
+                                     kept=KeptSets.of([ids]))
+        (said.kept_logprobs_T + said.kept_entropy_T).sum().backward()
+        found.append((said.kept_logprobs_T.detach(), said.kept_entropy_T.detach(), leaf.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
 class Sizes(TorchDispatchMode):
     """How many elements the results of operations had, at most."""
 

@@ -123,7 +123,7 @@ class ExpEpilogueEngine:
                 hidden_gradient_CD = into.hidden_TD[rows]
                 torch.mm(gradient_CV, self._weight_VD, out=hidden_gradient_CD)
                 depth = hidden_CD.shape[1]
-                kernels.scale_rows[(len(hidden_CD),)](hidden_gradient_CD, scales_C, depth, hidden_gradient_CD.stride(0),
+                kernels.scale_rows[(len(hidden_CD),)](hidden_gradient_CD, scales_C, depth, *hidden_gradient_CD.stride(),
                                                       BLOCK=_block(depth))
                 note_product(len(hidden_CD))
             if into.weight_VD is not None:

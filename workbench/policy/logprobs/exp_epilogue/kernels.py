@@ -87,7 +87,7 @@ def _emit(dots, out, bias, shift, per_temperature, row, column, columns, logit_s
     b = 0.0
     if BIAS:
         b = tl.load(bias + places, mask=places < columns, other=0.0).to(tl.float32)
-        b = tl.maximum(b, _NOTHING)[None, :]
+        b = tl.where(b < _NOTHING, _NOTHING, b)[None, :]  # NaN stays NaN, unlike in a maximum
     logits = _logits(dots, b, logit_scale, soft_cap, per_temperature, BIAS, CAP)
     bits = logits - shift
     if column + WIDTH > columns:
@@ -234,7 +234,8 @@ def say_exactly(hidden, weight, bias, shifts, temperatures, overflowed, logprobs
                         dots += tl.sum(w * h[None, :], 1)
                     b = 0.0
                     if BIAS:
-                        b = tl.maximum(tl.load(bias + places, mask=inside, other=0.0).to(tl.float32), _NOTHING)
+                        b = tl.load(bias + places, mask=inside, other=0.0).to(tl.float32)
+                        b = tl.where(b < _NOTHING, _NOTHING, b)
                     logits = _logits(dots, b, logit_scale, soft_cap, 1.0 / temperature, BIAS, CAP)
                     logits = tl.where(inside, logits, _NOTHING)
                     above = tl.maximum(highest, tl.max(logits, 0))
@@ -245,11 +246,14 @@ def say_exactly(hidden, weight, bias, shifts, temperatures, overflowed, logprobs
                     total = shrunk * total + tl.sum(exponentials, 0)
                     squares += tl.sum(tl.where(logits > 1e-5 * _NOTHING, logits * logits, 0.0), 0)
                     highest = above
-                log_total = tl.log(total)
-                tl.store(logprobs + place, tl.minimum(tl.load(shifts + place) - highest - log_total, 0.0))
+                # a row whose every logit is -inf has no distribution
+                log_total = tl.where(highest > 1e-5 * _NOTHING, tl.log(total), float("nan"))
+                logprob = tl.load(shifts + place) - highest - log_total
+                tl.store(logprobs + place, tl.where(logprob > 0.0, 0.0, logprob))
                 tl.store(logsumexp + place, highest + log_total)
                 if ENTROPY:
-                    tl.store(entropy + place, tl.maximum(log_total - weighted / total, 0.0))
+                    spread = log_total - weighted / total
+                    tl.store(entropy + place, tl.where(spread < 0.0, 0.0, spread))
                 if SQUARES:
                     tl.store(mean_squares + place, squares / vocabulary)
 
@@ -378,14 +382,15 @@ def write_gradient(exponentials, gradient, hidden, scaled, scales, totals, shift
 
 
 @triton.jit
-def scale_rows(gradient, scales, depth, stride, BLOCK: tl.constexpr):
+def scale_rows(gradient, scales, depth, stride, depth_stride, BLOCK: tl.constexpr):
     """Each row times its scale, in place: one read and one write, where torch casts there and back. A program a row."""
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scales + row)
     for start in range(0, depth, BLOCK):
         places = start + tl.arange(0, BLOCK)
-        value = tl.load(gradient + row * stride + places, mask=places < depth, other=0.0).to(tl.float32)
-        tl.store(gradient + row * stride + places, (value * scale).to(gradient.dtype.element_ty), mask=places < depth)
+        place = gradient + row * stride + places.to(tl.int64) * depth_stride
+        value = tl.load(place, mask=places < depth, other=0.0).to(tl.float32)
+        tl.store(place, (value * scale).to(gradient.dtype.element_ty), mask=places < depth)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.engine import Accumulators, RowGradients
 from workbench.policy.logprobs.exp_epilogue import kernels
 from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine
@@ -51,6 +52,17 @@ def test_a_target_whose_probability_is_below_the_limit_has_overflowed(below, los
     assert chunk.overflowed_C.tolist() == [lost, False]
     assert chunk.said.logprobs_T[0].item() == pytest.approx(-below, rel=1e-6)
     assert torch.isfinite(torch.stack([x for x in chunk.said if x is not None])).all()
+
+
+def test_a_row_whose_every_logit_is_minus_infinity_has_no_distribution():
+    hidden, weight, targets = operands()
+    said = {}
+    for engine in (ExpEpilogueEngine, ChunkedEngine):
+        head = make_head(weight, bias_V=torch.full((V,), -torch.inf, device=DEVICE))
+        said[engine] = engine(head).forward(hidden, targets, 1.0, wanted=frozenset({"entropy"}), keep="no").said
+    for one, other in zip(said[ExpEpilogueEngine][:3], said[ChunkedEngine][:3], strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert one.isnan().all()
 
 
 def test_a_row_just_within_the_limit_keeps_a_gradient_that_is_small():
@@ -121,5 +133,5 @@ def test_rows_are_scaled_in_place_and_nothing_beside_them():
     wide, scales = torch.randn(5, 90, generator=g).to(DEVICE), torch.randn(5, generator=g).to(DEVICE)
     expected = wide.clone()
     expected[:, :70] *= scales[:, None]
-    kernels.scale_rows[(5,)](wide, scales, 70, wide.stride(0), BLOCK=32)
+    kernels.scale_rows[(5,)](wide, scales, 70, *wide.stride(), BLOCK=32)
     torch.testing.assert_close(wide, expected, rtol=1e-6, atol=0)
