@@ -61,6 +61,7 @@ _PLACES = {
     "explain": "workbench.adapters.explanations",
     "loss_spec": "workbench.adapters.translate",
     "replay": "workbench.adapters.replays",
+    "scaling_contract": "workbench.adapters.contracts",
     "settings_for": "workbench.adapters.translate",
 }
 """Public name -> its module; after a colon its name there, nothing for the module itself."""

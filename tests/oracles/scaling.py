@@ -28,8 +28,8 @@ def token_weights(lengths, contract, *, cp, divide):
     def population(rank, number):
         if contract["counts"] == "step":
             return [n for per_rank in lengths for row in per_rank for n in row]
-        if contract["counts"] == "rank":
-            return [n for row in lengths[rank] for n in row]
+        if contract["counts"] == "pass":
+            return [n for per_rank in lengths for n in per_rank[number]]
         return lengths[rank][number]
 
     gradient = defaultdict(float)

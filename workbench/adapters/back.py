@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from workbench.adapters.system import Settings, Translation, parse_settings
 from workbench.errors import SpecError
 from workbench.losses.canonical import canonical
-from workbench.losses.spec import LossSpec, ScalingSpec
+from workbench.losses.spec import KLSpec, LossSpec, ScalingSpec
 
 FACTORS = ("multiplied_by", "divided_by", "replicated", "engine_multiplies", "engine_divides")
 """Settings of a scaling contract that are factors."""
@@ -18,7 +18,9 @@ FACTORS = ("multiplied_by", "divided_by", "replicated", "engine_multiplies", "en
 
 def checked_back(title: str, spec: LossSpec, model: type[Settings], translate: Callable[[Any], Translation],
                  settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, if their translation is the same loss as the spec, in every layout (`workbench.losses.canonical`).
+    """The options, if they translate to the spec's loss in every layout, and take the same penalty off the reward.
+
+    Two specs are the same loss where they have one form (`workbench.losses.canonical`).
 
     Args:
         title: of the system, for the message.
@@ -32,7 +34,9 @@ def checked_back(title: str, spec: LossSpec, model: type[Settings], translate: C
     """
     reached = translate(parse_settings(model, settings, where=title)).spec
     same_step = spec.scaling.powers == reached.scaling.powers and spec.scaling.counts == reached.scaling.counts
-    apart = [] if same_step and canonical(spec) == canonical(reached) else list(differences(spec, reached))
+    same_reward = _in_reward(spec) == _in_reward(reached)
+    same = same_step and same_reward and canonical(spec) == canonical(reached)
+    apart = [] if same else list(differences(spec, reached))
     if apart:
         said = "; ".join(f"{path} = {mine!r} (there {theirs!r})" for path, mine, theirs in apart[:5])
         raise SpecError(f"options of {title} for this loss", found=said,
@@ -56,6 +60,10 @@ def differences(spec: BaseModel, other: BaseModel, path: str = "") -> list[tuple
         elif mine != theirs and not (name == "name" or (name == "kind" and path == "correction.")):
             found.append((f"{path}{name}", mine, theirs))
     return found
+
+
+def _in_reward(spec: LossSpec) -> KLSpec | None:
+    return spec.kl if spec.kl.coefficient and spec.kl.placement == "reward" else None
 
 
 def refuse(title: str, what: str, rule: str) -> SpecError:

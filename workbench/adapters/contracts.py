@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from workbench.adapters.system import SYSTEMS
+from workbench.adapters.system import load_system
 from workbench.errors import SpecError
 from workbench.losses.spec import ScalingSpec
 from workbench.reduction.scaling import scaling_factor
@@ -50,9 +50,8 @@ CONTRACTS: Mapping[str, Mapping[str, ScalingSpec]] = {
     },
     "fast_llm": {
         "main": ScalingSpec(multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
-        # ServiceNow/Fast-LLM#520: documents of the step are counted, labels of a micro-batch stay its own.
-        "docs_per_step (#520), labels": ScalingSpec(counts="micro_batch", multiplied_by=("dp_cp",),
-                                                    engine_divides=("dp_cp",)),
+        # ServiceNow/Fast-LLM#520: documents of the step are counted; labels stay those of one pass, added over ranks.
+        "docs_per_step (#520), labels": ScalingSpec(counts="pass", multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
     },
     "prime_rl": {
         # Every cp rank counts the whole row, and the gather's backward adds over them: both cancel. FSDP's division is
@@ -95,14 +94,11 @@ def scaling_contract(system: str, mode: str | None = None) -> ScalingSpec:
     Raises:
         SpecError: another system or mode.
     """
-    if system not in CONTRACTS:
-        raise SpecError(f"scaling contract of {system!r}", rule=f"one of {', '.join(SYSTEMS)}",
-                        fix="choose one of them")
-    modes = CONTRACTS[system]
+    modes = load_system(system).scaling
     if mode is None:
         return next(iter(modes.values()))
     if mode not in modes:
-        raise SpecError(f"scaling contract {mode!r} of {system}", rule=f"one of {', '.join(modes)}",
+        raise SpecError(f"scaling contract {mode!r} of {system}", rule=f"one of {', '.join(map(repr, modes))}",
                         fix="choose one of them")
     return modes[mode]
 
@@ -120,9 +116,16 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
         ``counts``: over what the denominator counts. ``multiplies``, ``divides``: by the trainer, with numbers.
         ``engine``: what it does to gradients. ``factor``: of the gradient against the exact one where every micro-batch
         holds as many tokens; ``breaks``: what changes the gradient all the same.
+
+    Raises:
+        SpecError: a number below 1.
     """
     import pandas as pd
 
+    given = {"dp": dp, "cp": cp, "micro_batches": micro_batches, "accumulation": accumulation}
+    if min(given.values()) < 1:
+        raise SpecError("contract_table", found=", ".join(f"{name} = {size}" for name, size in given.items()),
+                        rule="ranks and passes are at least 1", fix="correct the number")
     passes = micro_batches * accumulation
     sizes = {"dp": dp, "cp": cp, "dp_cp": dp * cp, "micro_batches": passes}
 
@@ -133,7 +136,7 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
     for system, modes in CONTRACTS.items():
         for mode, scaling in modes.items():
             factor = scaling_factor(scaling, dp=dp, cp=cp, micro_batches=passes)
-            parts = {"step": 1, "rank": dp, "micro_batch": dp * passes}[scaling.counts]
+            parts = {"step": 1, "pass": passes, "micro_batch": dp * passes}[scaling.counts]
             lines.append({
                 "system": system, "mode": mode,
                 "sums": "whole rows on every cp rank" if scaling.replicated else "its own tokens",

@@ -178,11 +178,10 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
     temperatures = tuple(system.temperature(each) for system, each in zip(systems, settings, strict=True))
     heated = all(system.temperature is not undivided for system in systems) and temperatures[0] != temperatures[1]
     verdict, same_loss, same_gradient, witness = compare(*specs, temperatures if heated else None)
-    scaling = specs[0].scaling.breaks == specs[1].scaling.breaks and \
-        specs[0].breaks == specs[1].breaks and specs[0].scaling.powers == specs[1].scaling.powers
     titles = systems[0].title, systems[1].title
     differences = _differences(systems, settings, found, verdict, temperatures if heated else None)
-    return Explanation(titles, specs, verdict, same_loss, same_gradient, scaling if verdict == "same" else None,
+    return Explanation(titles, specs, verdict, same_loss, same_gradient,
+                       scale_alike(*specs) if verdict == "same" else None,
                        differences, (found[0].notes, found[1].notes), witness)
 
 
@@ -212,6 +211,12 @@ def compare(one: LossSpec, other: LossSpec, temperatures: tuple[float, float] | 
     if first is None:
         return "cannot say", None, same_gradient, None
     return "different", False if losses_apart else None, False if gradients_apart else same_gradient, first
+
+
+def scale_alike(one: LossSpec, other: LossSpec) -> bool:
+    """Whether two specs that are the same loss on one micro-batch stay so when a step is cut into several."""
+    return one.scaling.counts == other.scaling.counts and one.scaling.powers == other.scaling.powers \
+        and one.breaks == other.breaks
 
 
 @functools.lru_cache(maxsize=8192)

@@ -303,6 +303,7 @@ def _notes(settings: ClippedPGSettings) -> list[str]:
         notes.append("a correction weight that overflows becomes 0, whatever its upper bound")
     if settings.use_kl_in_reward:
         notes.append("clamps of the penalty in the reward are 20 and 10, whatever the options say")
+        notes.append("the penalty is in the advantages that the loss is given, and no term of the loss")
     if settings.reference_policy_kl_penalty and not settings.use_kl_in_reward:
         notes.append("the KL penalty carries the gradient of sampling: that of k3 is that of k2")
     if settings.positive_example_nll_weight:

@@ -164,7 +164,8 @@ def finish(replayed: Replayed, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
     for name, leaf in leaves.items():
         before = case.get(f"{name}_in")
         leaf.grad = torch.zeros_like(leaf) if before is None else before.clone()
-    total.backward(torch.as_tensor(case.config.get("grad_output") or 1.0, dtype=total.dtype))
+    scale = case.config.get("grad_output")
+    total.backward(torch.as_tensor(1.0 if scale is None else scale, dtype=total.dtype))
     outputs = {"loss": total.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
     for name, value in system.outputs(replayed).items():
         outputs[name] = case.shaped(value) if value.shape == replayed.row.loss_mask_T.shape else value.detach()

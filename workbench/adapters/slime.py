@@ -16,7 +16,9 @@ from workbench.adapters.contracts import CONTRACTS
 from workbench.adapters.replays import Replayed
 from workbench.adapters.system import Settings, System, Translation, parse_settings
 from workbench.errors import SpecError
+from workbench.losses.kl import kl_term
 from workbench.losses.spec import LossSpec
+from workbench.metrics import aliases
 from workbench.metrics.aliases.alias import PeerSettings, settings_of
 from workbench.metrics.aliases.slime import opsm_clipfrac
 from workbench.policy.logprobs.reference import kept_logits, token_logprobs_from_logits
@@ -154,13 +156,25 @@ def peer_settings(replayed: Replayed) -> PeerSettings:
 
 
 def further_metrics(replayed: Replayed) -> dict[str, float]:
-    """The share that off-policy sequence masking took out, as slime counts it."""
+    """A KL that is only reported, and the share that off-policy sequence masking took out, as slime counts it."""
     correction = replayed.translation.spec.correction
-    if correction.opsm_threshold is None:
+    found = _unweighted_kl(replayed)
+    if correction.opsm_threshold is not None:
+        advantages_T = replayed.case.spread("advantages").reshape(-1)
+        found["opsm_clipfrac"] = opsm_clipfrac(replayed.inputs, advantages_T, correction.opsm_threshold,
+                                               correction.opsm_anchor)
+    return found
+
+
+def _unweighted_kl(replayed: Replayed) -> dict[str, float]:
+    """kl_loss where use_kl_loss has the coefficient 0: the loss has no such term, and slime reports it."""
+    if not replayed.settings.use_kl_loss or replayed.settings.kl_loss_coef:
         return {}
-    advantages_T = replayed.case.spread("advantages").reshape(-1)
-    return {"opsm_clipfrac": opsm_clipfrac(replayed.inputs, advantages_T, correction.opsm_threshold,
-                                           correction.opsm_anchor)}
+    spec = translate(replayed.settings.model_copy(update={"kl_loss_coef": 1.0})).spec
+    named = aliases.as_named_by("slime", replayed.inputs, replayed.row.loss_mask_T, loss_spec=spec,
+                                terms={**replayed.evaluated.terms, "kl": kl_term(replayed.inputs, spec.kl)},
+                                slots=replayed.slots, settings=peer_settings(replayed))
+    return {"kl_loss": named["kl_loss"].finish()}
 
 
 # ---- what is no policy loss ------------------------------------------------------------------------------------

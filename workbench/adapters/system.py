@@ -10,7 +10,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -127,7 +127,7 @@ def load_system(name: str) -> System:
         SpecError: there is none of that name.
     """
     if name not in SYSTEMS:
-        near = difflib.get_close_matches(str(name), SYSTEMS, n=1)
+        near = difflib.get_close_matches(str(name).lower().replace("-", "_"), SYSTEMS, n=1)
         raise SpecError(f"system {name!r}", rule=f"one of {', '.join(SYSTEMS)}",
                         fix=f"did you mean {near[0]!r}?" if near else "choose one of them")
     return importlib.import_module(f"workbench.adapters.{name}").SYSTEM
@@ -142,21 +142,37 @@ def parse_settings(model: type[Settings], settings: Mapping[str, Any], *, where:
         where: the system, for the message.
 
     Raises:
-        SpecError: an option of another name (with the nearest known one), a value of the wrong type or out of range.
+        SpecError: no mapping, an option of another name (with the nearest known one), a value of the wrong type or out
+            of range.
     """
+    if not isinstance(settings, Mapping):
+        raise SpecError(f"options of {where}", found=repr(settings), rule="names and values, in a mapping",
+                        fix="write {} where all are the system's defaults")
     try:
         return model.model_validate(dict(settings))
     except ValidationError as error:
-        raise SpecError(f"{where}: {error.error_count()} option(s) cannot be used",
-                        found="; ".join(_in_words(model, each) for each in error.errors()),
-                        rule=f"options of {model.__name__}: {', '.join(model.model_fields)}",
+        mistakes = error.errors()
+        unknown = [_holder(model, each["loc"]) for each in mistakes if each["type"] == "extra_forbidden"]
+        known = [f"options of {holder.__name__}: {', '.join(holder.model_fields)}" for holder in dict.fromkeys(unknown)]
+        raise SpecError(f"{where}: {len(mistakes)} option(s) cannot be used",
+                        found="; ".join(_in_words(model, each) for each in mistakes),
+                        rule="; ".join(known) or "a value that the option takes",
                         fix="correct the options; what is not said has the system's own default") from None
+
+
+def _holder(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model that the last name of a path belongs to: of a group, or the whole."""
+    for name in path[:-1]:
+        annotation = model.model_fields[str(name)].annotation
+        model = next(kind for kind in (annotation, *get_args(annotation))
+                     if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return model
 
 
 def _in_words(model: type[Settings], error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path, model.model_fields, n=1)
+        near = difflib.get_close_matches(str(error["loc"][-1]), _holder(model, error["loc"]).model_fields, n=1)
         return f"unknown option {path!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
     words = error["msg"].removeprefix("Value error, ")
     return f"{path} = {error['input']!r}: {words}" if path else words

@@ -382,6 +382,8 @@ def case_settings(case: Case) -> dict[str, Any]:
     own.setdefault("loss_mode", case.function.split()[0].removeprefix("compute_policy_loss_"))
     if own["loss_mode"] == "bypass_mode" and "rollout_correction" in config:
         own["rollout_correction"] = config.pop("rollout_correction")
+    if own["loss_mode"] == "reinforce":
+        config.setdefault("loss_agg_mode", "seq-mean-token-sum")
     config["policy_loss"] = own
     info = config.get("global_batch_info") or {}
     if not (config.get("loss_scale_factor") or info.get("loss_scale_factor")):

@@ -80,8 +80,8 @@ def _one_micro_batch(form: Form) -> None:
 
 
 def _absent_terms(form: Form) -> None:
-    """Settings of a term that is not there."""
-    if not form["kl"]["coefficient"]:
+    """Settings of a term that is not there. A penalty in the reward is none: advantages, which are data, hold it."""
+    if not form["kl"]["coefficient"] or form["kl"]["placement"] == "reward":
         form["kl"] = {}
     if not form["entropy_coefficient"]:
         del form["entropy_denominator"]
@@ -199,7 +199,7 @@ def _current_policy(form: Form) -> None:
     if form["old_policy"] != "current":
         return
     if spec["anchor"] == "old":
-        if spec["kind"] in ("ppo", "importance_sampling") and spec.get("upper", 1) >= 1 and not spec["log_cap"]:
+        if spec["kind"] in ("ppo", "importance_sampling") and spec.get("upper", 1) >= 1:
             # 1 is within every bound (a bound keeps the gradient), so the value is -exp(l - sg[l]) A
             form["surrogate"] = {"kind": "on_policy", "coefficient": spec["coefficient"]}
         elif spec["kind"] == "cispo" and spec["upper"] >= 1 and (spec["lower"] is None or spec["lower"] <= 1):

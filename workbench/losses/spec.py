@@ -428,9 +428,9 @@ class ScalingSpec(_Model):
     into the weights (`workbench.reduction.scaling`), so that its gradient comes out of the same sum.
     """
 
-    counts: Literal["step", "rank", "micro_batch"] = "step"
-    """Over which rows the denominator counts: all of the optimizer step, those of one data-parallel rank, or each
-    micro-batch for itself."""
+    counts: Literal["step", "pass", "micro_batch"] = "step"
+    """Over which rows the denominator counts: all of the optimizer step, the micro-batches that all data-parallel ranks
+    train on at a time, or each micro-batch for itself."""
     multiplied_by: tuple[Size, ...] = ()
     """What the trainer multiplies the loss of a micro-batch by."""
     divided_by: tuple[Size, ...] = ()
@@ -468,7 +468,7 @@ class ScalingSpec(_Model):
     def breaks(self) -> tuple[str, ...]:
         """Invariance laws that the contract breaks by definition."""
         powers = self.powers
-        local = {"step": (), "rank": ("packing", "dp"), "micro_batch": ("micro_batch", "packing", "dp")}[self.counts]
+        local = () if self.counts == "step" else ("micro_batch", "packing", "dp")
         factors = (("dp", powers["dp"]), ("cp", powers["cp"]), ("micro_batch", powers["micro_batches"]))
         empty = ("masked_rows",) if self.least_tokens else ()
         return tuple(dict.fromkeys((*local, *(law for law, power in factors if power), *empty)))

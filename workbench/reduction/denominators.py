@@ -189,7 +189,8 @@ def raw(step: StepDocuments, _: LossSpec) -> Tensor:
 def local_token(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Mean over micro-batches of their own token means: ``B T_b``. Depends on how the step is cut."""
     tokens_B = step.counted_N.new_zeros(step.num_rows).index_add(0, step.rows_N, step.counted_N)
-    elsewhere = step.given.dp * step.given.micro_batches if spec.scaling.counts == "step" else 1
+    given, counts = step.given, spec.scaling.counts
+    elsewhere = {"step": given.dp * given.micro_batches, "pass": given.dp, "micro_batch": 1}[counts]
     return (step.num_rows * elsewhere * tokens_B)[step.rows_N]
 
 

@@ -40,9 +40,9 @@ class Cut:
         return rows // self.dp
 
     def counted_together(self, rows: int, counts: str) -> list[range]:
-        """Which rows share one count: all of the step, those of a dp rank, or each its own."""
-        size = {"step": rows, "rank": self.micro_batches(rows), "micro_batch": 1}[counts]
-        return [range(start, start + size) for start in range(0, rows, size)]
+        """Which rows share one count: all of the step, those of one pass of all dp ranks, or each its own."""
+        apart = {"step": 1, "pass": self.micro_batches(rows), "micro_batch": rows}[counts]
+        return [range(start, rows, apart) for start in range(apart)]
 
 
 def scaling_factor(scaling: ScalingSpec, *, dp: int, cp: int, micro_batches: int, engine: bool = True) -> float:

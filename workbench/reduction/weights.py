@@ -106,10 +106,11 @@ def step_weights(rows: Sequence[TrainingRow], spec: LossSpec,
     layout = given or GivenCounts(dp=cut.dp, cp=cut.cp, micro_batches=cut.micro_batches(len(rows)))
     factor = scaling_factor(spec.scaling, dp=layout.dp, cp=layout.cp, micro_batches=layout.micro_batches,
                             engine=given is None)
-    weights: list[dict[str, TokenWeights]] = []
+    weights: list[dict[str, TokenWeights]] = [{} for _ in rows]
     for together in cut.counted_together(len(rows), spec.scaling.counts):
         chosen = [rows[at] for at in together], [counted[at] for at in together]
-        weights += _counted_weights(*chosen, spec, given, factor)
+        for at, named in zip(together, _counted_weights(*chosen, spec, given, factor), strict=True):
+            weights[at] = named
     tokens = sum(int(row.loss_mask_T.sum()) for row in rows)
     documents = sum(row.document_ids_T[row.loss_mask_T].unique().numel() for row in rows)
     return weights, StepTotals(tokens, documents, statistics)

@@ -50,8 +50,8 @@ class Outcome:
 def nasty_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
     """A batch and what a policy says of it, float64.
 
-    Every third seed has one advantage a document, the others one a token; seeds 4 and 5 of every eight move a whole
-    document by 12 nats, from the old policy and from the reference.
+    Every third seed has one advantage a document, the others one a token; seeds 4 and 6 of every eight move the
+    document that trains most by 12 nats from the old policy, up and down, and seed 5 from the reference.
     """
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.tensor(LENGTHS[seed % len(LENGTHS)])
@@ -65,9 +65,9 @@ def nasty_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
     loss_mask_T = (torch.rand(number, generator=draw) < 0.8) & (ids_T != 1)
     loss_mask_T[0] = True
     moved_T, from_ref_T = spread * normal(), spread * normal()
-    longest = int(lengths.argmax())
-    if seed % 8 == 4:
-        moved_T = torch.where(ids_T == longest, 12 + moved_T, moved_T)
+    longest = int(torch.bincount(ids_T[loss_mask_T]).argmax())
+    if seed % 8 in (4, 6):
+        moved_T = torch.where(ids_T == longest, (12 if seed % 8 == 4 else -12) + moved_T, moved_T)
     if seed % 8 == 5:
         from_ref_T = torch.where(ids_T == longest, -12 + from_ref_T, from_ref_T)
     # log-probabilities below 0, whatever the ratios: the likeliest of the four stands between -2 and 0

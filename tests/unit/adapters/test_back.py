@@ -29,6 +29,23 @@ def test_what_would_differ_is_said_with_both_values():
     assert "Nobody has no option that makes this so" in str(caught.value)
 
 
+@pytest.mark.parametrize("scaling", [{"counts": "micro_batch"}, {"engine_divides": ["dp"]}])
+def test_another_way_to_cut_a_step_is_another_loss(scaling):
+    with pytest.raises(SpecError, match=r"scaling\."):
+        back(LossSpec(scaling=scaling), clip=0.2)
+
+
+def test_factors_that_cancel_are_none():
+    spec = LossSpec(scaling={"multiplied_by": ["dp"], "engine_divides": ["dp"]})
+    assert back(spec, clip=0.2) == {"clip": 0.2}
+
+
+def test_a_penalty_in_the_reward_is_not_dropped():
+    spec = LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2}, kl={"coefficient": 0.1, "placement": "reward"})
+    with pytest.raises(SpecError, match=r"kl\.coefficient = 0\.1 \(there 0\.0\)"):
+        back(spec, clip=0.2)
+
+
 def test_differences_are_listed_by_path_and_names_of_presets_are_none():
     spec = LossSpec(name="vapo", kl={"coefficient": 0.1})
     found = {path for path, _, _ in differences(spec, LossSpec(name="dapo"))}

@@ -62,24 +62,31 @@ def test_the_table_says_numbers_and_the_factor():
     assert table.loc[EXACT, "factor"].tolist() == pytest.approx([1.0] * len(EXACT))
     assert table.loc[("pipelinerl", "deepspeed"), "factor"] == pytest.approx(1 / 24)
     assert table.loc[("pipelinerl", "deepspeed"), "engine"] == "sum, over micro_batches (4) x dp_cp (6)"
-    assert table.loc[("fast_llm", "docs_per_step (#520), labels"), "factor"] == pytest.approx(8)
+    assert table.loc[("fast_llm", "docs_per_step (#520), labels"), "factor"] == pytest.approx(4)
     assert table.loc[("slime", "per sample"), "multiplies"] == "micro_batches (4) x dp_cp (6)"
     assert "micro_batch" in table.loc[("trl", "grpo, bnpo, dr_grpo, sapo, luspo"), "breaks"]
 
 
+@pytest.mark.parametrize("name", ["dp", "cp", "micro_batches", "accumulation"])
+def test_a_table_of_no_ranks_is_refused(name):
+    with pytest.raises(SpecError, match=f"{name} = 0"):
+        contract_table(**{name: 0})
+
+
 def test_a_contract_is_an_axis_of_an_ablation():
-    configurations = {f"{system}.{number}": {"loss": {"scaling": scaling_contract(system, mode).model_dump()}}
-                      for number, (system, mode) in enumerate(MODES)}
-    ablation = AblationSpec(reference="house", base={"precision": "float64"}, axes={"layout.dp": [1, 2]},
-                            configurations={"house": {}} | configurations)
+    contracts = {f"{system}.{number}": {"loss": {"scaling": scaling_contract(system, mode).model_dump()}}
+                 for number, (system, mode) in enumerate(MODES)}
+    values = {"exact": {"loss": {"scaling": {}}}} | contracts
+    ablation = AblationSpec(reference="house", base={"precision": "float64"}, configurations={"house": {}},
+                            axes={"layout.dp": [1, 2], "loss.scaling": values})
     runs = {run.name: run.spec.loss.scaling for run in ablation.expand()}
     assert len(runs) == 2 * (1 + len(MODES))
-    assert runs["house-2"] == ScalingSpec()
-    assert runs["pipelinerl.16-2"] == scaling_contract("pipelinerl")
+    assert runs["house-2-exact"] == ScalingSpec()
+    assert runs["house-2-pipelinerl.16"] == scaling_contract("pipelinerl")
 
 
 def test_other_names_are_refused_with_the_known_ones():
-    with pytest.raises(SpecError, match="one of nemo_rl, verl"):
-        scaling_contract("megatron")
-    with pytest.raises(SpecError, match="one of dtensor, megatron"):
+    with pytest.raises(SpecError, match=r"one of nemo_rl, verl(?s:.*)did you mean 'nemo_rl'"):
+        scaling_contract("NeMo-RL")
+    with pytest.raises(SpecError, match="one of 'dtensor', 'megatron'"):
         scaling_contract("nemo_rl", "fsdp")

@@ -11,7 +11,8 @@ import torch
 from tests.helpers.rectangles import rectangle
 from tests.unit.adapters.test_cases import ALL, CASES, index
 from workbench.adapters import case_settings, explain, loss_spec
-from workbench.adapters.explanations import APART, compare, decides
+from workbench.adapters.back import FACTORS
+from workbench.adapters.explanations import APART, compare, decides, scale_alike
 from workbench.adapters.system import load_system
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss
@@ -89,6 +90,26 @@ def test_the_same_clip_is_not_the_same_where_a_dual_clip_is_always_on():
     assert str(found).startswith("verl | TRL: different\n  batch ")
 
 
+def test_a_bound_acts_on_the_side_on_which_it_differs():
+    found = explain("trl", {"epsilon": 0.2, "epsilon_high": 0.28}, "trl", {"epsilon": 0.2})
+    assert [(d.setting, d.values) for d in found.differences if d.acts] == [("surrogate.clip_high", (0.28, 0.2))]
+
+
+def test_factors_of_contracts_are_listed_only_where_they_come_to_another_product():
+    exact, local = {"loss_type": "dapo", "epsilon": 0.2}, {"loss_type": "bnpo", "epsilon": 0.2}
+    factors = {f"scaling.{name}" for name in FACTORS}
+    for settings, listed in ((exact, set()), (local, {"scaling.multiplied_by", "scaling.divided_by"})):
+        found = explain("verl", {}, "trl", settings)
+        assert {d.setting for d in found.differences} & factors >= listed
+        assert bool({d.setting for d in found.differences} & factors) == bool(listed)
+
+
+def test_a_threshold_that_only_a_far_document_passes_is_a_difference():
+    assert explain("trl", {"off_policy_mask_threshold": 4.0}, "trl", {}).verdict == "different"
+    sampled = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
+    assert explain("trl", sampled | {"off_policy_mask_threshold": 4.0}, "trl", sampled).verdict == "different"
+
+
 def test_a_witness_can_be_looked_at_again():
     found = explain("fast_llm", {"type": "gspo"}, "fast_llm", {"type": "grpo"})
     again = [outcome(spec, found.witness.seed) for spec in found.specs]
@@ -121,6 +142,21 @@ def test_the_same_on_one_micro_batch_and_not_on_a_step_of_several():
     assert found.same_scaling is False
     assert "on one micro-batch" in str(found)
     assert list(found.table().columns[:3]) == ["topic", "TRL (a)", "TRL (b)"]
+
+
+def test_a_penalty_in_the_reward_is_no_part_of_the_loss_and_is_said():
+    found = explain("nemo_rl", {"use_kl_in_reward": True}, "nemo_rl", {"reference_policy_kl_penalty": 0.0})
+    assert found.verdict == "same"
+    assert "kl.placement" in {d.setting for d in found.differences}
+    assert "in the advantages that the loss is given" in " ".join(found.notes[0])
+
+
+@pytest.mark.parametrize(("settings", "alike"), [
+    ({"scaling": {"multiplied_by": ["dp"], "engine_divides": ["dp"]}}, True), ({"scaling": {"counts": "pass"}}, False),
+    ({"scaling": {"engine_divides": ["cp"]}}, False), ({"denominator": "local_token"}, False)])
+def test_what_counts_elsewhere_or_leaves_a_factor_scales_otherwise(settings, alike):
+    assert scale_alike(LossSpec(), LossSpec(**settings)) == alike
+    assert not scale_alike(LossSpec(scaling={"counts": "micro_batch"}), LossSpec(**settings))
 
 
 def test_the_gradient_may_be_the_same_when_the_loss_is_not():

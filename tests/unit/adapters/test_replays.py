@@ -71,12 +71,17 @@ def test_a_gradient_is_scaled_and_added_to_what_is_there():
                    inputs | {"grad_logits_in": before})
     np.testing.assert_allclose(found["grad_logits"], before + 3 * plain["grad_logits"], rtol=1e-12, atol=1e-15)
     assert found["loss"] == plain["loss"]
+    none = replay("fast_llm", case["kind"], case["function"], config | {"grad_output": 0.0}, inputs)
+    assert not none["grad_logits"].any()
 
 
 def test_entropies_without_a_cotangent_have_no_gradient():
     logits = np.array([[0.5, 1.0, -1.0]])
     inputs = {"logits": logits, "targets": np.array([1]), "cotangent_logprobs": np.array([2.0])}
     found = replay("prime_rl", "logprobs", "f", {}, inputs)
+    halved = replay("prime_rl", "logprobs", "f", {"temperature": 0.5}, inputs | {"logits": logits / 2})
+    np.testing.assert_allclose(halved["logprobs"], found["logprobs"])
+    np.testing.assert_allclose(halved["grad_logits"], 2 * found["grad_logits"])
     probability = np.exp(logits) / np.exp(logits).sum()
     np.testing.assert_allclose(found["logprobs"], np.log(probability[:, 1]))
     np.testing.assert_allclose(found["entropy"], -(probability * np.log(probability)).sum(1))

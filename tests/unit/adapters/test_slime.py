@@ -24,6 +24,7 @@ CHANGES = [
     {"use_rollout_logprobs": True, "use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.0},
     {"opsm_delta": 0.01, "eps_clip_c": 1.3, "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.2, "eps_clip": 0.05,
      "eps_clip_high": 0.06},
+    {"kl_loss_type": "low_var_kl"}, {"kl_loss_type": "k3", "use_unbiased_kl": True},
 ]
 
 

@@ -22,6 +22,15 @@ class Two(Settings):
     """A name."""
 
 
+class Grouped(Settings):
+    """Two options in a group."""
+
+    cut: float = 0.2
+    """A length."""
+    group: Two | None = None
+    """The group."""
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_system_is_whole(name):
     system = load_system(name)
@@ -37,9 +46,10 @@ def test_every_system_is_whole(name):
     assert undocumented == []
 
 
-def test_an_unknown_system_is_refused_with_the_nearest():
+@pytest.mark.parametrize("name", ["nemo-rl", "NeMo-RL", "nemorl"])
+def test_an_unknown_system_is_refused_with_the_nearest(name):
     with pytest.raises(SpecError, match="did you mean 'nemo_rl'"):
-        load_system("nemo-rl")
+        load_system(name)
 
 
 def test_an_unknown_option_is_refused_with_the_nearest():
@@ -49,9 +59,24 @@ def test_an_unknown_option_is_refused_with_the_nearest():
     assert "options of Two: clip, mode" in str(caught.value)
 
 
+def test_an_unknown_option_of_a_group_is_refused_with_the_nearest_in_the_group():
+    with pytest.raises(SpecError) as caught:
+        parse_settings(Grouped, {"group": {"clipp": 0.1}}, where="somewhere")
+    assert "unknown option 'group.clipp' (did you mean 'clip'?)" in str(caught.value)
+    assert caught.value.parts["rule"] == "options of Two: clip, mode"
+
+
 def test_a_value_that_cannot_be_is_said_with_its_option():
-    with pytest.raises(SpecError, match="clip = 'wide'"):
+    with pytest.raises(SpecError, match="clip = 'wide'") as caught:
         parse_settings(Two, {"clip": "wide"}, where="somewhere")
+    assert "options of Two" not in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [None, ["clip"], "clip"])
+def test_options_that_are_no_mapping_are_refused(settings):
+    with pytest.raises(SpecError, match="options of somewhere") as caught:
+        parse_settings(Two, settings, where="somewhere")
+    assert caught.value.parts["found"] == repr(settings)
 
 
 def test_what_our_spec_refuses_is_said_in_words():

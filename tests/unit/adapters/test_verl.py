@@ -66,6 +66,8 @@ def test_reinforce_against_the_rollout_policy(given):
         del batch["old_logprobs"]
         found = replay("verl", "policy_loss", "compute_policy_loss_reinforce", {"loss_agg_mode": agg}, batch)
         assert differing(found, oracle.policy_loss("reinforce", {"loss_agg_mode": agg}, batch)) == []
+    found = replay("verl", "policy_loss", "compute_policy_loss_reinforce", {}, batch)
+    assert differing(found, oracle.policy_loss("reinforce", {"loss_agg_mode": "seq-mean-token-sum"}, batch)) == []
 
 
 # ---- KL, aggregation, critic -------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ SAME = {
     "contract": (loss(scaling={"counts": "micro_batch", "engine_divides": ["dp"]}), loss()),
     "epsilon": (loss(scaling={"count_epsilon": 1e-8, "mean_epsilon": 1e-8}), loss()),
     "penalty of weight 0": (loss(kl={"coefficient": 0.0, "estimator": "k1"}), loss()),
+    "penalty in the reward": (loss(kl=K3 | {"placement": "reward"}), loss()),
     "documents that divide nothing": (loss(documents_counted="all"), loss()),
     "constant 1": (loss(denominator="constant", denominator_constant=1.0), loss(denominator="document_sum")),
     "correction that does nothing": (loss(correction={"kind": "none", "denominator": "original"}), loss()),
@@ -67,6 +68,9 @@ FAR = {
 DIFFERENT = {
     "bound": (loss(), loss(PPO | {"clip_high": 0.2})),
     "large epsilon": (loss(scaling={"count_epsilon": 0.5}), loss()),
+    "empty documents as tokens": (loss(scaling={"least_tokens": 1}), loss()),
+    "documents that divide once more": (loss(documents_counted="all", normalize_by_documents=True),
+                                        loss(normalize_by_documents=True)),
     "documents that divide": (loss(denominator="document", documents_counted="all"), loss(denominator="document")),
     "constant 2": (loss(denominator="constant", denominator_constant=2.0), loss(denominator="document_sum")),
     "weight bounded below": (loss(correction={"kind": "tis", "ratio_low": 0.9}), loss(correction={"kind": "tis"})),
@@ -92,6 +96,14 @@ DIFFERENT = {
     "clamp that binds": (loss(PPO | {"log_clamp": 0.1}), loss()),
     "gspo on the current policy": (loss(GSPO, old_policy="current"), LossSpec(name="on_policy")),
     "ppo on the recorded policy": (loss(), LossSpec(name="on_policy")),
+    "ppo with a delta below 1 on the current policy": (loss(PPO | {"delta": 0.5}, old_policy="current"),
+                                                       LossSpec(name="on_policy")),
+    "an old policy in the correction": (
+        loss({"kind": "reinforce"}, old_policy="current", correction={"kind": "importance_sampling"}),
+        loss({"kind": "reinforce"}, correction={"kind": "importance_sampling"})),
+    "cispo of absolute bounds above 1": (
+        loss({"kind": "cispo", "bounds": "absolute", "clip_low": 1.5, "clip_high": 2.0}, old_policy="current"),
+        LossSpec(name="reinforce")),
     "cispo of absolute bounds beside 1": (
         loss({"kind": "cispo", "bounds": "absolute", "clip_high": 0.5}, old_policy="current"),
         LossSpec(name="reinforce")),
@@ -100,8 +112,14 @@ DIFFERENT = {
     "luspo with a penalty": (loss(LUSPO, denominator="document", kl=K3), loss(GSPO, denominator="document_sum", kl=K3)),
     "luspo over kept tokens": (loss(LUSPO, denominator="document", correction=KEPT),
                                loss(GSPO, denominator="document_sum", correction=KEPT)),
+    "luspo with an epsilon beside L": (
+        loss(LUSPO, denominator="document", scaling={"length_epsilon": 0.5}),
+        loss(GSPO, denominator="document_sum", scaling={"length_epsilon": 0.5})),
     "luspo per token": (loss(LUSPO), loss(GSPO)),
     "advantage of the document": (loss(GSPO | {"advantage_level": "document"}), loss(GSPO)),
+    "bonus of undecided tokens": (
+        loss(entropy_coefficient=0.1, entropy_denominator="local_token", top_entropy_share=0.5),
+        loss(entropy_coefficient=0.1, top_entropy_share=0.5)),
     "bonus per document": (loss(entropy_coefficient=0.1, denominator="document", entropy_denominator="local_token"),
                            loss(entropy_coefficient=0.1, denominator="document")),
 }

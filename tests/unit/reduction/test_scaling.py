@@ -41,15 +41,15 @@ def test_what_does_not_cancel_is_a_law_that_breaks():
     assert ScalingSpec(engine_divides=("dp_cp",)).breaks == ("dp", "cp")
     assert ScalingSpec(engine_divides=("dp_cp",), multiplied_by=("cp", "dp")).breaks == ()
     assert ScalingSpec(counts="micro_batch").breaks == ("micro_batch", "packing", "dp")
-    assert ScalingSpec(counts="rank").breaks == ("packing", "dp")
+    assert ScalingSpec(counts="pass").breaks == ("micro_batch", "packing", "dp")
     assert ScalingSpec(least_tokens=1).breaks == ("masked_rows",)
     assert LossSpec(scaling={"engine_divides": ["cp"]}).breaks == ("cp",)
 
 
-def test_counts_are_those_of_the_step_of_a_rank_or_of_a_micro_batch():
+def test_counts_are_those_of_the_step_of_a_pass_or_of_a_micro_batch():
     lengths, cut = [(3, 1), (2,), (5,), (4, 1)], Cut(dp=2)
     assert first_weights(lengths, ScalingSpec(), cut=cut) == pytest.approx([1 / 16] * 4)
-    assert first_weights(lengths, ScalingSpec(counts="rank"), cut=cut) == pytest.approx([1 / 6, 1 / 6, 1 / 10, 1 / 10])
+    assert first_weights(lengths, ScalingSpec(counts="pass"), cut=cut) == pytest.approx([1 / 9, 1 / 7, 1 / 9, 1 / 7])
     assert first_weights(lengths, ScalingSpec(counts="micro_batch"), cut=cut) == pytest.approx(
         [1 / 4, 1 / 2, 1 / 5, 1 / 5])
 
@@ -59,6 +59,13 @@ def test_a_mean_of_means_is_the_local_denominator():
     lengths = [(3, 1), (2,), (5,), (4, 1)]
     local = first_weights(lengths, ScalingSpec(), denominator="local_token")
     assert first_weights(lengths, scaling, cut=Cut(dp=2)) == pytest.approx(local)
+
+
+@pytest.mark.parametrize(("counts", "elsewhere"), [("step", 12), ("pass", 4), ("micro_batch", 1)])
+def test_a_local_mean_knows_how_many_others_share_its_count(counts, elsewhere):
+    given = GivenCounts(dp=4, micro_batches=3)
+    found = first_weights([(3, 1)], ScalingSpec(counts=counts), given, denominator="local_token")
+    assert found == pytest.approx([1 / (4 * elsewhere)])
 
 
 def test_counts_that_are_given_win_and_leave_the_engine_out():

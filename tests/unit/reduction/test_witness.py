@@ -29,8 +29,9 @@ def test_a_batch_is_nasty(seed):
 
 def test_over_all_batches_there_is_one_of_every_kind():
     rows = [nasty_row(seed) for seed in SEEDS]
-    far = [float((said.logprobs_T - row.old_logprobs_T).max()) for row, said in rows]
-    assert sum(ratio > 11 for ratio in far) == 3
+    moved = [(said.logprobs_T - row.old_logprobs_T)[row.loss_mask_T] for row, said in rows]
+    assert sum(bool((d > 11).any()) for d in moved) == sum(bool((d < -11).any()) for d in moved) == 3
+    assert any((row.advantages_T[row.loss_mask_T][d < -11] < 0).any() for (row, _), d in zip(rows, moved, strict=True))
     constant = [all(row.advantages_T[row.document_ids_T == d].unique().numel() == 1
                     for d in row.document_ids_T.unique()) for row, _ in rows]
     assert sum(constant) == 8
@@ -69,6 +70,8 @@ def test_distance_is_relative_and_sees_one_element():
     assert apart(one, Outcome(2.0 + 2e-6, one.gradient_S))[0] == pytest.approx(1e-6, rel=1e-3)
     moved = Outcome(2.0, torch.tensor([1.0, -1e-3 - 1e-6, 0.0]).double())
     assert apart(one, moved)[1] == pytest.approx(1e-3, rel=1e-2)
+    rounding = Outcome(2.0, torch.tensor([1.0, -1e-3, 1e-17]).double())
+    assert apart(one, rounding)[1] < 1e-10
     assert apart(one, Outcome(float("nan"), one.gradient_S))[0] == 1.0
     nothing = Outcome(float("nan"), one.gradient_S)
     assert apart(nothing, nothing) == (0.0, 0.0)

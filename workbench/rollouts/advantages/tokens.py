@@ -161,7 +161,7 @@ def whiten(values_T: Tensor, loss_mask_T: Tensor, *, ddof: int = 1, epsilon: flo
     """Centre and scale the values of all trained tokens of the step, once over all of them.
 
     Values that are all equal, or no more than ddof of them, become exactly 0; elsewhere, too, unless what stands there
-    is whitened by equal values, whose variance is 0, and an epsilon.
+    is whitened by equal values, whose variance is 0, and an epsilon. A count_epsilon puts the mean beside equal values.
 
     Formula: ``(x - mean) / sqrt(var + epsilon)``, var = sum (x - mean)^2 / (count - ddof); for "floor" the root of
              ``max(var, epsilon)``. count_epsilon is added to the count under both means. Where nothing counts: 0, or
@@ -181,7 +181,7 @@ def whiten(values_T: Tensor, loss_mask_T: Tensor, *, ddof: int = 1, epsilon: flo
     kept = values_T[loss_mask_T].double()
     if len(kept) <= ddof:
         return whitened_T
-    equal = bool(kept.amax() == kept.amin())
+    equal = count_epsilon == 0 and bool(kept.amax() == kept.amin())
     if equal and (elsewhere == "zero" or epsilon == 0):
         return whitened_T
     count = len(kept) + count_epsilon

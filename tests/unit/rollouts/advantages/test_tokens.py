@@ -181,6 +181,15 @@ def test_a_count_epsilon_is_added_under_both_means_and_what_does_not_count_may_b
     assert whiten(values, mask, elsewhere="whiten", **settings).tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("elsewhere", ["zero", "whiten"])
+def test_a_count_epsilon_puts_the_mean_beside_equal_values(elsewhere):
+    values, mask = torch.tensor([3.0, 3.0, 3.0, 5.0], dtype=torch.float64), torch.tensor([1, 1, 1, 0]).bool()
+    mean, settings = 9 / 3.5, {"epsilon": 0.25, "count_epsilon": 0.5, "elsewhere": elsewhere}
+    root = (3 * (3 - mean) ** 2 / 3.5 * 3 / 2 + 0.25) ** 0.5
+    expected = [(3 - mean) / root] * 3 + [0.0 if elsewhere == "zero" else (5 - mean) / root]
+    assert whiten(values, mask, **settings).tolist() == pytest.approx(expected)
+
+
 def test_spread_every_token_carries_the_reward_less_its_own_penalty():
     ids = torch.tensor([0, 0, 1, -1])
     rewards, penalties = torch.tensor([2.0, 3.0]), torch.tensor([0.1, 0.2, 0.3, float("nan")], dtype=torch.float64)
