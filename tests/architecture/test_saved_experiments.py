@@ -7,8 +7,10 @@ import pytest
 
 from workbench.compare.comparison import Comparison
 from workbench.launch.ablation import load_ablation
+from workbench.report.head import page
 from workbench.report.page import write_report
 from workbench.runs.spec import RunSpec, parse_spec
+from workbench.runs.store import from_json
 
 PROJECT = Path(__file__).parents[2]
 EXPERIMENTS = PROJECT / "experiments"
@@ -25,11 +27,11 @@ def test_experiments_stay_small():
 
 @pytest.mark.parametrize("folder", SAVED, ids=lambda folder: folder.name)
 def test_the_saved_page_is_the_page_of_the_saved_comparison(folder, tmp_path):
-    page = write_report(Comparison.load(folder / "comparison.json"), tmp_path / "report.html")
-    assert page.read_bytes() == (folder / "report.html").read_bytes()
+    written = write_report(Comparison.load(folder / "comparison.json"), tmp_path / "report.html")
+    assert written.read_bytes() == (folder / "report.html").read_bytes()
 
 
-@pytest.mark.parametrize("folder", SAVED, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [*SAVED, EXPERIMENTS / "head"], ids=lambda folder: folder.name)
 def test_nothing_saved_names_a_machine(folder):
     for path in tracked(folder):
         found = re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", path.read_text())
@@ -39,7 +41,7 @@ def test_nothing_saved_names_a_machine(folder):
 @pytest.mark.parametrize("folder", [f for f in SAVED if f.name.startswith("layout_parity")], ids=lambda f: f.name)
 def test_every_right_layout_agrees_and_every_fault_differs_with_its_factor(folder):
     comparison = Comparison.load(folder / "comparison.json")
-    planned = {plan.name: plan for plan in load_ablation(EXPERIMENTS / "layout_parity/ablation.yaml").expand()}
+    planned = {plan.name: plan for plan in load_ablation(folder / "ablation.yaml").expand()}
     assert [c.name for c in comparison.configurations] == list(planned)
     for c in comparison.configurations:
         # read by today's spec: a setting that is newer than the record has its default
@@ -53,6 +55,25 @@ def test_every_right_layout_agrees_and_every_fault_differs_with_its_factor(folde
     assert missing.factor_meaning == "1 / cp"
     assert 1.9 < comparison["fault_local_denominator"].factor < 2.1
     assert comparison["fault_shift_after_shard"].first_step == 0
+
+
+def test_the_saved_page_of_the_head_is_that_of_its_records():
+    records = [from_json((EXPERIMENTS / "head" / name).read_text()) for name in ("head.json", "head_parallel.json")]
+    assert page(*records) == (EXPERIMENTS / "head/report.html").read_text()
+
+
+def test_the_readme_says_of_the_head_what_its_record_says():
+    record = from_json((EXPERIMENTS / "head/head.json").read_text())
+    lines = {line.split("|")[1].strip(): line for line in (PROJECT / "README.md").read_text().splitlines()
+             if line.startswith("| `")}
+    for said, name in (("`fused_loss`, token-level", "fused_loss"), ("`fused_loss`, GSPO", "fused_loss GSPO"),
+                       ("`token_logprobs`, all kept", "token_logprobs, room"),
+                       ("`token_logprobs`, nothing kept", "token_logprobs")):
+        found = [work["forward_backward"]["contenders"][name] for work in record["workloads"].values()]
+        cells = [f"{entry['ratio']:.2f} ({entry['extra_gib']:.1f})" for entry in found]
+        assert [cell.strip() for cell in lines[said].split("|")[2:-1]] == cells
+    held = sum(bar["holds"] for bar in record["bars"].values())
+    assert f"{held} of {len(record['bars'])} bars hold." in (PROJECT / "README.md").read_text()
 
 
 def test_the_figure_of_the_readme_is_saved():
