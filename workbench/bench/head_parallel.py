@@ -77,9 +77,9 @@ def in_words(record: dict[str, Any]) -> str:
         for name, found in record["heads"].items() for ranks, entry in found.items()])
 
 
-def write_page(record: dict[str, Any], folder: Path) -> Path:
-    """The folder's records as one page with figures; this one lies there already."""
-    return write_head_report(folder)
+def write_page(record: dict[str, Any], folder: Path) -> Path | None:
+    """The folder's records as one page with figures; this one lies there already. None: that of one GPU does not."""
+    return write_head_report(folder) if (folder / "head.json").exists() else None
 
 
 def _sizes() -> Sequence[Size]:

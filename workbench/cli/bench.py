@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         written = write_whole(folder / f"{name}.json", to_json(record))
         print(f"{benchmark.in_words(record)}\nrecord: {written}")
-        if hasattr(benchmark, "write_page"):
-            print(f"page: {benchmark.write_page(record, folder)}")
+        if hasattr(benchmark, "write_page") and (page := benchmark.write_page(record, folder)):
+            print(f"page: {page}")
         held = held and all(bar["holds"] for bar in record["bars"].values())
     return 0 if held else 1

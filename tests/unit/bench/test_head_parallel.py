@@ -18,6 +18,10 @@ def test_efficiency_is_against_one_rank(monkeypatch):
     assert "A, 4: 3.00 ms, efficiency 0.750" in head_parallel.in_words(record)
 
 
+def test_without_the_record_of_one_gpu_there_is_no_page(tmp_path):
+    assert head_parallel.write_page({}, tmp_path) is None
+
+
 def test_ranks_that_fail_are_said(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with pytest.raises(LaunchError, match="every rank ends with 0"):
