@@ -6,6 +6,7 @@
     end    says that it ended well, and ends
     gone   ends with exit code 0 and says nothing
     raise  writes the exit record of an exception, and ends with exit code 1
+    says   is about to say that it failed, for a minute: its stack is that of writing an exit record
     deaf   ignores SIGTERM from here on
 """
 
@@ -68,7 +69,9 @@ def main() -> None:
             run.write_exit(rank, {}, ValueError("enough"))
             (run.path / f"ready{rank}").touch()
             os._exit(1)
-        if word == "deaf":
+        if word == "says":
+            write_exit(run.path / f"ready{rank}")
+        elif word == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         elif word.startswith("|"):
             (run.path / f"ready{rank}").touch()
@@ -84,6 +87,11 @@ def stay(ready: Path) -> None:
     """Hang."""
     ready.touch()
     time.sleep(60)
+
+
+def write_exit(ready: Path) -> None:
+    """Stand where a rank that failed stands: in a frame of this name."""
+    stay(ready)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ _STACK_S = 2.0
 _GRACE_S = 3.0
 _BACKEND_S = 10.0  # how long the backend may take to notice that a time-out is over
 _REFRESH_S = 10.0
+_LAST_WORDS = ("write_exit", "print_exc")
 
 
 class Watchdog:
@@ -126,8 +127,8 @@ class Watchdog:
             patience_s = _GONE_S if wait.rank in gone - done else _SURE_S
             hopeless = wait.certain or now_ns - wait.entry.entered_ns >= too_long_s * 1e9
             if hopeless and time.monotonic() - since[wait.key] >= patience_s and not self._somebody_failed():
-                self._end(wait)
-                return True
+                if self._end(wait):
+                    return True
         self._name({wait.rank: wait for wait in waits if now_ns - wait.entry.entered_ns >= self.hang_s * 1e9})
         return False
 
@@ -203,9 +204,15 @@ class Watchdog:
 
     # ---- ending --------------------------------------------------------------------------------------
 
-    def _end(self, wait: Wait) -> None:
-        """End a job that cannot go on, and say whose fault it is."""
+    def _end(self, wait: Wait) -> bool:
+        """End a job that cannot go on, and say whose fault it is; False if that rank is about to say why it failed.
+
+        A backend may abort the collective that a rank went on to. The rank is then on its way out, its stack is that of
+        whoever writes its exit record, and what it writes has the place: `workbench.launch.deaths` goes on from there.
+        """
         now_ns, stack = time.time_ns(), self.stack_of(wait.rank)
+        if self._is_leaving(wait.rank, stack):
+            return False
         view = self._views.get(wait.rank)
         waited_in = str(view.inside) if view is not None and view.inside is not None else ""
         others = [rank for rank in self._processes if rank != wait.rank]
@@ -218,6 +225,12 @@ class Watchdog:
         for rank in others:
             self._signal(rank, signal.SIGKILL)
         self._wait_for(others)
+        return True
+
+    def _is_leaving(self, rank: int, stack: str) -> bool:
+        """Whether a rank that still lives has failed by itself, and says so or has said so."""
+        failed = not self.run.exits().get(rank, {"ok": True})["ok"]
+        return self._lives(rank) and (failed or any(f" in {frame}\n" in stack for frame in _LAST_WORDS))
 
     def _wait_for(self, ranks: Sequence[int]) -> None:
         """Wait until ranks are gone, for the grace at most."""

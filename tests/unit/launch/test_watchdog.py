@@ -152,6 +152,18 @@ def test_where_a_rank_says_why_it_failed_nobody_else_is_blamed(tmp_path, monkeyp
     assert run.failure()["exception"] == "ValueError"
 
 
+def test_a_rank_that_is_about_to_say_why_it_failed_may_say_it(tmp_path):
+    """gloo aborts the wrong collective of a rank that skipped one: its own words have the place, its stack has not."""
+    with pretended_ranks(tmp_path, f"{STEPS} a (b", f"{STEPS} a c says") as (run, ranks):
+        dog = Watchdog(run, pids_of(ranks))
+        wait_until(lambda: dog.look() or "in write_exit" in dog.stack_of(1))
+        for _ in range(5):
+            assert dog.look() is False
+            time.sleep(0.4)
+        assert run.exits() == {}
+        assert [process.poll() for process in ranks] == [None, None]
+
+
 @pytest.mark.parametrize(("patience_s", "ended"), [(0.5, True), (60.0, False)])
 def test_of_a_process_that_is_gone_without_a_word_its_parent_may_speak_first(tmp_path, monkeypatch, patience_s, ended):
     monkeypatch.setattr(watching, "_GONE_S", patience_s)
