@@ -126,9 +126,9 @@ class Watchdog:
         for wait in waits:
             patience_s = _GONE_S if wait.rank in gone - done else _SURE_S
             hopeless = wait.certain or now_ns - wait.entry.entered_ns >= too_long_s * 1e9
-            if hopeless and time.monotonic() - since[wait.key] >= patience_s and not self._somebody_failed():
-                if self._end(wait):
-                    return True
+            lasts = time.monotonic() - since[wait.key] >= patience_s
+            if hopeless and lasts and not self._somebody_failed() and self._end(wait):
+                return True
         self._name({wait.rank: wait for wait in waits if now_ns - wait.entry.entered_ns >= self.hang_s * 1e9})
         return False
 

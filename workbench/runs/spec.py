@@ -40,8 +40,22 @@ class LayoutSpec(_Model):
     """Context-parallel ranks: they share the tokens of each row."""
     tp: int = Field(1, ge=1)
     """Tensor-parallel ranks: they share heads, feed-forward columns and the vocabulary."""
-    order: Literal["contiguous", "zigzag"] = "contiguous"
-    """Which tokens of a row a context-parallel rank holds."""
+    order: Literal["contiguous", "zigzag", "striped", "document_zigzag", "balanced"] = "contiguous"
+    """Which tokens of a row a context-parallel rank holds; see `workbench.sharding.plan`."""
+    block_tokens: int = Field(128, ge=1)
+    """Tokens of a block that the balanced order moves as a whole."""
+    attention: Literal["gathered", "ring", "ulysses", "hybrid"] = "gathered"
+    """How context-parallel ranks come to each other's keys and values; see `workbench.sharding.attention`."""
+    ulysses: int = Field(1, ge=1)
+    """For hybrid attention: neighbouring cp ranks that exchange heads; the rings go over cp / ulysses ranks."""
+    kernel: Literal["auto", "plain", "flash", "flex"] = "auto"
+    """What computes attention on a rank. auto takes the fastest that can."""
+    sequence_parallel: bool = False
+    """Between its cut layers, each tp rank holds 1 / tp of the tokens of its cp rank."""
+    shard_parameters: bool = False
+    """Shard parameters, gradients and optimizer state over dp x cp (FSDP2) instead of replicating them."""
+    checkpointing: bool = False
+    """Keep no activations inside a decoder layer; compute them again in backward."""
 
     @model_validator(mode="before")
     @classmethod

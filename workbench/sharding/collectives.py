@@ -13,11 +13,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from workbench.sharding import flight
+from workbench.sharding import flight, wire
 from workbench.sharding.mesh import Axis
 
 
@@ -63,12 +62,12 @@ def gather_scatter(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
 
 def all_sum(value: Tensor, axis: Axis) -> Tensor:
     """Sum over an axis, outside autograd. Returns a new tensor."""
-    return _reduced("all_sum", value, axis, dist.ReduceOp.SUM)
+    return _reduced("all_sum", value, axis)
 
 
 def all_max(value: Tensor, axis: Axis) -> Tensor:
     """Maximum over an axis, outside autograd. Returns a new tensor."""
-    return _reduced("all_max", value, axis, dist.ReduceOp.MAX)
+    return _reduced("all_max", value, axis, largest=True)
 
 
 def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
@@ -76,31 +75,29 @@ def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
     if axis.group is None:
         return [value.detach().clone()]
     length = torch.tensor([value.shape[0]], device=value.device)
-    lengths = [torch.empty_like(length) for _ in range(axis.size)]
     with _in("all_gather of lengths", length, axis):
-        dist.all_gather(lengths, length, group=axis.group)
+        lengths = wire.all_gather(length, axis.group, axis.size)
     longest = max(int(n) for n in lengths)
     padded = value.new_zeros((longest, *value.shape[1:]))
     padded[: value.shape[0]] = value.detach()
     # bool has no wire type in every backend; bytes do.
-    wire = padded.to(torch.uint8) if value.dtype == torch.bool else padded
-    pieces = [torch.empty_like(wire) for _ in range(axis.size)]
-    with _in("all_gather", wire, axis):
-        dist.all_gather(pieces, wire, group=axis.group)
+    sent = padded.to(torch.uint8) if value.dtype == torch.bool else padded
+    with _in("all_gather", sent, axis):
+        pieces = wire.all_gather(sent, axis.group, axis.size)
     return [piece[: int(n)].to(value.dtype) for piece, n in zip(pieces, lengths, strict=True)]
 
 
 def _in(name: str, tensor: Tensor, axis: Axis, caller: str | None = None) -> AbstractContextManager[None]:
     """The time that this rank spends in a collective, noted for whoever asks where it is."""
-    group = "" if axis.group is None else axis.group.group_name
+    group = wire.group_name(axis.group)
     return flight.entering(name, axis.name, axis.ranks, group, tensor.shape, tensor.dtype, caller=caller)
 
 
-def _reduced(name: str, value: Tensor, axis: Axis, op: Any) -> Tensor:
+def _reduced(name: str, value: Tensor, axis: Axis, *, largest: bool = False) -> Tensor:
     out = value.detach().clone().contiguous()
     if axis.group is not None:
         with _in(name, out, axis):
-            dist.all_reduce(out, op=op, group=axis.group)
+            wire.all_reduce(out, axis.group, largest=largest)
     return out
 
 
@@ -109,7 +106,7 @@ class _SumIdentity(Function):
     def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
         out = partial.clone(memory_format=torch.contiguous_format)
         with _in("sum_identity", out, axis):
-            dist.all_reduce(out, group=axis.group)
+            wire.all_reduce(out, axis.group)
         return out
 
     @staticmethod
@@ -123,14 +120,14 @@ class _SumSum(Function):
         ctx.axis, ctx.caller = axis, flight.caller()
         out = partial.clone(memory_format=torch.contiguous_format)
         with _in("sum_sum", out, axis, ctx.caller):
-            dist.all_reduce(out, group=axis.group)
+            wire.all_reduce(out, axis.group)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         out = gradient.clone(memory_format=torch.contiguous_format)
         with _in("backward of sum_sum", out, ctx.axis, ctx.caller):
-            dist.all_reduce(out, group=ctx.axis.group)
+            wire.all_reduce(out, ctx.axis.group)
         return out, None
 
 
@@ -144,7 +141,7 @@ class _IdentitySum(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         out = gradient.clone(memory_format=torch.contiguous_format)
         with _in("backward of identity_sum", out, ctx.axis, ctx.caller):
-            dist.all_reduce(out, group=ctx.axis.group)
+            wire.all_reduce(out, ctx.axis.group)
         return out, None
 
 
@@ -153,21 +150,14 @@ class _GatherScatter(Function):
     def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim, ctx.caller = axis, dim, flight.caller()
         local = local.contiguous()
-        pieces = [torch.empty_like(local) for _ in range(axis.size)]
         with _in("gather_scatter", local, axis, ctx.caller):
-            dist.all_gather(pieces, local, group=axis.group)
+            pieces = wire.all_gather(local, axis.group, axis.size)
         return torch.cat(pieces, dim=dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # Leading dimension is the owner; reduce_scatter is absent from some gloo builds, so it is a capability.
         axis = ctx.axis
-        stacked = torch.stack(gradient.chunk(axis.size, dim=ctx.dim)).contiguous()
+        stacked = torch.stack(gradient.chunk(axis.size, dim=ctx.dim)).contiguous()  # the first dimension is the owner
         with _in("backward of gather_scatter", stacked, axis, ctx.caller):
-            if dist.get_backend(axis.group) == "nccl":
-                own = torch.empty_like(stacked[0])
-                dist.reduce_scatter(own, list(stacked), group=axis.group)
-            else:
-                dist.all_reduce(stacked, group=axis.group)
-                own = stacked[axis.rank].clone()
+            own = wire.reduce_scatter(stacked, axis.group, axis.rank)
         return own, None, None

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from workbench.errors import ShardingError
 from workbench.sharding import flight
+from workbench.sharding.wire import Group
 
 AXES = ("dp", "cp", "tp")
 
@@ -29,14 +30,14 @@ class Axis:
         name: "dp", "cp", "tp", or "dp_cp" for the two flattened.
         size: ranks along it.
         rank: this rank's coordinate.
-        group: process group of the ranks that differ only here; None where size is 1.
+        group: process group (or simulated one) of the ranks that differ only here; None where size is 1.
         ranks: global ranks of that group.
     """
 
     name: str
     size: int = 1
     rank: int = 0
-    group: dist.ProcessGroup | None = None
+    group: Group | None = None
     ranks: Sequence[int] = ()
 
 

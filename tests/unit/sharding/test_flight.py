@@ -221,10 +221,10 @@ def test_every_collective_is_recorded_with_its_backward_and_its_caller(tmp_path)
 
 
 def test_no_collective_of_the_package_goes_unrecorded():
-    """Each call of a collective of torch.distributed stands in a ``with`` that notes it."""
+    """Each call of a collective of torch.distributed, or of `sharding.wire`, stands in a ``with`` that notes it."""
     unrecorded = []
     for path in (project_root() / "workbench").rglob("*.py"):
-        if path.parent.name == "launch":  # the doctor's own two ranks
+        if path.parent.name == "launch" or path.name == "wire.py":  # the doctor's own two ranks; what is called by it
             continue
         tree = ast.parse(path.read_text())
         noted = {id(node) for block in ast.walk(tree) if isinstance(block, ast.With)
@@ -232,8 +232,8 @@ def test_no_collective_of_the_package_goes_unrecorded():
                  for node in ast.walk(block)}
         for node in ast.walk(tree):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if called.startswith("dist.") and any(word in called for word in (
-                    "all_reduce", "gather", "scatter", "broadcast", "barrier", "send", "recv", "all_to_all",
+            if called.startswith(("dist.", "wire.")) and any(word in called for word in (
+                    "all_reduce", "gather", "scatter", "broadcast", "barrier", "send", "recv", "all_to_all", "rotation",
                     "init_process_group")) and id(node) not in noted:
                 unrecorded.append(f"{path.name}:{node.lineno} {called}")
     assert unrecorded == []

@@ -1,0 +1,73 @@
+"""Each move of data, over gloo and among simulated ranks, against what it says."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.helpers.ranks import run_ranks
+from workbench.sharding import wire
+
+
+class Threads:
+    """The simplest simulated group: a barrier and a slot for each rank."""
+
+    def __init__(self, rank, slots, barrier):
+        self.rank, self.slots, self.barrier = rank, slots, barrier
+
+    def exchange(self, tensor):
+        self.slots[self.rank] = tensor
+        self.barrier.wait()
+        everyone = list(self.slots)
+        self.barrier.wait()
+        return everyone
+
+
+def moves(rank, group, size):
+    mine = torch.arange(2.0) + 10 * rank
+    pieces_R = torch.stack([mine + 100 * other for other in range(size)])
+    total, most = mine.clone(), mine.clone()
+    wire.all_reduce(total, group)
+    wire.all_reduce(most, group, largest=True)
+    wait = wire.start_rotation([mine, -mine], group, rank, size, 2)
+    return {"mine": mine, "total": total, "most": most, "all": wire.all_gather(mine, group, size),
+            "own": wire.reduce_scatter(pieces_R, group, rank), "swapped": wire.all_to_all(pieces_R, group, rank),
+            "rotated": wait()}
+
+
+def over_gloo():
+    import torch.distributed as dist
+
+    return moves(dist.get_rank(), dist.group.WORLD, dist.get_world_size())
+
+
+def in_threads(size):
+    slots, barrier, found = [None] * size, threading.Barrier(size), {}
+    threads = [threading.Thread(target=lambda r=r: found.update({r: moves(r, Threads(r, slots, barrier), size)}))
+               for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(size)]
+
+
+@pytest.mark.parametrize("where", ["gloo", "threads"])
+def test_every_move_does_what_it_says(where, tmp_path):
+    size = 3
+    for rank, found in enumerate(run_ranks(over_gloo, size, tmp_path) if where == "gloo" else in_threads(size)):
+        base = torch.arange(2.0)
+        assert torch.equal(found["mine"], base + 10 * rank), "what was sent is as it was"
+        assert torch.equal(found["total"], 3 * base + 30)
+        assert torch.equal(found["most"], base + 20)
+        assert torch.equal(torch.stack(found["all"]), torch.stack([base + 10 * r for r in range(size)]))
+        assert torch.equal(found["own"], 3 * (base + 100 * rank) + 30)
+        assert torch.equal(found["swapped"], torch.stack([base + 10 * r + 100 * rank for r in range(size)]))
+        before = base + 10 * ((rank - 2) % size)
+        assert torch.equal(torch.stack(found["rotated"]), torch.stack([before, -before]))
+
+
+def test_only_a_process_group_has_a_name():
+    assert wire.group_name(None) == wire.group_name(Threads(0, [], None)) == ""
