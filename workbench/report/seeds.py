@@ -15,7 +15,7 @@ SAID = ("Configurations that differ in nothing but a seed, taken together: mean 
         "last steps, and the range in the brackets.")
 
 NOTHING_DRAWN = ("The seed changes nothing in these runs: the same documents in the same order, no dropout, the same "
-                 "weights. `model.seed` draws the weights of tiny-qwen3.")
+                 "weights. `model.seed` draws the weights of tiny models.")
 
 
 def seeds_by_step(comparison: Comparison) -> Figure:
