@@ -12,6 +12,7 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.runs import worker
 from workbench.runs.spec import OptimizerSpec, RunSpec
 from workbench.runs.store import RunDirectory
+from workbench.sharding.mesh import single_process_mesh
 
 BATCH = RolloutBatch.from_documents(nasty_documents(4), temperature=0.7)
 SGD = {"name": "sgd", "learning_rate": 0.05}
@@ -46,6 +47,27 @@ def test_the_temperature_is_that_of_the_rollouts_unless_given(tmp_path):
     other = tokens(done(tmp_path, "other", policy={"temperature": 1.0}), 0, "policy_logprobs")
     assert torch.equal(unset, same)
     assert (unset - other).abs().max() > 0.01
+
+
+def test_all_of_a_layout_reaches_the_mesh_and_the_policy(monkeypatch, tmp_path):
+    """Numbers are the same without it, so no number would tell."""
+    layout = {"dp": 3, "cp": 4, "tp": 2, "attention": "hybrid", "ulysses": 2, "sequence_parallel": True,
+              "shard_parameters": True, "checkpointing": True}
+    asked = {"attention": "hybrid"}
+
+    def make_mesh(*, device, alone, **sizes):
+        asked.update(sizes)
+        return single_process_mesh(device)
+
+    def load_policy(source, *, mesh, **settings):
+        asked.update(settings)
+        raise RecordError("load_policy", rule="far enough", fix="")
+
+    monkeypatch.setattr(worker, "make_mesh", make_mesh)
+    monkeypatch.setattr(worker, "load_policy", load_policy)
+    with pytest.raises(RecordError, match="far enough"):
+        worker.run_here(created(tmp_path, "asked", layout=layout), tmp_path)
+    assert {name: asked[name] for name in layout} == layout
 
 
 def test_documents_are_taken_in_order_and_around(tmp_path):
