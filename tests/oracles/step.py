@@ -41,7 +41,27 @@ class ExactRotary(nn.Module):
         return torch.cos(angle), torch.sin(angle)
 
 
-def exact_eager(module, query, key, value, attention_mask, scaling=None, **_):
+class ExactMixture(nn.Module):
+    """A mixture of experts, one token and one expert at a time: the largest k of a softmax, made to sum to 1."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.gate, self.experts = block.gate, block.experts
+
+    def forward(self, x):
+        up_of, down_of, rows = self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind(), []
+        for token in x[0]:
+            probabilities = torch.softmax(self.gate.weight @ token, dim=0)
+            chosen = sorted(range(len(probabilities)), key=lambda e: -probabilities[e].item())[: self.gate.top_k]
+            found = 0.0
+            for expert in chosen:
+                gate, up = (up_of[expert] @ token).tensor_split(2)
+                found = found + probabilities[expert] * (down_of[expert] @ (gate / (1 + torch.exp(-gate)) * up))
+            rows.append(found / sum(probabilities[expert] for expert in chosen))
+        return torch.stack(rows).unsqueeze(0)
+
+
+def exact_eager(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **_):
     """Causal attention of one document, written out. The stock eager one takes its softmax in float32."""
     share = query.shape[1] // key.shape[1]
     outputs = []
@@ -49,7 +69,8 @@ def exact_eager(module, query, key, value, attention_mask, scaling=None, **_):
         q, k, v = query[0, head], key[0, head // share], value[0, head // share]
         scores = q @ k.T * scaling
         for t in range(len(scores)):
-            outputs.append(torch.softmax(scores[t, : t + 1], dim=0) @ v[: t + 1])
+            seen = slice(max(0, t + 1 - (sliding_window or t + 1)), t + 1)
+            outputs.append(torch.softmax(scores[t, seen], dim=0) @ v[seen])
     length = query.shape[2]
     return torch.stack(outputs).view(query.shape[1], length, -1).transpose(0, 1).unsqueeze(0), None
 
@@ -64,6 +85,8 @@ def exact(model):
                 setattr(parent, name, ExactNorm(child.weight, child.variance_epsilon))
             elif hasattr(child, "inv_freq"):
                 setattr(parent, name, ExactRotary(config.head_dim, config.rope_parameters["rope_theta"]))
+            elif hasattr(child, "experts"):
+                setattr(parent, name, ExactMixture(child))
     AttentionInterface.register("oracle_eager", exact_eager)
     model.set_attn_implementation("oracle_eager")
     return model.eval()

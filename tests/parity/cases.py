@@ -18,7 +18,7 @@ from workbench.sharding.mesh import Mesh, make_mesh
 def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
     """One step of the flow under a spec; gradients, loss, norms and per-token values, whole, from every rank."""
     layout = RunSpec.model_validate(settings).layout
-    return step_on(make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp), settings, documents, frozen_clip)
+    return step_on(make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses), settings, documents, frozen_clip)
 
 
 def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None) -> dict:
@@ -27,7 +27,9 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
     policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, tied=spec.model.tied,
                          seed=spec.model.seed, temperature=spec.policy.temperature or 1.0,
                          implementation=spec.policy.logprobs, fp32_head=spec.policy.fp32_head,
-                         chunk_tokens=spec.policy.chunk_tokens, keep_bytes=spec.policy.keep_bytes)
+                         chunk_tokens=spec.policy.chunk_tokens, keep_bytes=spec.policy.keep_bytes,
+                         shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing,
+                         sequence_parallel=layout.sequence_parallel)
     batch = as_batch(documents)
     with planted(spec.faults) if spec.faults else contextlib.nullcontext():
         rows, totals = flow.prepare_rows(batch, spec, mesh)

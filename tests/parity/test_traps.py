@@ -14,7 +14,7 @@ from tests.parity.test_oracle import documents_near, oracle
 from workbench.errors import ShardingError
 from workbench.policy.model import load_policy
 from workbench.policy.tiny import tiny_qwen3
-from workbench.sharding.attention import AttentionShard, gathered_attention
+from workbench.sharding.attention import AttentionShard, sharded_attention
 from workbench.sharding.mesh import Axis
 from workbench.sharding.plan import ShardPlan
 
@@ -30,8 +30,8 @@ def test_a_zigzag_order_is_not_taken_for_two_documents():
         order = ZIGZAG.permutation_T
         guessed = stock.model(input_ids=TOKENS[order][None], position_ids=order[None]).last_hidden_state[0]
         policy = load_policy("tiny-qwen3", seed=1)
-        allowed = order[:, None] >= order[None, :]
-        ours = policy.hidden_states(TOKENS[order], order, AttentionShard(Axis("cp"), allowed))
+        shard = AttentionShard(order[None, None], documents_T=torch.zeros(8, dtype=torch.int64))
+        ours = policy.hidden_states(TOKENS[order], order, shard)
     assert (ZIGZAG.merge(guessed) - expected).abs().max() > 0.1, "the trap: stock attention on a zigzag order"
     torch.testing.assert_close(ZIGZAG.merge(ours), expected, rtol=0, atol=1e-5)
 
@@ -41,17 +41,18 @@ def test_a_causal_flag_on_a_subset_of_rows_would_align_top_left():
     q, k = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 8, 4)
     shard = AttentionShard.make(ShardPlan.make("contiguous", num_tokens=8, cp=2), torch.zeros(8, dtype=torch.int64),
                                 Axis("cp", 2, 1))
-    explicit = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=shard.allowed_tT)
+    explicit = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=shard.block().allowed_qk)
     flagged = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
-    assert shard.allowed_tT.sum(1).tolist() == [5, 6, 7, 8]
+    assert shard.block().allowed_qk.sum(1).tolist() == [5, 6, 7, 8]
     assert (explicit - flagged).abs().max() > 0.01
 
 
 def test_a_ready_made_mask_is_refused_and_not_dropped():
     """Under a name that the mask registry does not know, a 2-D padding mask would vanish without a word."""
-    x, shard = torch.zeros(1, 1, 2, 2), AttentionShard(Axis("cp"), torch.ones(2, 2, dtype=torch.bool))
+    x = torch.zeros(1, 1, 2, 2)
+    shard = AttentionShard(torch.arange(2)[None, None], documents_T=torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ShardingError, match="attention_mask"):
-        gathered_attention(None, x, x, x, torch.ones(1, 2), shard=shard)
+        sharded_attention(None, x, x, x, torch.ones(1, 2), shard=shard)
 
 
 def test_no_cache_is_kept():

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.errors import RecordError, VerdictError
-from workbench.runs.spec import flatten
+from workbench.runs.spec import LayoutSpec, flatten
 from workbench.runs.store import from_json, to_json, write_whole
 
 VERDICTS = ("reference", "equal", "within budget", "different", "failed")
@@ -212,6 +212,4 @@ def load_comparison(path: Path | str) -> Comparison:
 
 def layout_of(settings: Mapping[str, Any]) -> str:
     """The layout of a spec in a few words."""
-    layout = settings["layout"]
-    axes = " ".join(f"{axis}={layout[axis]}" for axis in ("dp", "cp", "tp") if layout[axis] > 1)
-    return (f"{axes} {layout['order']}" if layout["cp"] > 1 else axes) or "one rank"
+    return str(LayoutSpec.model_validate(settings["layout"]))

@@ -37,7 +37,7 @@ OOM = "ranks/oom.json"
 WAITING = "ranks/waiting.json"
 """Whom others wait for, in the run directory; see `workbench.launch.watchdog`."""
 
-_PASSED = ("workbench/sharding/collectives.py", "workbench/sharding/flight.py")
+_PASSED = tuple(f"workbench/sharding/{name}.py" for name in ("collectives", "data_parallel", "flight", "wire"))
 _GAVE_UP = re.compile(r"[Ww]atchdog caught collective operation timeout[^\n]{0,200}")  # NCCL's own, which then aborts
 _TIMED_OUT = re.compile(r"timed out|timeout", flags=re.IGNORECASE)
 _WATCHING = re.compile(r'(watched|forks)\.py", line \d+ in look\b')  # threads that only wait for a parent's end

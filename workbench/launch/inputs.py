@@ -24,7 +24,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 def identify(specs: Iterable[RunSpec], project: Path) -> list[dict[str, Any]]:
     """What each run reads, by content: equal if and only if the inputs are the same bytes.
 
-    A hub id and `tiny-qwen3` stand for themselves. No path is kept.
+    A hub id and the name of a tiny model stand for themselves. No path is kept.
 
     Args:
         specs: of the runs.

@@ -15,8 +15,9 @@ and not certainly
 Not seen at all: ranks that all hang outside of collectives (nobody waits), and two equal collectives that were
 paired wrongly (same name, shape and dtype); the latter comes out with the first that differs, or at the end.
 
-Who is wrong where two ranks disagree? Training repeats itself: the rank that left its own habit is. Where that does
-not decide (a first step has no habit), the smaller party of three or more. Where neither decides, that is said.
+Who is wrong where two ranks disagree? Training repeats itself: the rank that left its own habit is. A habit is of
+calls, since rows change their length from step to step; where all ranks kept to theirs, it is of shapes too. Where that
+does not decide (a first step has no habit), the smaller party of three or more. Where neither decides, that is said.
 """
 
 from __future__ import annotations
@@ -159,8 +160,10 @@ def _skipped(group: _Group, views: Mapping[int, FlightView]) -> Iterator[Wait]:
 
 def _who_skipped(came: Mapping[int, Entry], views: Mapping[int, FlightView]) -> Wait:
     habits = {rank: _habit(views[rank].entries, entry) for rank, entry in came.items()}
-    strange = [rank for rank, habit in habits.items() if habit and habit[0].what != came[rank].what]
-    usual = [rank for rank, habit in habits.items() if habit and habit[0].what == came[rank].what]
+    known = {rank: habit[0] for rank, habit in habits.items() if habit}
+    strange = ([rank for rank, entry in known.items() if _call(entry) != _call(came[rank])]
+               or [rank for rank, entry in known.items() if entry.what != came[rank].what])
+    usual = [rank for rank in known if rank not in strange]
     parties: dict[tuple[str, str, str], list[int]] = {}
     for rank, entry in came.items():
         parties.setdefault(entry.what, []).append(rank)
@@ -178,8 +181,8 @@ def _who_skipped(came: Mapping[int, Entry], views: Mapping[int, FlightView]) -> 
     if not decided:
         why = (f"it came to {_brought(its)} as #{its.seq} and {ranks_in_words(waiting)} to {_brought(theirs)}, and "
                "nothing before says which of them is wrong")
-    elif habit and habit[0].what == theirs.what and its.what in (later := [entry.what for entry in habit[1:]]):
-        more = f" and {later.index(its.what)} more," if later.index(its.what) else ""
+    elif habit and _call(habit[0]) == _call(theirs) and _call(its) in (later := [_call(entry) for entry in habit[1:]]):
+        more = f" and {later.index(_call(its))} more," if later.index(_call(its)) else ""
         why = f"it skipped that {_brought(theirs)}{more} and went on to {_brought(its)} [{its.caller}]"
     else:
         why = f"it came to {_brought(its)} [{its.caller}] instead of {_brought(theirs)}"
@@ -189,7 +192,7 @@ def _who_skipped(came: Mapping[int, Entry], views: Mapping[int, FlightView]) -> 
 def _habit(entries: Sequence[Entry], entry: Entry) -> Sequence[Entry]:
     """What a rank did next after the longest like stretch of its past; nothing if there was none like it."""
     place = next(index for index, other in enumerate(entries) if other.number == entry.number)
-    kinds = [(*other.what, other.axis, other.caller) for other in entries[:place]]
+    kinds = [_call(other) for other in entries[:place]]
     best, found = _HABIT - 1, 0
     for end in range(len(kinds) - 1, 0, -1):
         length = 0
@@ -198,6 +201,11 @@ def _habit(entries: Sequence[Entry], entry: Entry) -> Sequence[Entry]:
         if length > best:
             best, found = length, end
     return entries[found: min(found + _SKIPS, place)] if found else ()
+
+
+def _call(entry: Entry) -> tuple[str, str, str, str]:
+    """Which collective of the program this is, whatever it moves."""
+    return entry.name, entry.dtype, entry.axis, entry.caller
 
 
 def _deadlock(missing: Mapping[tuple[int, int], Entry], views: Mapping[int, FlightView]) -> Iterator[Wait]:

@@ -9,24 +9,30 @@ Letters: T packed tokens | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from workbench.errors import SpecError
+from workbench.errors import ShardingError, SpecError
 from workbench.policy.logprobs import IMPLEMENTATIONS, TokenLogprobs, fastest, token_logprobs, triton_refusal
 from workbench.policy.logprobs.head import make_head
 from workbench.policy.logprobs.kept import KeptSets
-from workbench.policy.precision import lift_to_float64
-from workbench.sharding.attention import AttentionShard, gathered_attention
-from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
-from workbench.sharding.tensor_parallel import ParameterShard, apply_tensor_parallel, check_heads, shard_range
+from workbench.policy.precision import cast, lift_to_float64
+from workbench.policy.tensor_plan import cut
+from workbench.policy.tiny import TINY
+from workbench.sharding import data_parallel
+from workbench.sharding.attention import AttentionShard, sharded_attention
+from workbench.sharding.mesh import Mesh, single_process_mesh
+from workbench.sharding.tensor_parallel import ParameterShard, shard_range
 
-ATTENTION = "workbench_gathered"
+ATTENTION = "workbench_sharded"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -44,6 +50,8 @@ class Policy:
         fp32_head: whether hidden states and head are lifted to float32 before they meet.
         chunk_tokens: rows whose logits exist at a time.
         keep_bytes: how much the head may keep for backward.
+        trunk: what is called for hidden states where parameters are sharded over dp x cp, and gathers them on the way.
+            Each call is followed by its backward before the next. None: every rank holds them.
     """
 
     model: Any
@@ -55,6 +63,7 @@ class Policy:
     fp32_head: bool = False
     chunk_tokens: int = 4096
     keep_bytes: int = 0
+    trunk: nn.Module | None = None
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard) -> Tensor:
         """Last hidden states of this rank's tokens.
@@ -62,8 +71,8 @@ class Policy:
         Shapes:   tokens_T and positions_T [t] -> [t, D].
         Layout:   cp: sharded(T); tp: replicated.
         """
-        out = self.model.base_model(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False,
-                                    shard=shard)
+        forward = self.model.base_model if self.trunk is None else self.trunk
+        out = forward(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, shard=shard)
         return out.last_hidden_state[0]
 
     def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *,
@@ -88,29 +97,37 @@ class Policy:
 
     def head_arguments(self) -> dict[str, Any]:
         """The output head of this rank and its rules, as `logprobs.token_logprobs` takes them."""
-        axis = self.mesh["tp"]
+        axis, head = self.mesh["tp"], _head_of(self.model)
+        if data_parallel.is_shard(head["weight_VD"]):
+            raise ShardingError("the output head of sharded parameters", found="this rank's part of its weight",
+                                rule="it is whole from hidden_states to the end of the backward that follows",
+                                fix="call hidden_states before, and backward after")
         first, _ = shard_range(self.vocabulary_size, axis, what="output head: vocabulary")
-        return {**_head_of(self.model), "axis": axis, "first_token": first, "fp32_head": self.fp32_head,
+        return {**head, "axis": axis, "first_token": first, "fp32_head": self.fp32_head,
                 "chunk_tokens": self.chunk_tokens, "keep_bytes": self.keep_bytes}
 
 
 def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "float32", temperature: float = 1.0,
                 implementation: str = "auto", project: Path | None = None, tied: bool | None = None,
-                seed: int = 0, fp32_head: bool = False, chunk_tokens: int = 4096, keep_bytes: int = 0) -> Policy:
+                seed: int = 0, fp32_head: bool = False, chunk_tokens: int = 4096, keep_bytes: int = 0,
+                shard_parameters: bool = False, sequence_parallel: bool = False, checkpointing: bool = False) -> Policy:
     """Load a decoder, give it the workbench's attention, and cut it for this rank.
 
     Args:
-        source: a checkpoint folder (absolute, or relative to ``project``), a hub id, or ``tiny-qwen3``.
+        source: a checkpoint folder (absolute, or relative to ``project``), a hub id, or a name of `tiny.TINY`.
         mesh: the axes; one rank if None.
         precision: float64, float32 or bfloat16. float64 lifts norms and rotary embeddings too.
         temperature: divides logits.
         implementation: of the log-probabilities: auto, or one of `logprobs.IMPLEMENTATIONS`.
         project: what relative folders are relative to.
-        tied: for ``tiny-qwen3``: whether the head is the embedding.
-        seed: for ``tiny-qwen3``: of its weights.
+        tied: for tiny ones: whether the head is the embedding.
+        seed: for tiny ones: of their weights.
         fp32_head: lift hidden states and head to float32 before they meet.
         chunk_tokens: rows whose logits exist at a time, for chunked and triton.
         keep_bytes: how much these may keep for backward.
+        shard_parameters: shard parameters over dp x cp; see `workbench.sharding.data_parallel`.
+        sequence_parallel: each tp rank holds 1 / tp of the tokens between cut layers.
+        checkpointing: keep no activations inside a decoder layer; compute them again in backward.
 
     Raises:
         SpecError: no such checkpoint, an unknown implementation, or one that cannot serve this layout.
@@ -135,11 +152,56 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
         model = lift_to_float64(model)
         _hold(model, _probe(model, precision), expected, what="float64 run")
     else:
-        model = model.to(DTYPES[precision])
+        model = cast(model, DTYPES[precision])
     config = model.config.get_text_config()
-    shards = _cut(model, config, mesh)
-    return Policy(model.to(mesh.device), mesh, shards, config.vocab_size, temperature, implementation, fp32_head,
-                  chunk_tokens, keep_bytes)
+    shards = cut(model, mesh, sequence_parallel=sequence_parallel)
+    if checkpointing:
+        _checkpoint_layers(model)
+    trunk = None
+    if shard_parameters:
+        trunk = _Trunk(model)
+        shards = data_parallel.shard_parameters(trunk, decoder_layers(model), shards, mesh)
+    else:
+        model = model.to(mesh.device)
+    return Policy(model, mesh, shards, config.vocab_size, temperature, implementation, fp32_head, chunk_tokens,
+                  keep_bytes, trunk)
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The layers of a decoder, in order, as `transformers` marks them for checkpointing."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _checkpoint_layers(model: Any) -> None:
+    """Compute each decoder layer again in backward, on every rank at the same place, its collectives included.
+
+    The switch of `transformers` does nothing in eval mode, which is where a policy without dropout is. The layer's own
+    forward is wrapped, so that names and hooks of the module stay where they are.
+
+    Raises:
+        SpecError: a model that does not say which its layers are.
+    """
+    layers = decoder_layers(model)
+    if not layers:
+        raise SpecError(f"layout.checkpointing with model type {model.config.get_text_config().model_type!r}",
+                        found="no decoder layers", rule="layers that transformers marks for checkpointing",
+                        fix="leave layout.checkpointing out for this model")
+    for layer in layers:
+        # Nothing is drawn at random in a policy, so no state of generators is kept.
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+class _Trunk(nn.Module):
+    """A model that goes as far as hidden states when it is called; its head is part of it all the same."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model.base_model(**inputs)
 
 
 def _choose(mesh: Mesh, dtype: torch.dtype) -> str:
@@ -158,10 +220,8 @@ def _head_of(model: Any) -> dict[str, Any]:
 
 
 def _load(source: str, project: Path | None, tied: bool | None, seed: int) -> Any:
-    if source == "tiny-qwen3":
-        from workbench.policy.tiny import tiny_qwen3
-
-        return tiny_qwen3(19, tied=tied is not False, seed=seed)
+    if source in TINY:
+        return TINY[source](19, tied=tied is not False, seed=seed)
     if tied is not None:
         raise SpecError(f"model.tied = {tied} with model.source = {source!r}",
                         rule="a checkpoint says itself whether its head is tied", fix="leave model.tied out")
@@ -190,14 +250,16 @@ def _load(source: str, project: Path | None, tied: bool | None, seed: int) -> An
 def _refuse_unknown(model: Any) -> None:
     """Refuse by name what is known to be left out here; `with_our_attention` measures the rest."""
     config = model.config.get_text_config()
-    asked = [f"{name} = {value}" for name in ("attn_logit_softcapping", "use_sliding_window")
-             if (value := getattr(config, name, None))]
+    cap = getattr(config, "attn_logit_softcapping", None)
+    asked = [f"attn_logit_softcapping = {cap}"] if cap else []
+    known = ("full_attention", "sliding_attention")
+    asked += [f"layers of type {kind!r}" for kind in getattr(config, "layer_types", None) or () if kind not in known]
     # These take their frequencies from the longest position, which differs by rank and by packing.
     asked += [f"rotary embedding {module.rope_type!r}" for module in model.modules()
               if getattr(module, "rope_type", "default") in ("dynamic", "longrope")]
     if asked:
         raise SpecError(f"policy of model type {config.model_type!r}", found=", ".join(dict.fromkeys(asked)),
-                        rule="plain causal attention, rotary angles from the token's own position",
+                        rule="causal attention, in a sliding window or not, rotary angles from a token's own position",
                         fix="use a model without these")
 
 
@@ -207,17 +269,33 @@ def with_our_attention(model: Any) -> Any:
     Two short documents in one packed row, its tokens in a shuffled order, must get the logits that the stock model
     gives each alone, from our hidden states and what its configuration says of the head. That finds what no list of
     names can: another scale on the logits, positions that the model counts for itself, attention that does not go
-    through the registry.
+    through the registry. Sliding windows are made shorter than the documents for it: a window of thousands of tokens
+    that is not handed on to attention would go unnoticed.
 
     Raises:
         SpecError: it does not run with our attention, or not to the same logits.
     """
-    with torch.no_grad():
+    with _short_windows(model), torch.no_grad():
         stock = torch.cat([model(input_ids=_PROBE[None, start:stop] % model.config.get_text_config().vocab_size,
                                  use_cache=False).logits[0] for start, stop in ((0, 5), (5, 8))])
-    model.set_attn_implementation(_registered())
-    _hold(model, _probe(model, "packed"), stock, what="packed run")
+        model.set_attn_implementation(_registered())
+        _hold(model, _probe(model, "packed"), stock, what="packed run")
     return model
+
+
+@contextlib.contextmanager
+def _short_windows(model: Any) -> Iterator[None]:
+    """Sliding windows of at most three tokens, wherever the model and its configuration have one."""
+    holders = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None))}
+    before = [(holder, holder.sliding_window) for holder in holders.values()
+              if isinstance(getattr(holder, "sliding_window", None), int)]
+    try:
+        for holder, window in before:
+            holder.sliding_window = min(window, 3)
+        yield
+    finally:
+        for holder, window in before:
+            holder.sliding_window = window
 
 
 _PROBE = torch.tensor([1, 3, 2, 5, 4, 2, 6, 1])
@@ -226,10 +304,8 @@ _PROBE_ORDER = torch.tensor([4, 0, 6, 2, 7, 1, 5, 3])
 
 def _probe(model: Any, what: str) -> Tensor:
     """Logits of two packed documents in their own order, computed the way a policy does, in a shuffled one."""
-    documents = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1])[_PROBE_ORDER]
+    shard = AttentionShard(_PROBE_ORDER[None, None], documents_T=torch.tensor([0, 0, 0, 0, 0, 1, 1, 1]))
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2])[_PROBE_ORDER]
-    allowed = (documents[:, None] == documents) & (positions[:, None] >= positions)
-    shard = AttentionShard(Axis("cp"), allowed)
     config = model.config.get_text_config()
     try:
         with torch.no_grad():
@@ -243,7 +319,7 @@ def _probe(model: Any, what: str) -> Tensor:
         raise SpecError(f"policy of model type {config.model_type!r}: {what}",
                         found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
                         rule="a decoder whose attention goes through the attention registry of transformers",
-                        fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral without a window") from None
+                        fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral") from None
 
 
 def _hold(model: Any, actual_TV: Tensor, expected_TV: Tensor, *, what: str) -> None:
@@ -255,38 +331,13 @@ def _hold(model: Any, actual_TV: Tensor, expected_TV: Tensor, *, what: str) -> N
                         rule="hidden states times the head's weight, scaled and capped as the configuration says, are "
                              "the logits, documents in a packed row do not see each other, and norms and rotary "
                              "embeddings are of a known kind",
-                        fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral without a window")
-
-
-def _cut(model: Any, config: Any, mesh: Mesh) -> dict[str, ParameterShard]:
-    axis = mesh["tp"]
-    if axis.size == 1:
-        return {name: ParameterShard() for name, _ in model.named_parameters()}
-    own_plan = getattr(config, "base_model_tp_plan", None)
-    if not own_plan:
-        raise SpecError(f"tensor parallelism of model type {config.model_type!r}", found="no tensor-parallel plan",
-                        rule="the model's configuration names one (base_model_tp_plan)", fix="use tp=1 for this model")
-    check_heads({"query": config.num_attention_heads, "key/value": config.num_key_value_heads}, axis)
-    prefix = model.base_model_prefix
-    plan = {f"{prefix}.{pattern}": style for pattern, style in own_plan.items()}
-    plan[_name_of(model, model.get_input_embeddings())] = "embedding_rowwise"
-    head, tied = model.get_output_embeddings(), config.tie_word_embeddings
-    if not tied:
-        plan[_name_of(model, head)] = "vocabulary_head"
-    shards = apply_tensor_parallel(model, plan, axis)
-    if tied:
-        head.weight = model.get_input_embeddings().weight
-    return shards
-
-
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+                        fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral")
 
 
 def _registered() -> str:
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION, gathered_attention)
+    AttentionInterface.register(ATTENTION, sharded_attention)
     return ATTENTION
 
 

@@ -1,7 +1,8 @@
-"""The tiny Qwen3 that everything here runs on when no checkpoint is named: real architecture, toy sizes.
+"""The tiny Qwen3s that everything here runs on when no checkpoint is named: real architectures, toy sizes.
 
 Grouped-query attention (4 query heads on 2 key-value heads), query and key norms, rotary positions, gated
-feed-forward: each of them has its own way to go wrong under sharding, so none is left out.
+feed-forward, in one of them experts and a router: each of them has its own way to go wrong under sharding, so none is
+left out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from transformers import Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 512, "attention_dropout": 0.0, "use_sliding_window": False, "dtype": "float32",
+    # 0.02, the usual value, leaves a model this narrow with logits near zero and hardly any gradient.
+    "initializer_range": 0.08, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}
 
 
 def tiny_qwen3(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen3ForCausalLM:
@@ -24,13 +32,29 @@ def tiny_qwen3(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen3For
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=vocab_size, hidden_size=64, intermediate_size=192, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
-        tie_word_embeddings=tied, attention_dropout=0.0, use_sliding_window=False,
-        # 0.02, the usual value, leaves a model this narrow with logits near zero and hardly any gradient.
-        initializer_range=0.08, dtype="float32",
-        bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    config = Qwen3Config(vocab_size=vocab_size, intermediate_size=192, tie_word_embeddings=tied, **SIZES)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config).eval()
+
+
+def tiny_qwen3_moe(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen3MoeForCausalLM:
+    """A Qwen3-MoE of about 220 000 float32 weights: two layers of 4 experts, 2 for each token, around a dense one.
+
+    Args:
+        vocab_size: rows of the embedding; any number, also one that no rank count divides.
+        tied: the output head is the embedding.
+        seed: of the weights. The global random state is left as it was.
+    """
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(vocab_size=vocab_size, intermediate_size=192, tie_word_embeddings=tied, num_experts=4,
+                            num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True, mlp_only_layers=[1],
+                            **SIZES)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3MoeForCausalLM(config).eval()
+
+
+TINY = {"tiny-qwen3": tiny_qwen3, "tiny-qwen3-moe": tiny_qwen3_moe}
+"""What `load_policy` makes when it is asked for it by name."""

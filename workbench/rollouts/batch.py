@@ -345,14 +345,45 @@ class RolloutBatch:
         if extra < 0:
             raise ShapeError(f"pad_to({length})", found=f"a row of {self.num_tokens} tokens",
                              rule="padding never shortens a row", fix="ask for at least the row's own length")
+        return self._spread([self.num_tokens], [length])
+
+    def pad_documents(self, multiple_of: int) -> RolloutBatch:
+        """Append padding tokens to each document, up to a multiple; what follows a document keeps its order.
+
+        Padding that is there already stays where it is, and counts as part of the document before it.
+
+        Raises:
+            ShapeError: a multiple below one.
+
+        Example:
+            >>> batch.pad_documents(4).document_ids_T.tolist()   # doctest: +SKIP
+            [0, 0, 0, -1, 1, 1, -1, -1]
+        """
+        if multiple_of < 1:
+            raise ShapeError(f"pad_documents({multiple_of})", rule="a multiple is at least 1",
+                             fix="2 * cp is what a document zigzag needs; 1 pads nothing")
+        begins = torch.ones(self.num_tokens, dtype=torch.bool)
+        begins[1:] = (self.document_ids_T[1:] != self.document_ids_T[:-1]) & (self.document_ids_T[1:] != PADDING)
+        lengths = torch.bincount(begins.cumsum(0) - 1).tolist() if self.num_tokens else []
+        return self._spread(lengths, [-(-length // multiple_of) * multiple_of for length in lengths])
+
+    def _spread(self, lengths: Sequence[int], room: Sequence[int]) -> RolloutBatch:
+        """Stretches of the row, each at the beginning of a room of its own and padding in the rest."""
         pads = {f.name: f.metadata["pad"] for f in fields(self) if f.metadata.get("level") == "token"}
         pads |= {name: e.pad for name, e in self.extensions.items() if e.level == "token"}
+        ends = torch.tensor(room).cumsum(0).tolist()
+        starts = [end - size for end, size in zip(ends, room, strict=True)]
+        taken = torch.cat([torch.arange(start, start + length)
+                           for start, length in zip(starts, lengths, strict=True)] or [torch.arange(0)])
+        counting = torch.cat([torch.arange(-length, size - length)
+                              for length, size in zip(lengths, room, strict=True)] or [torch.arange(0)])
 
-        def padded(name: str, value: Tensor) -> Tensor:
-            return torch.cat([value, value.new_full((extra,), pads[name])])
+        def spread(name: str, value: Tensor) -> Tensor:
+            return value.new_full((len(counting),), pads[name]).index_copy(0, taken, value)
 
-        changed = {name: padded(name, value) for name, value in self.token_fields().items()}
-        changed["positions_T"][self.num_tokens:] = torch.arange(extra)
+        changed = {name: spread(name, value) for name, value in self.token_fields().items()}
+        padding = torch.ones_like(counting, dtype=torch.bool).index_fill(0, taken, False)
+        changed["positions_T"] = torch.where(padding, counting, changed["positions_T"])
         return self._with(changed)
 
     def as_source(self) -> RolloutBatch:

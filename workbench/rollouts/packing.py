@@ -17,9 +17,9 @@ from workbench.errors import SpecError
 from workbench.rollouts.batch import RolloutBatch
 
 
-def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1,
+def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1, document_multiple_of: int = 1,
          together_N: Tensor | None = None) -> list[RolloutBatch]:
-    """Deal the documents of a batch into rows of nearly equal length, and pad each row.
+    """Deal the documents of a batch into rows of nearly equal length, and pad each document and each row.
 
     The longest document goes first, to the row that is shortest so far; inside a row documents keep the
     order of the batch. The result depends on nothing but the lengths.
@@ -28,6 +28,7 @@ def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1,
         batch: the documents of the whole optimizer step.
         rows: dp * micro_batches.
         multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
+        document_multiple_of: so is each document, by padding that stands right behind it and belongs to none.
         together_N: [N] labels; documents with one label go into one row, as a loss on pairs needs it.
 
     Raises:
@@ -36,27 +37,31 @@ def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1,
     Example:
         >>> rows = pack(batch, rows=2, multiple_of=8)   # doctest: +SKIP
     """
-    if rows < 1 or multiple_of < 1:
-        raise SpecError(f"pack(rows={rows}, multiple_of={multiple_of})", rule="both are at least 1",
-                        fix="rows is dp * micro_batches; multiple_of is what the shard plan needs")
+    if min(rows, multiple_of, document_multiple_of) < 1:
+        raise SpecError(f"pack(rows={rows}, multiple_of={multiple_of}, document_multiple_of={document_multiple_of})",
+                        rule="all are at least 1",
+                        fix="rows is dp * micro_batches; the multiples are what the shard plan needs "
+                            "(sharding.orders.padding_rule)")
     bundles = _bundles(batch, together_N)
-    lengths = _lengths(batch, bundles)
+    lengths = _lengths(batch, bundles, document_multiple_of)
     members: list[list[int]] = [[] for _ in range(rows)]
     shortest = [(0, row) for row in range(rows)]
     for number in sorted(range(len(bundles)), key=lambda b: (-lengths[b], b)):
         filled, row = heapq.heappop(shortest)
         members[row] += bundles[number]
         heapq.heappush(shortest, (filled + lengths[number], row))
-    return [_padded(batch, sorted(chosen), multiple_of) for chosen in members]
+    return [_padded(batch, sorted(chosen), multiple_of, document_multiple_of) for chosen in members]
 
 
-def deal(batch: RolloutBatch, rows: Sequence[Sequence[int]], *, multiple_of: int = 1) -> list[RolloutBatch]:
+def deal(batch: RolloutBatch, rows: Sequence[Sequence[int]], *, multiple_of: int = 1,
+         document_multiple_of: int = 1) -> list[RolloutBatch]:
     """Rows of the documents that are named for each, in that order, padded like those of `pack`.
 
     Args:
         batch: the documents of the whole optimizer step.
         rows: numbers of documents, row by row; a row may be empty.
         multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
+        document_multiple_of: each document is padded up to a multiple of this many tokens first.
 
     Raises:
         SpecError: a document is in no row, or in two.
@@ -65,10 +70,10 @@ def deal(batch: RolloutBatch, rows: Sequence[Sequence[int]], *, multiple_of: int
     if dealt != list(range(batch.num_documents)):
         raise SpecError(f"deal {batch.num_documents} documents", found=f"rows {[list(row) for row in rows]}",
                         rule="each document is in one row", fix="name every document once")
-    return [_padded(batch, row, multiple_of) for row in rows]
+    return [_padded(batch, row, multiple_of, document_multiple_of) for row in rows]
 
 
-def fill(batch: RolloutBatch, *, tokens: int, ranks: int = 1, multiple_of: int = 1,
+def fill(batch: RolloutBatch, *, tokens: int, ranks: int = 1, multiple_of: int = 1, document_multiple_of: int = 1,
          together_N: Tensor | None = None) -> list[RolloutBatch]:
     """Take micro-batches of at most so many tokens, one after another on all ranks, until no document is left.
 
@@ -81,6 +86,7 @@ def fill(batch: RolloutBatch, *, tokens: int, ranks: int = 1, multiple_of: int =
         tokens: a row's most tokens, padding included.
         ranks: dp.
         multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
+        document_multiple_of: so is each document, by padding that stands right behind it and belongs to none.
         together_N: [N] labels; documents with one label go into one row.
 
     Returns:
@@ -90,13 +96,14 @@ def fill(batch: RolloutBatch, *, tokens: int, ranks: int = 1, multiple_of: int =
         SpecError: a document (or the documents of a label) that no row can hold.
     """
     room = tokens // multiple_of * multiple_of
+    padded = f" with their padding to multiples of {document_multiple_of}" if document_multiple_of > 1 else ""
     rows: list[list[int]] = [[]]
     left = room
     bundles = _bundles(batch, together_N)
-    for bundle, length in zip(bundles, _lengths(batch, bundles), strict=True):
+    for bundle, length in zip(bundles, _lengths(batch, bundles, document_multiple_of), strict=True):
         if length > room:
             raise SpecError(f"micro-batches of {tokens} tokens, in multiples of {multiple_of}",
-                            found=f"document(s) {bundle} of {length} tokens",
+                            found=f"document(s) {bundle} of {length} tokens{padded}",
                             rule="a row holds whole documents, and those that a loss needs together",
                             fix=f"allow at least {-(-length // multiple_of) * multiple_of} tokens, or drop them")
         if length > left:
@@ -105,7 +112,7 @@ def fill(batch: RolloutBatch, *, tokens: int, ranks: int = 1, multiple_of: int =
         rows[-1] += bundle
         left -= length
     rows += [[] for _ in range(-len(rows) % ranks)]
-    return [_padded(batch, rows[number], multiple_of) for rank in range(ranks)
+    return [_padded(batch, rows[number], multiple_of, document_multiple_of) for rank in range(ranks)
             for number in range(rank, len(rows), ranks)]
 
 
@@ -119,11 +126,11 @@ def _bundles(batch: RolloutBatch, together_N: Tensor | None) -> list[list[int]]:
     return list(bundles.values())
 
 
-def _lengths(batch: RolloutBatch, bundles: Sequence[Sequence[int]]) -> list[int]:
-    lengths = batch.lengths_N.tolist()
+def _lengths(batch: RolloutBatch, bundles: Sequence[Sequence[int]], document_multiple_of: int) -> list[int]:
+    lengths = [-(-length // document_multiple_of) * document_multiple_of for length in batch.lengths_N.tolist()]
     return [sum(lengths[document] for document in bundle) for bundle in bundles]
 
 
-def _padded(batch: RolloutBatch, documents: Sequence[int], multiple_of: int) -> RolloutBatch:
-    row = batch.select(documents)
+def _padded(batch: RolloutBatch, documents: Sequence[int], multiple_of: int, document_multiple_of: int) -> RolloutBatch:
+    row = batch.select(documents).pad_documents(document_multiple_of)
     return row.pad_to(max(1, -(-row.num_tokens // multiple_of)) * multiple_of)

@@ -41,7 +41,7 @@ class LayoutSpec(_Model):
     tp: int = Field(1, ge=1)
     """Tensor-parallel ranks: they share heads, feed-forward columns and the vocabulary."""
     order: Literal["contiguous", "zigzag", "striped", "document_zigzag", "balanced"] = "contiguous"
-    """Which tokens of a row a context-parallel rank holds; see `workbench.sharding.plan`."""
+    """Which tokens of a row a context-parallel rank holds; see `workbench.sharding.orders`."""
     block_tokens: int = Field(128, ge=1)
     """Tokens of a block that the balanced order moves as a whole."""
     attention: Literal["gathered", "ring", "ulysses", "hybrid"] = "gathered"
@@ -70,20 +70,40 @@ class LayoutSpec(_Model):
         """Ranks in all."""
         return self.dp * self.cp * self.tp
 
+    @model_validator(mode="after")
+    def _neighbours_are_of_hybrid_attention(self) -> LayoutSpec:
+        if self.ulysses > 1 and self.attention != "hybrid":
+            raise ValueError(f"ulysses = {self.ulysses} with attention {self.attention!r}; it says how many neighbours "
+                             "exchange heads in hybrid attention (attention ulysses takes all of cp)")
+        if self.cp % self.ulysses:
+            raise ValueError(f"ulysses = {self.ulysses} does not divide cp = {self.cp}")
+        if self.attention == "hybrid" and self.ulysses == 1 < self.cp:
+            raise ValueError("attention 'hybrid' with ulysses = 1 is attention 'ring'; give ulysses, a divisor of cp, "
+                             "or take ring")
+        return self
+
     def __str__(self) -> str:
-        axes = " ".join(f"{axis}={getattr(self, axis)}" for axis in ("dp", "cp", "tp") if getattr(self, axis) > 1)
-        return (f"{axes} {self.order}" if self.cp > 1 else axes) or "one rank"
+        said = [f"{axis}={getattr(self, axis)}" for axis in ("dp", "cp", "tp") if getattr(self, axis) > 1]
+        if self.cp > 1:
+            said.append(self.order)
+            said += [f"blocks={self.block_tokens}"] if self.order == "balanced" and self.block_tokens != 128 else []
+            said += [self.attention] if self.attention != "gathered" else []
+            said += [f"ulysses={self.ulysses}"] if self.ulysses > 1 else []
+        said += [self.kernel] if self.kernel != "auto" else []
+        said += [word for word, on in (("sp", self.sequence_parallel), ("fsdp", self.shard_parameters),
+                                       ("checkpointing", self.checkpointing)) if on]
+        return " ".join(said if self.world_size > 1 else ["one rank", *said])
 
 
 class ModelSpec(_Model):
     """Which decoder, from where."""
 
     source: str = "data/arithmetic/policy"
-    """A checkpoint folder (relative to the project root, or absolute), a hub id, or `tiny-qwen3`."""
+    """A checkpoint folder (relative to the project root, or absolute), a hub id, `tiny-qwen3` or `tiny-qwen3-moe`."""
     tied: bool | None = None
-    """Tie the output head to the embedding; None keeps what the source says. Only `tiny-qwen3` can change it."""
+    """Tie the output head to the embedding; None keeps what the source says. Only the tiny ones can change it."""
     seed: int = 0
-    """Seed of the weights of `tiny-qwen3`."""
+    """Seed of the weights of the tiny ones."""
 
 
 class PolicySpec(_Model):
@@ -222,6 +242,14 @@ class RunSpec(_Model):
         if self.policy.fp32_head and self.precision != "bfloat16":
             raise ValueError(f"policy.fp32_head lifts the head to float32, and precision is {self.precision} already; "
                              "leave it out, or take precision bfloat16")
+        return self
+
+    @model_validator(mode="after")
+    def _kernel_computes_the_precision(self) -> RunSpec:
+        known = {"flash": ("bfloat16",), "flex": ("bfloat16", "float32")}.get(self.layout.kernel)
+        if known and self.precision not in known:
+            raise ValueError(f"layout.kernel {self.layout.kernel!r} computes in {' or '.join(known)}, and precision is "
+                             f"{self.precision}; take kernel auto or plain, or another precision")
         return self
 
     @field_validator("faults", mode="before")

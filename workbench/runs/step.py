@@ -45,12 +45,13 @@ from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.packing import deal, fill, pack
 from workbench.rollouts.targets import TrainingRow, shift_targets
 from workbench.runs.fused import fused_row
-from workbench.runs.spec import LossSpec, RunSpec
+from workbench.runs.spec import LayoutSpec, LossSpec, RunSpec
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import all_gather
-from workbench.sharding.gradients import full_gradients, gradient_norms, sum_gradients
+from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
 from workbench.sharding.mesh import Mesh
-from workbench.sharding.plan import ShardPlan, chunks_per_rank
+from workbench.sharding.orders import Multiples, document_lengths, padding_rule
+from workbench.sharding.plan import ShardPlan
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class LocalRow:
     Attributes:
         row: this rank's tokens, in the order of the plan.
         weights: what each token's value is multiplied with, by the name that a term uses.
-        attention: who sees whom, and over which axis keys and values are gathered.
+        attention: who sees whom, and how ranks come to each other's keys and values.
         sums: sums over whole documents, of which this rank may hold a part.
         documents: the names of the row's documents in the whole step, for metrics of documents.
     """
@@ -121,12 +122,11 @@ def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh,
     weights, totals = step_weights(whole, spec.loss, cut=Cut(layout.dp, layout.cp))
     each = len(whole) // layout.dp
     mine = slice(mesh["dp"].rank * each, (mesh["dp"].rank + 1) * each)
-    order = layout.order if layout.cp > 1 else "contiguous"
     rows = []
     for row, named, documents in zip(whole[mine], weights[mine], name_documents(whole)[mine], strict=True):
-        plan = ShardPlan.make(order, num_tokens=row.tokens_T.shape[0], cp=layout.cp)
+        plan = plan_row(row.document_ids_T, layout)
         held = {name: pair.map(lambda values_T: values_T.to(mesh.device, dtype)) for name, pair in named.items()}
-        rows.append(split_row(row.to(mesh.device, dtype), held, documents, plan, mesh))
+        rows.append(split_row(row.to(mesh.device, dtype), held, documents, plan, mesh, layout))
     return rows, totals
 
 
@@ -169,14 +169,28 @@ def pack_step(batch: RolloutBatch, spec: RunSpec, dealt: Sequence[Sequence[int]]
     if data.keep_groups and batch.group_ids_N is None:
         raise SpecError("data.keep_groups", found="a batch without group_ids", rule="documents of a group share an id",
                         fix="record group ids with the rollouts, or leave keep_groups out")
-    needed = chunks_per_rank(layout.order) * layout.cp if layout.cp > 1 else 1
-    how = {"multiple_of": data.multiple_of or needed,
+    needed = multiples(layout)
+    how = {"multiple_of": data.multiple_of or needed.row, "document_multiple_of": needed.document,
            "together_N": batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None}
     if dealt is not None:
-        return deal(batch, dealt, multiple_of=how["multiple_of"])
+        return deal(batch, dealt, multiple_of=how["multiple_of"], document_multiple_of=needed.document)
     if data.micro_batch_tokens is None:
         return pack(batch, rows=layout.dp * data.micro_batches, **how)
     return fill(batch, tokens=data.micro_batch_tokens, ranks=layout.dp, **how)
+
+
+def multiples(layout: LayoutSpec) -> Multiples:
+    """What the rows of a layout and the documents in them are padded to."""
+    order = layout.order if layout.cp > 1 else "contiguous"  # all orders are one
+    return padding_rule(order, layout.cp, block_tokens=layout.block_tokens,
+                        tp=layout.tp if layout.sequence_parallel else 1)
+
+
+def plan_row(document_ids_T: Tensor, layout: LayoutSpec) -> ShardPlan:
+    """Which cp rank holds which token of a packed row, [T] of whose documents are given."""
+    return ShardPlan.make(layout.order if layout.cp > 1 else "contiguous", num_tokens=len(document_ids_T), cp=layout.cp,
+                          document_lengths=document_lengths(document_ids_T, multiples(layout).document),
+                          block_tokens=layout.block_tokens)
 
 
 def name_documents(whole: Sequence[TrainingRow]) -> list[DocumentSlots]:
@@ -191,16 +205,18 @@ def name_documents(whole: Sequence[TrainingRow]) -> list[DocumentSlots]:
 
 
 def split_row(row: TrainingRow, weights: Mapping[str, TokenWeights], documents: DocumentSlots, plan: ShardPlan,
-              mesh: Mesh) -> LocalRow:
+              mesh: Mesh, layout: LayoutSpec) -> LocalRow:
     """This rank's share of a row: every token-aligned tensor moved by one plan."""
     axis = mesh["cp"]
+    inner, outer = (mesh["cp_inner"], mesh["cp_outer"]) if layout.attention == "hybrid" else (None, None)
+    attention = AttentionShard.make(plan, row.document_ids_T, axis, algorithm=layout.attention, kernel=layout.kernel,
+                                    inner=inner, outer=outer)
 
     def mine(values_T: Tensor) -> Tensor:
         return plan.split(values_T, axis.rank)
 
     return LocalRow(row.map(mine), {name: pair.map(mine) for name, pair in weights.items()},
-                    AttentionShard.make(plan, row.document_ids_T, axis),
-                    ShardedSums(row, plan.positions(axis.rank), axis),
+                    attention, ShardedSums(row, plan.positions(axis.rank), axis),
                     documents._replace(segment_lengths_T=mine(documents.segment_lengths_T.to(mesh.device))))
 
 
@@ -249,7 +265,7 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
     sum_gradients(policy.model, policy.shards, mesh)
     whole_loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh)
                   for name in parts[0]}
-    norms = {name: float(norm) for name, norm in gradient_norms(policy.model, policy.shards, mesh).items()}
+    norms = gradient_norms(policy.model, policy.shards, mesh)
     return StepResult(
         loss=whole_loss,
         metrics=finish_metrics(metrics, mesh["dp_cp"]) | gradient_group_norms(norms, level),
@@ -266,8 +282,7 @@ def clip_gradients(policy: Policy, norms: Mapping[str, float], max_norm: float |
     norm = sum(value**2 for value in norms.values()) ** 0.5
     coefficient = clip_coefficient(norm, max_norm)
     if coefficient != 1.0:
-        for parameter in policy.model.parameters():
-            parameter.grad.mul_(coefficient)
+        scale_gradients(policy.model, policy.shards, coefficient)
     return norm
 
 

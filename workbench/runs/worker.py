@@ -72,7 +72,8 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: 
         if mesh is None:
             device_type = _device_type(spec)
             device = join(device_type, timeout_s=spec.timeout_s) if join_job else torch.device(device_type)
-            mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, device=device, alone=not join_job)
+            mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses, device=device,
+                             alone=not join_job)
         coordinates = mesh.coordinates
         with planted(faults):
             _train(run, spec, mesh, project)
@@ -98,7 +99,9 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
                          temperature=spec.policy.temperature or batch.temperature,
                          implementation=spec.policy.logprobs, project=project, tied=spec.model.tied,
                          seed=spec.model.seed, fp32_head=spec.policy.fp32_head, chunk_tokens=spec.policy.chunk_tokens,
-                         keep_bytes=spec.policy.keep_bytes)
+                         keep_bytes=spec.policy.keep_bytes, shard_parameters=spec.layout.shard_parameters,
+                         checkpointing=spec.layout.checkpointing,
+                         sequence_parallel=spec.layout.sequence_parallel)
     _check_batch(batch, spec, policy.vocabulary_size)
     loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
     if mesh.is_first:
@@ -120,7 +123,7 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
 
 
 def make_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """The optimizer over this rank's parameters; elementwise, so tp shards need nothing special."""
+    """The optimizer over what this rank holds of the parameters; elementwise, so shards need nothing special."""
     parameters = policy.model.parameters()
     if spec.name == "sgd":
         return torch.optim.SGD(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)

@@ -9,6 +9,7 @@ see which collective a rank is in.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -60,9 +61,47 @@ def gather_scatter(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
     return local if axis.group is None else _GatherScatter.apply(local, axis, dim)
 
 
+def scatter_gather(partial: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """Complete a partial sum of which each rank keeps its own piece along a dimension; the axis divides it.
+
+    Shapes:   [..., t * size, ...] -> [..., t, ...] along ``dim``.
+    Backward: all-gather: each rank's part of the sum went into every piece.
+    Source:   sequence parallelism, arXiv 2205.05198, section 4.2.2 (g-bar).
+    """
+    return partial if axis.group is None else _ScatterGather.apply(partial, axis, dim)
+
+
+def gather_slice(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """Concatenate equal shards along a dimension, in rank order; every rank uses the whole for the *same* computation.
+
+    Shapes:   [..., t, ...] -> [..., t * size, ...] along ``dim``.
+    Backward: this rank's own piece. The gradient that arrives is the whole one on every rank already; a sum over
+              the ranks (`gather_scatter`) would be too large by the size of the axis.
+    """
+    return local if axis.group is None else _GatherSlice.apply(local, axis, dim)
+
+
 def all_sum(value: Tensor, axis: Axis) -> Tensor:
     """Sum over an axis, outside autograd. Returns a new tensor."""
     return _reduced("all_sum", value, axis)
+
+
+def all_sum_(tensors: Sequence[Tensor], axis: Axis, *, bucket_bytes: int = 64 * 2**20) -> None:
+    """Sum each of many tensors over an axis, in place, outside autograd, in few collectives.
+
+    Neighbours of one dtype share a bucket until it is full, and a bucket is one collective; a tensor that fills one is
+    reduced where it lies. Every rank brings the same shapes in the same order.
+    """
+    if axis.group is None:
+        return
+    for bucket in _buckets(tensors, bucket_bytes):
+        in_place = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0].view(-1) if in_place else torch.cat([tensor.reshape(-1) for tensor in bucket])
+        with _in("all_sum_", flat, axis):
+            wire.all_reduce(flat, axis.group)
+        if not in_place:
+            for tensor, piece in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(piece.view_as(tensor))
 
 
 def all_max(value: Tensor, axis: Axis) -> Tensor:
@@ -85,6 +124,77 @@ def all_gather(value: Tensor, axis: Axis) -> list[Tensor]:
     with _in("all_gather", sent, axis):
         pieces = wire.all_gather(sent, axis.group, axis.size)
     return [piece[: int(n)].to(value.dtype) for piece, n in zip(pieces, lengths, strict=True)]
+
+
+def _buckets(tensors: Iterable[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, as many as a bucket holds; one at least."""
+    bucket: list[Tensor] = []
+    room = bucket_bytes
+    for tensor in map(Tensor.detach, tensors):
+        if bucket and (tensor.nbytes > room or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, room = [], bucket_bytes
+        bucket.append(tensor)
+        room -= tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def gather_equal(value: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
+    """Everyone's tensor, in rank order, outside autograd; all of one shape.
+
+    Shapes: [...] -> [R, ...].
+    """
+    if axis.group is None:
+        return value[None]
+    value = value.contiguous()
+    with _in("gather_equal", value, axis, caller):
+        everyone_R = value.new_empty(axis.size, *value.shape)
+        wire.all_gather_into(everyone_R.view(-1), value.view(-1), axis.group)
+        return everyone_R
+
+
+def scatter_sum(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
+    """Everyone's pieces summed, and of the sums the one at this rank's number, outside autograd.
+
+    Shapes: [R, ...] -> [...]. The pieces may be written to.
+    """
+    if axis.group is None:
+        return pieces_R[0]
+    pieces_R = pieces_R.contiguous()
+    with _in("scatter_sum", pieces_R, axis, caller):
+        own = torch.empty_like(pieces_R[0])
+        wire.reduce_scatter_into(own.view(-1), pieces_R.view(-1), axis.group)
+        return own
+
+
+def exchange(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
+    """The r-th piece goes to rank r, and what rank r sent here comes back at r; outside autograd. Its own adjoint.
+
+    Shapes: [R, ...] -> [R, ...].
+    """
+    if axis.group is None:
+        return pieces_R
+    pieces_R = pieces_R.contiguous()
+    with _in("exchange", pieces_R, axis, caller):
+        return wire.all_to_all(pieces_R, axis.group, axis.rank)
+
+
+def start_rotation(value: Tensor, axis: Axis, *, caller: str | None = None) -> Callable[[], Tensor]:
+    """Send a tensor to the next rank of an axis of several, outside autograd; nobody may write to it until it is there.
+
+    Returns:
+        A function to call once, which waits for the tensor of the rank before and returns it.
+    """
+    value = value.contiguous()
+    with _in("start_rotation", value, axis, caller):
+        arrival = wire.start_rotation([value], axis.group, axis.rank, axis.size)
+
+    def arrive() -> Tensor:
+        with _in("end of rotation", value, axis, caller):
+            return arrival()[0]
+
+    return arrive
 
 
 def _in(name: str, tensor: Tensor, axis: Axis, caller: str | None = None) -> AbstractContextManager[None]:
@@ -149,15 +259,51 @@ class _GatherScatter(Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim, ctx.caller = axis, dim, flight.caller()
-        local = local.contiguous()
-        with _in("gather_scatter", local, axis, ctx.caller):
-            pieces = wire.all_gather(local, axis.group, axis.size)
-        return torch.cat(pieces, dim=dim)
+        return _joined("gather_scatter", local, axis, dim, ctx.caller)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        axis = ctx.axis
-        stacked = torch.stack(gradient.chunk(axis.size, dim=ctx.dim)).contiguous()  # the first dimension is the owner
-        with _in("backward of gather_scatter", stacked, axis, ctx.caller):
-            own = wire.reduce_scatter(stacked, axis.group, axis.rank)
-        return own, None, None
+        return _summed_piece("backward of gather_scatter", gradient, ctx.axis, ctx.dim, ctx.caller), None, None
+
+
+class _ScatterGather(Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.caller = axis, dim, flight.caller()
+        return _summed_piece("scatter_gather", partial, axis, dim, ctx.caller)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _joined("backward of scatter_gather", gradient, ctx.axis, ctx.dim, ctx.caller), None, None
+
+
+class _GatherSlice(Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _joined("gather_slice", local, axis, dim, flight.caller())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.chunk(ctx.axis.size, dim=ctx.dim)[ctx.axis.rank].contiguous(), None, None
+
+
+def _joined(name: str, local: Tensor, axis: Axis, dim: int, caller: str | None) -> Tensor:
+    """Everyone's tensor along a dimension; as it came where the dimensions before it are of size 1."""
+    dim, local = dim % local.dim(), local.contiguous()
+    before, tokens, after = local.shape[:dim], local.shape[dim], local.shape[dim + 1:]
+    as_it_comes = before.numel() == 1
+    everyone = local.new_empty(*before, axis.size * tokens, *after) if as_it_comes else local.new_empty(axis.size,
+                                                                                                       *local.shape)
+    with _in(name, local, axis, caller):
+        wire.all_gather_into(everyone.view(-1), local.view(-1), axis.group)
+    return everyone if as_it_comes else everyone.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _summed_piece(name: str, whole: Tensor, axis: Axis, dim: int, caller: str | None) -> Tensor:
+    """This rank's piece, along a dimension, of the sum of everyone's tensor."""
+    pieces_R = torch.stack(whole.chunk(axis.size, dim=dim))  # the first dimension is the owner
+    own = torch.empty_like(pieces_R[0])
+    with _in(name, pieces_R, axis, caller):
+        wire.reduce_scatter_into(own.view(-1), pieces_R.view(-1), axis.group)
+    return own

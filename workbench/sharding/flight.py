@@ -49,7 +49,8 @@ _WORDS = struct.Struct("@7Q")
 _CHECKED = struct.Struct("@4Q")
 _RANK, _PID, _COUNT, _BEAT, _ENDED = 1, 2, 3, 4, 5
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
-_OWN = tuple(str(Path(__file__).with_name(name)) for name in ("flight.py", "collectives.py", "mesh.py"))
+_OWN = tuple(str(Path(__file__).with_name(name)) for name in ("flight.py", "collectives.py", "mesh.py",
+                                                            "data_parallel.py"))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Axis:
     """One named axis as a rank sees it.
 
     Attributes:
-        name: "dp", "cp", "tp", or "dp_cp" for the two flattened.
+        name: "dp", "cp", "tp"; "dp_cp" for the two flattened; "cp_inner" and "cp_outer" for cp cut in two.
         size: ranks along it.
         rank: this rank's coordinate.
         group: process group (or simulated one) of the ranks that differ only here; None where size is 1.
@@ -46,7 +46,8 @@ class Mesh:
     """The axes of a job and this rank's place in them.
 
     Attributes:
-        axes: dp, cp, tp and the flattened dp_cp, over which gradients are summed.
+        axes: dp, cp, tp; the flattened dp_cp, over which gradients are summed; and cp cut in two for hybrid attention:
+            cp_inner, neighbours on cp, which vary fastest, and cp_outer, the ranks at the same place among theirs.
         device: where this rank computes.
     """
 
@@ -74,15 +75,24 @@ class Mesh:
 
 def single_process_mesh(device: torch.device | str = "cpu") -> Mesh:
     """The mesh of one rank."""
-    return Mesh({name: Axis(name) for name in (*AXES, "dp_cp")}, torch.device(device))
+    return Mesh({name: Axis(name) for name in (*AXES, "dp_cp", "cp_inner", "cp_outer")}, torch.device(device))
 
 
-def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device: torch.device | str = "cpu", alone: bool = False,
-              **refused: int) -> Mesh:
+def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, ulysses: int = 1, device: torch.device | str = "cpu",
+              alone: bool = False, **refused: int) -> Mesh:
     """Lay named axes over the ranks of the running job, or over this process alone.
 
     Collective unless ``alone``: every rank calls it with the same sizes. Call `join` first if there is more than one
     rank.
+
+    Args:
+        dp: data-parallel ranks.
+        cp: context-parallel ranks.
+        tp: tensor-parallel ranks.
+        ulysses: neighbours on cp that make up cp_inner.
+        device: where this rank computes.
+        alone: this process is the whole job.
+        refused: axes that are not supported.
 
     Raises:
         ShardingError: an axis that is not supported (pp, ep), or sizes whose product is not the world size.
@@ -98,6 +108,9 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device: torch.device | s
             f"mesh dp={dp} x cp={cp} x tp={tp} = {wanted} ranks", found=f"a job of {world} rank(s)",
             rule="dp * cp * tp is the number of ranks",
             fix=f"start {wanted} ranks, or choose sizes whose product is {world}")
+    if ulysses < 1 or cp % ulysses:
+        raise ShardingError(f"mesh with cp={cp} and ulysses={ulysses}", rule="ulysses divides cp",
+                            fix="choose how many neighbours on cp exchange heads among the divisors of cp")
     device = torch.device(device)
     if world == 1:
         return single_process_mesh(device)
@@ -113,12 +126,29 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, device: torch.device | s
         else:
             group = _flattened_group(dp, cp, tp)
         axes["dp_cp"] = _axis("dp_cp", both, flat, group)
+        axes |= _cut_in_two(axes["cp"], dp, tp, ulysses)
     return Mesh(axes, device)
 
 
 def _axis(name: str, size: int, rank: int, group: dist.ProcessGroup | None) -> Axis:
     ranks = () if group is None else flight.compact(dist.get_process_group_ranks(group))
     return Axis(name, size, rank, group, ranks)
+
+
+def _cut_in_two(axis: Axis, dp: int, tp: int, inner: int) -> dict[str, Axis]:
+    """cp_inner and cp_outer of this rank; a part that is all of cp has its group. Groups in one order on every rank."""
+    outer = axis.size // inner
+    sizes = {"cp_inner": inner, "cp_outer": outer}
+    ranks = {"cp_inner": axis.rank % inner, "cp_outer": axis.rank // inner}
+    groups = {name: axis.group if size == axis.size else None for name, size in sizes.items()}
+    if 1 < inner < axis.size:
+        grid = torch.arange(dp * axis.size * tp).view(dp, outer, inner, tp)
+        for name, lines in (("cp_inner", grid.movedim(2, -1)), ("cp_outer", grid.movedim(1, -1))):
+            for line in lines.flatten(0, -2).tolist():
+                group = dist.new_group(line)
+                if dist.get_rank() in line:
+                    groups[name] = group
+    return {name: _axis(name, sizes[name], ranks[name], groups[name]) for name in sizes}
 
 
 def _flattened_group(dp: int, cp: int, tp: int) -> dist.ProcessGroup:

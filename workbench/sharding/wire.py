@@ -30,6 +30,9 @@ class SimulatedGroup(Protocol):
 
 Group = dist.ProcessGroup | SimulatedGroup
 
+_GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the later name, if it is there
+_REDUCE_INTO = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def group_name(group: Group | None) -> str:
     """What a process group is called in flight records; "" for none, or a simulated one."""
@@ -69,6 +72,27 @@ def reduce_scatter(pieces_R: Tensor, group: Group, rank: int) -> Tensor:
     whole_R = pieces_R.clone()  # reduce_scatter is absent from some gloo builds
     all_reduce(whole_R, group)
     return whole_R[rank].clone()
+
+
+def all_gather_into(whole: Tensor, own: Tensor, group: Group) -> None:
+    """Everyone's tensor, flat and in rank order, written to ``whole``."""
+    if isinstance(group, dist.ProcessGroup):
+        _GATHER_INTO(whole, own, group=group)
+        return
+    whole.copy_(torch.stack(group.exchange(own.clone())).view_as(whole))
+
+
+def reduce_scatter_into(own: Tensor, whole: Tensor, group: Group) -> None:
+    """Everyone's ``whole`` summed; each rank's part of the sum, in rank order, written to its ``own``.
+
+    ``whole`` may be written to.
+    """
+    if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) == "nccl":
+        _REDUCE_INTO(own, whole, group=group)
+        return
+    all_reduce(whole, group)  # reduce_scatter is absent from some gloo builds
+    rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else group.rank
+    own.copy_(whole.view(-1, own.numel())[rank].view_as(own))
 
 
 def all_to_all(pieces_R: Tensor, group: Group, rank: int) -> Tensor:

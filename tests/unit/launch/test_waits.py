@@ -103,6 +103,24 @@ def test_the_rank_that_left_its_habit_skipped_a_collective():
     assert other.rank == 0, "whoever has the higher number is not to blame for it"
 
 
+def test_a_habit_is_of_calls_where_rows_change_their_length():
+    """Three like calls in a row say nothing of what follows them; the step before does, though its rows were longer."""
+    def step(tokens):
+        return f"q {tokens}", f"q {tokens}", f"q {tokens}", f"q {tokens}", "sum 99", "loss 1"
+
+    begun = (*step(8), *step(9), *step(7)[:4])
+    [wait] = found(record(0, *begun, "sum 99", waits=True), record(1, *begun, "loss 1", waits=True))
+    assert (wait.rank, wait.kind) == (1, "skipped")
+    assert wait.why == "it skipped that sum of 99 float32 and went on to loss of 1 float32 [step.py:4]"
+
+
+def test_where_all_made_the_usual_call_the_usual_shape_decides():
+    for brought, other in (("k 2", "k 3"), ("k 3", "k 2")):
+        [wait] = found(record(0, *STEP, *STEP, "q 4", brought), record(1, *STEP, *STEP, "q 4", other))
+        assert wait.rank == (0 if brought == "k 3" else 1)
+        assert wait.why == "it came to k of 3 float32 [step.py:1] instead of k of 2 float32"
+
+
 def test_a_rank_that_skipped_several():
     [wait] = found(record(0, *STEP, *STEP, "q 4", "k 2"), record(1, *STEP, *STEP, "q 4", "o 4"))
     assert wait.why == "it skipped that k of 2 float32 and 1 more, and went on to o of 4 float32 [step.py:1]"

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from workbench.errors import ShardingError, SpecError
+from workbench.policy import model
 from workbench.policy.model import ATTENTION, load_policy
 from workbench.policy.tiny import tiny_qwen3
 from workbench.sharding.attention import AttentionShard
@@ -111,6 +112,76 @@ def test_other_dense_decoders_are_taken(kind, more, precision, tmp_path):
     with torch.no_grad():
         expected = torch.log_softmax(stock(input_ids=tokens[None]).logits[0], -1)[torch.arange(4), tokens[1:]]
     torch.testing.assert_close(logprobs, expected.to(logprobs.dtype), rtol=0, atol=5e-6)
+
+
+WINDOWED = [
+    ("Mistral", {"sliding_window": 4}), ("Mistral", {"sliding_window": 4096}),
+    ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("Gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 8, "sliding_window": 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), WINDOWED)
+def test_sliding_windows_are_those_of_the_stock_model(kind, more, tmp_path):
+    stock = small(kind, tmp_path, **more)
+    policy = load_policy(kind, project=tmp_path)
+    tokens = torch.arange(30) % 19
+    hidden = policy.hidden_states(torch.cat([tokens, tokens[:9]]), torch.cat([torch.arange(30), torch.arange(9)]),
+                                  one_rank([0] * 30 + [1] * 9))
+    with torch.no_grad():
+        long, short = (stock.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0]
+                       for row in (tokens, tokens[:9]))
+    torch.testing.assert_close(hidden, torch.cat([long, short]), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("kind", "more"), WINDOWED)
+def test_a_window_that_is_not_handed_on_is_found_by_measuring_however_long_it_is(kind, more, tmp_path, monkeypatch):
+    small(kind, tmp_path, **more)
+    monkeypatch.setattr(model, "sharded_attention", lambda *tensors, sliding_window=None, whole=model.sharded_attention,
+                        **rest: whole(*tensors, **rest))
+    with pytest.raises(SpecError, match="packed run"):
+        load_policy(kind, project=tmp_path)
+
+
+def test_windows_are_as_long_as_before_after_they_were_measured(tmp_path):
+    small("Mistral", tmp_path, sliding_window=4096)
+    policy = load_policy("Mistral", project=tmp_path)
+    assert policy.model.config.sliding_window == 4096
+
+
+def test_layers_of_an_unknown_kind_are_refused_by_name(tmp_path):
+    stock = tiny_qwen3(19)
+    stock.config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
+    with pytest.raises(SpecError, match="layers of type 'chunked_attention'"):
+        model._refuse_unknown(stock)
+
+
+def test_checkpointing_computes_layers_again_and_changes_no_bit():
+    tokens, shard, found = torch.tensor([3, 1, 4, 1, 5]), one_rank([0] * 5), []
+    for checkpointing in (False, True):
+        policy, calls = load_policy("tiny-qwen3", seed=1, checkpointing=checkpointing), []
+        for layer in policy.model.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x):
+            hidden = policy.hidden_states(tokens, torch.arange(5), shard)
+        hidden.square().sum().backward()
+        found.append((hidden, [p.grad for p in policy.model.parameters() if p.grad is not None], len(calls), sum(kept)))
+    plain, again = found
+    assert (plain[2], again[2]) == (3, 6)
+    assert again[3] < plain[3] / 4
+    assert torch.equal(plain[0], again[0])
+    assert len(plain[1]) == len(again[1]) > 10
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], again[1], strict=True))
+
+
+def test_checkpointing_without_layers_is_refused_in_words():
+    class Bare(torch.nn.Linear):
+        base_model = torch.nn.Linear(1, 1)
+        config = tiny_qwen3(19).config
+
+    with pytest.raises(SpecError, match=r"layout\.checkpointing with model type 'qwen3'"):
+        model._checkpoint_layers(Bare(1, 1))
 
 
 @pytest.mark.parametrize(("kind", "more", "option", "value"), [

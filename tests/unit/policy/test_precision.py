@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from workbench.errors import SpecError
-from workbench.policy.precision import lift_to_float64
-from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.precision import cast, lift_to_float64
+from workbench.policy.tiny import tiny_qwen3, tiny_qwen3_moe
 
 
 def test_norms_and_rotary_keep_float64_digits():
@@ -35,10 +35,47 @@ def test_a_copy_of_a_lifted_model_trains_its_own_norms():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("normalised", [True, False])
+def test_routers_and_experts_keep_float64_digits(normalised):
+    model = tiny_qwen3_moe(19)
+    model.model.layers[0].mlp.gate.norm_topk_prob = normalised
+    mixture = lift_to_float64(model).model.layers[0].mlp
+    x = torch.randn(1, 5, 64, dtype=torch.float64)
+    expected = torch.softmax(x[0] @ mixture.gate.weight.T, -1).sort(-1, descending=True)
+    largest = expected.values[:, :2] / (expected.values[:, :2].sum(-1, keepdim=True) if normalised else 1)
+    _, weights, chosen = mixture.gate(x)
+    torch.testing.assert_close(weights, largest, rtol=1e-14, atol=0)
+    assert torch.equal(chosen, expected.indices[:, :2])
+    assert mixture(x).dtype == torch.float64
+
+
+def test_rotary_frequencies_of_a_bfloat16_policy_are_those_of_a_checkpoint_loaded_in_bfloat16(tmp_path):
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    tiny_qwen3(19).save_pretrained(tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model = cast(tiny_qwen3(19), torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    asked = torch.zeros(1), torch.tensor([[0, 7, 500]])
+    for ours, theirs in zip(model.model.rotary_emb(*asked), stock.model.rotary_emb(*asked), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(cast(model, torch.float32).model.rotary_emb.inv_freq, tiny_qwen3(19).model.rotary_emb.inv_freq)
+
+
 class OddNorm(nn.Module):
+    pass
+
+
+class OddRouter(nn.Module):
     pass
 
 
 def test_a_norm_it_does_not_know_is_refused_by_name():
     with pytest.raises(SpecError, match="OddNorm at 0"):
         lift_to_float64(nn.Sequential(OddNorm()))
+
+
+def test_a_router_it_does_not_know_is_refused_by_name():
+    with pytest.raises(SpecError, match="OddRouter at 0"):
+        lift_to_float64(nn.Sequential(OddRouter()))

@@ -1,8 +1,9 @@
-"""The tiny model has every part that sharding can get wrong, and the seed decides its weights."""
+"""The tiny models have every part that sharding can get wrong, and the seed decides their weights."""
 
+import pytest
 import torch
 
-from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.tiny import TINY, tiny_qwen3, tiny_qwen3_moe
 
 
 def test_grouped_heads_query_norms_and_a_vocabulary_of_any_size():
@@ -15,24 +16,37 @@ def test_grouped_heads_query_norms_and_a_vocabulary_of_any_size():
     assert not model.training
 
 
-def test_tied_and_untied_heads():
-    tied, untied = tiny_qwen3(19), tiny_qwen3(19, tied=False)
+def test_experts_a_router_and_a_dense_layer_between():
+    model = tiny_qwen3_moe(19)
+    kinds = [type(layer.mlp).__name__ for layer in model.model.layers]
+    assert kinds == ["Qwen3MoeSparseMoeBlock", "Qwen3MoeMLP", "Qwen3MoeSparseMoeBlock"]
+    assert model.model.layers[0].mlp.experts.gate_up_proj.shape == (4, 2 * 96, 64)
+    assert (model.config.num_experts_per_tok, model.config.norm_topk_prob) == (2, True)
+    assert any("q_norm" in name for name, _ in model.named_parameters())
+    assert not model.training
+
+
+@pytest.mark.parametrize("make", TINY.values(), ids=TINY)
+def test_tied_and_untied_heads(make):
+    tied, untied = make(19), make(19, tied=False)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
     assert not torch.equal(untied.lm_head.weight, untied.model.embed_tokens.weight)
 
 
-def test_the_seed_alone_decides_the_weights():
-    first, other = tiny_qwen3(19, seed=1).state_dict(), tiny_qwen3(19, seed=2).state_dict()
+@pytest.mark.parametrize("make", TINY.values(), ids=TINY)
+def test_the_seed_alone_decides_the_weights(make):
+    first, other = make(19, seed=1).state_dict(), make(19, seed=2).state_dict()
     torch.manual_seed(123)
-    again = tiny_qwen3(19, seed=1).state_dict()
+    again = make(19, seed=1).state_dict()
     assert all(torch.equal(again[name], value) for name, value in first.items())
     assert not torch.equal(other["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
 
 
-def test_the_global_random_state_is_left_alone():
+@pytest.mark.parametrize("make", TINY.values(), ids=TINY)
+def test_the_global_random_state_is_left_alone(make):
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    tiny_qwen3(19)
+    make(19)
     assert torch.equal(torch.rand(3), expected)

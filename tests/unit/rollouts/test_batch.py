@@ -94,6 +94,24 @@ def test_padding_never_shortens():
         make_batch().pad_to(5)
 
 
+def test_documents_are_padded_each():
+    turns = Extension(torch.arange(6), "token", "turn", "Which turn.", pad=-7)
+    row = replace(make_batch(), extensions={"turns": turns}).pad_documents(2)
+    assert row.document_ids_T.tolist() == [0, 0, 0, PADDING, 1, PADDING, 2, 2]
+    assert row.positions_T.tolist() == [0, 1, 2, 0, 0, 0, 0, 1]
+    assert row.extensions["turns"].values.tolist() == [0, 1, 2, -7, 3, -7, 4, 5]
+    assert row.num_documents == 3
+    assert row.select([2, 0]).source_T.tolist() == [4, 5, 0, 1, 2]
+
+
+def test_padding_of_documents_that_is_there_already_stays():
+    once = make_batch().pad_documents(4)
+    assert once.pad_documents(4).document_ids_T.tolist() == once.document_ids_T.tolist()
+    assert once.pad_documents(6).document_ids_T.tolist() == [0] * 3 + [-1] * 3 + [1] + [-1] * 5 + [2] * 2 + [-1] * 4
+    with pytest.raises(ShapeError, match=r"pad_documents\(0\)"):
+        once.pad_documents(0)
+
+
 def test_extensions_move_with_their_tokens():
     turns = Extension(torch.arange(6), "token", "turn", "Which turn.", pad=-7)
     scale = Extension(torch.tensor([1.0, 2.0, 3.0]), "document", "factor", "Scale.")

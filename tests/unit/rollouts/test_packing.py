@@ -52,9 +52,9 @@ def test_a_row_without_tokens_is_never_made():
     assert pack(make_batch([2]), rows=2)[1].num_tokens == 1
 
 
-@pytest.mark.parametrize("settings", [{"rows": 0}, {"multiple_of": 0}])
+@pytest.mark.parametrize("settings", [{"rows": 0}, {"multiple_of": 0}, {"document_multiple_of": 0}])
 def test_impossible_settings_are_refused(settings):
-    with pytest.raises(SpecError, match="both are at least 1"):
+    with pytest.raises(SpecError, match="all are at least 1"):
         pack(make_batch([2]), **settings)
 
 
@@ -114,3 +114,32 @@ def test_documents_are_dealt_as_told_in_the_order_told():
 def test_a_document_that_is_dealt_twice_or_never_is_refused(rows):
     with pytest.raises(SpecError, match="each document is in one row"):
         deal(make_batch([5, 3]), rows)
+
+
+def test_documents_are_padded_where_they_stand():
+    (row,) = pack(make_batch([3, 4, 1]), document_multiple_of=4, multiple_of=8)
+    assert row.document_ids_T.tolist() == [0, 0, 0, -1, 1, 1, 1, 1, 2, -1, -1, -1, -1, -1, -1, -1]
+    assert row.positions_T.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 2, 3]
+    assert row.source_T.tolist() == [0, 1, 2, -1, 3, 4, 5, 6, 7, *[-1] * 7]
+    assert row.lengths_N.tolist() == [3, 4, 1]
+    assert row.loss_mask_T.sum() == 5
+
+
+def test_a_row_without_documents_has_none_to_pad():
+    rows = pack(make_batch([2]), rows=2, multiple_of=8, document_multiple_of=8)
+    assert [row.num_tokens for row in rows] == [8, 8]
+
+
+def test_rows_are_level_with_the_padding_of_documents():
+    # Padded to 8, 8, 8, 4: the two longest no longer go with the shorter ones.
+    rows = pack(make_batch([5, 8, 5, 4]), rows=2, document_multiple_of=8)
+    assert documents_of(pack(make_batch([5, 8, 5, 4]), rows=2)) == [[1, 3], [0, 2]]
+    assert documents_of(rows) == [[0, 2], [1, 3]]
+    assert [row.num_tokens for row in rows] == [16, 16]
+
+
+def test_micro_batches_hold_the_padding_of_documents():
+    assert documents_of(fill(make_batch([3, 3, 3]), tokens=9)) == [[0, 1, 2]]
+    assert documents_of(fill(make_batch([3, 3, 3]), tokens=9, document_multiple_of=4)) == [[0, 1], [2]]
+    with pytest.raises(SpecError, match=r"document\(s\) \[1\] of 12 tokens with their padding to multiples of 4"):
+        fill(make_batch([2, 9]), tokens=11, document_multiple_of=4)

@@ -23,7 +23,7 @@ class TestRefusals:
         assert "unknown key 'loss.surrogate.clip_hihg' (did you mean 'clip_high'?)" in message
 
     def test_a_key_like_no_other_lists_what_is_known(self):
-        with pytest.raises(SpecError, match="known here: cp, dp, order, tp"):
+        with pytest.raises(SpecError, match="known here: attention, block_tokens, checkpointing, cp, dp, kernel, "):
             parse_spec(RunSpec, {"layout": {"xyzzy": 1}}, where="here")
 
     @pytest.mark.parametrize(("settings", "words"), [
@@ -91,9 +91,37 @@ class TestLayout:
 
     @pytest.mark.parametrize(("layout", "words"), [
         (LayoutSpec(), "one rank"), (LayoutSpec(tp=2), "tp=2"),
-        (LayoutSpec(dp=2, cp=2, order="zigzag"), "dp=2 cp=2 zigzag")])
+        (LayoutSpec(dp=2, cp=2, order="zigzag"), "dp=2 cp=2 zigzag"),
+        (LayoutSpec(cp=2, attention="ring"), "cp=2 contiguous ring"),
+        (LayoutSpec(cp=4, order="balanced", block_tokens=16, attention="hybrid", ulysses=2),
+         "cp=4 balanced blocks=16 hybrid ulysses=2"),
+        (LayoutSpec(attention="ring", order="zigzag"), "one rank"),  # says nothing where nothing is shared
+        (LayoutSpec(tp=2, kernel="plain", sequence_parallel=True), "tp=2 plain sp"),
+        (LayoutSpec(dp=2, shard_parameters=True, checkpointing=True), "dp=2 fsdp checkpointing"),
+        (LayoutSpec(checkpointing=True), "one rank checkpointing")])
     def test_says_itself_in_words(self, layout, words):
         assert str(layout) == words
+
+    @pytest.mark.parametrize(("layout", "words"), [
+        ({"cp": 4, "ulysses": 2}, "ulysses = 2 with attention 'gathered'"),
+        ({"cp": 4, "attention": "ulysses", "ulysses": 2}, "attention ulysses takes all of cp"),
+        ({"cp": 4, "attention": "hybrid", "ulysses": 3}, "ulysses = 3 does not divide cp = 4"),
+        ({"cp": 4, "attention": "hybrid"}, "with ulysses = 1 is attention 'ring'"),
+    ])
+    def test_neighbours_that_make_no_sense_are_refused_in_words(self, layout, words):
+        with pytest.raises(SpecError, match=words):
+            parse_spec(RunSpec, {"layout": layout}, where="here")
+
+    @pytest.mark.parametrize(("kernel", "precision", "words"), [
+        ("flash", "float32", "'flash' computes in bfloat16, and precision is float32"),
+        ("flex", "float64", "'flex' computes in bfloat16 or float32, and precision is float64")])
+    def test_a_kernel_that_does_not_compute_the_precision_is_refused_at_once(self, kernel, precision, words):
+        with pytest.raises(SpecError, match=words):
+            parse_spec(RunSpec, {"layout": {"kernel": kernel}, "precision": precision}, where="here")
+        assert RunSpec(layout={"kernel": kernel}, precision="bfloat16").layout.kernel == kernel
+
+    def test_on_one_rank_every_attention_is_the_same(self):
+        assert {LayoutSpec(attention=name).world_size for name in ("gathered", "ring", "ulysses", "hybrid")} == {1}
 
 
 def test_every_estimator_of_advantages_can_be_named():

@@ -54,6 +54,23 @@ def test_metrics_see_the_old_policy_that_the_loss_sees():
     assert found["recorded"] > 1.1
 
 
+def test_attention_is_fetched_and_computed_as_the_layout_says():
+    """All ways give the same numbers: that the one which was asked for ran, only this sees."""
+    lines = {"dp": Axis("dp"), "tp": Axis("tp"), "cp": Axis("cp", 4, 3), "dp_cp": Axis("dp_cp", 4, 3),
+             "cp_inner": Axis("cp_inner", 2, 1), "cp_outer": Axis("cp_outer", 2, 1)}
+    mesh, found = Mesh(lines, torch.device("cpu")), []
+    for attention, more in (("gathered", {}), ("ring", {}), ("ulysses", {}), ("hybrid", {"ulysses": 2})):
+        layout = {"cp": 4, "order": "zigzag", "attention": attention, "kernel": "plain"} | more
+        spec = RunSpec.model_validate({"layout": layout})
+        (row,), _ = flow.prepare_rows(RolloutBatch.from_documents(nasty_documents(4)), spec, mesh)
+        shard, eighth = row.attention, len(row.row.tokens_T) // 2
+        found.append((shard.algorithm, shard.kernel, shard.inner.size, shard.outer.size))
+        held = shard.positions_GUt.view(4, -1)[3]
+        assert held.tolist() == list(range(3 * eighth, 5 * eighth))  # the last rank has the two chunks in the middle
+    assert found == [("gathered", "plain", 1, 4), ("ring", "plain", 1, 4), ("ulysses", "plain", 4, 1),
+                     ("hybrid", "plain", 2, 2)]
+
+
 def test_every_rank_of_a_mesh_takes_its_own_rows():
     batch = RolloutBatch.from_documents(nasty_documents(4))
     seen = []
@@ -74,6 +91,21 @@ def test_rows_that_a_layout_cannot_split_are_refused():
     assert batch.num_tokens % 4, "this batch must not divide"
     with pytest.raises(ValueError, match=r"a positive multiple of 2 \* cp = 4"):
         flow.prepare_rows(batch, spec, single_process_mesh())
+
+
+@pytest.mark.parametrize(("layout", "data", "words"), [
+    ({"cp": 2, "order": "balanced"}, {"multiple_of": 4},
+     r"a positive multiple of block_tokens \* cp = 128 \* 2 = 256(.|\n)*smaller layout.block_tokens"),
+    ({"cp": 4, "order": "document_zigzag"}, {"multiple_of": 51}, r"a positive multiple of 2 \* cp = 8"),
+    ({"cp": 4, "order": "document_zigzag"}, {"micro_batch_tokens": 40},
+     r"of 48 tokens with their padding to multiples of 8(.|\n)*allow at least 48 tokens"),
+    ({"cp": 2, "order": "balanced"}, {"micro_batch_tokens": 200}, "allow at least 256 tokens"),
+])
+def test_rows_that_an_order_cannot_deal_are_refused(layout, data, words):
+    batch = RolloutBatch.from_documents(nasty_documents(4))
+    axes = {name: Axis(name) for name in ("dp", "tp", "dp_cp")} | {"cp": Axis("cp", layout["cp"])}
+    with pytest.raises(ValueError, match=words):
+        flow.prepare_rows(batch, RunSpec(layout=layout, data=data), Mesh(axes, torch.device("cpu")))
 
 
 def test_what_the_policy_says_where_nothing_counts_reaches_no_gradient():

@@ -1,10 +1,13 @@
 """Each collective forward and backward on two real ranks; the wrong adjoint is off by the axis size."""
 
+import threading
+
 import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
-from workbench.sharding import collectives
+from tests.helpers.threads import Threads, on_threads
+from workbench.sharding import collectives, wire
 from workbench.sharding.mesh import Axis, make_mesh
 
 
@@ -59,10 +62,78 @@ def test_gather_sums_the_gradients_of_all_users(tmp_path):
     assert first[4] == torch.bool
 
 
+def scattered():
+    mesh = make_mesh(tp=2)
+    rank = mesh["tp"].rank
+    partial = torch.tensor([[1.0, 2.0, 3.0, 4.0]]) * (rank + 1)
+    partial.requires_grad_()
+    own = collectives.scatter_gather(partial, mesh["tp"], dim=1)
+    (own * torch.tensor([[10.0, 20.0]]) * (rank + 1)).sum().backward()
+    local = torch.tensor([[1.0, 2.0]]) + 10 * rank
+    local.requires_grad_()
+    whole = collectives.gather_slice(local, mesh["tp"], dim=1)
+    (whole * torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum().backward()  # the same computation everywhere
+    return own.tolist(), partial.grad.tolist(), whole.tolist(), local.grad.tolist()
+
+
+def test_a_sum_in_pieces_and_a_gather_for_one_computation(tmp_path):
+    first, second = run_ranks(scattered, 2, tmp_path)
+    assert (first[0], second[0]) == ([[3.0, 6.0]], [[9.0, 12.0]])
+    assert first[1] == second[1] == [[10.0, 20.0, 20.0, 40.0]]  # each part of the sum went into both pieces
+    assert first[2] == second[2] == [[1.0, 2.0, 11.0, 12.0]]
+    assert (first[3], second[3]) == ([[1.0, 2.0]], [[3.0, 4.0]])  # own piece of a gradient that is whole already
+
+
 @pytest.mark.parametrize("name", ["sum_identity", "sum_sum", "identity_sum"])
 def test_axis_of_one_rank_is_the_identity(name):
     x = torch.randn(3)
     assert getattr(collectives, name)(x, Axis("tp")) is x
+
+
+@pytest.mark.parametrize("name", ["gather_scatter", "scatter_gather", "gather_slice"])
+def test_axis_of_one_rank_is_one_piece(name):
+    x = torch.randn(3)
+    assert getattr(collectives, name)(x, Axis("tp"), dim=0) is x
+
+
+def summed_together(rank, group, bucket_bytes):
+    axis = Axis("dp_cp", 2, rank, group, range(2))
+    tensors = [torch.tensor([1.0, 2.0]), torch.arange(6.0).view(2, 3).T, torch.empty(0), torch.tensor(3.0),
+               torch.tensor([4.0], dtype=torch.float64), torch.arange(5.0), torch.tensor([[7.0, 8.0]]).T]
+    mine = [tensor.mul_(1 + 10 * rank) for tensor in tensors]
+    collectives.all_sum_(tensors, axis, bucket_bytes=bucket_bytes)
+    assert all(tensor is one for tensor, one in zip(tensors, mine, strict=True))
+    return [tensor.tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize(("bucket_bytes", "sizes"),
+                         [(2**20, [9, 1, 7]), (35, [8, 1, 1, 7]), (1, [2, 6, 0, 1, 1, 5, 2])])
+def test_many_tensors_are_summed_in_place_in_few_collectives(bucket_bytes, sizes, monkeypatch):
+    slots, barrier, reduced = [None] * 2, threading.Barrier(2), []
+    all_reduce = wire.all_reduce
+    monkeypatch.setattr(wire, "all_reduce", lambda tensor, group: (reduced.append((group.rank, tensor.numel())),
+                                                                   all_reduce(tensor, group)))
+    answers = on_threads(lambda rank: summed_together(rank, Threads(rank, slots, barrier), bucket_bytes), 2)
+    assert answers[0] == answers[1] == [[12, 24], [[0, 36], [12, 48], [24, 60]], [], 36, [48], [0, 12, 24, 36, 48],
+                                        [[84], [96]]]
+    assert [numel for rank, numel in reduced if rank == 1] == sizes
+
+
+def outside_autograd(axis):
+    pieces_R = torch.arange(6.0).view(3, 2) + 100 * axis.rank
+    arrive = collectives.start_rotation(pieces_R[0], axis)
+    return (collectives.gather_equal(pieces_R[0], axis), collectives.scatter_sum(pieces_R.clone(), axis),
+            collectives.exchange(pieces_R, axis), arrive())
+
+
+def test_moves_of_shards_outside_autograd():
+    slots, barrier = [None] * 3, threading.Barrier(3)
+    answers = on_threads(lambda rank: outside_autograd(Axis("cp", 3, rank, Threads(rank, slots, barrier))), 3)
+    for rank, (whole, own, exchanged, before) in enumerate(answers):
+        assert whole.tolist() == [[0, 1], [100, 101], [200, 201]]
+        assert own.tolist() == [300 + 6 * rank, 303 + 6 * rank]
+        assert exchanged.tolist() == [[100 * other + 2 * rank, 100 * other + 2 * rank + 1] for other in range(3)]
+        assert before.tolist() == whole[(rank - 1) % 3].tolist()
 
 
 def extremes():

@@ -200,6 +200,10 @@ def record_everything(folder):
     collectives.all_sum(x, axis)
     collectives.all_max(x, mesh["dp_cp"])
     collectives.all_gather(torch.ones(2, 3), axis)
+    collectives.gather_equal(x, axis)
+    collectives.scatter_sum(torch.ones(2, 3), axis)
+    collectives.exchange(torch.ones(2, 3), axis)
+    collectives.start_rotation(x, axis)()
     flight.stop()
     return [(entry.name, entry.axis, entry.seq, entry.shape, entry.caller) for entry in flight.read(path).entries]
 
@@ -214,7 +218,9 @@ def test_every_collective_is_recorded_with_its_backward_and_its_caller(tmp_path)
         ("backward of identity_sum", "cp", 4, "4"),
         ("gather_scatter", "cp", 5, "4"), ("backward of gather_scatter", "cp", 6, "2x4"),
         ("all_sum", "cp", 7, "4"), ("all_max", "dp_cp", 8, "4"),
-        ("all_gather of lengths", "cp", 9, "1"), ("all_gather", "cp", 10, "2x3")]
+        ("all_gather of lengths", "cp", 9, "1"), ("all_gather", "cp", 10, "2x3"), ("gather_equal", "cp", 11, "4"),
+        ("scatter_sum", "cp", 12, "2x3"), ("exchange", "cp", 13, "2x3"), ("start_rotation", "cp", 14, "4"),
+        ("end of rotation", "cp", 15, "4")]
     assert {entry[4].partition(":")[0] for entry in first} == {"sharding/test_flight.py"}
     lines = {entry[0]: entry[4] for entry in first}
     assert lines["backward of sum_sum"] == lines["sum_sum"] != lines["gather_scatter"]

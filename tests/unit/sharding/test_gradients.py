@@ -2,7 +2,8 @@ import torch
 from torch import nn
 
 from tests.helpers.ranks import run_ranks
-from workbench.sharding.gradients import full_gradients, gradient_norms, sum_gradients
+from workbench.sharding import collectives
+from workbench.sharding.gradients import full_gradients, full_weights, gradient_norms, sum_gradients
 from workbench.sharding.mesh import make_mesh
 from workbench.sharding.tensor_parallel import ParameterShard
 
@@ -11,8 +12,9 @@ def rank_gradients():
     """A parameter cut over tp, one whole with a whole gradient, one whole with a partial gradient."""
     mesh = make_mesh(dp=2, tp=2)
     dp, tp = mesh["dp"].rank, mesh["tp"].rank
-    model = nn.ParameterDict({"cut": nn.Parameter(torch.zeros(2)), "whole": nn.Parameter(torch.zeros(1)),
-                              "partial": nn.Parameter(torch.zeros(1)), "idle": nn.Parameter(torch.zeros(1))})
+    model = nn.ParameterDict({"cut": nn.Parameter(torch.tensor([1.0, 2.0]) + 2 * tp),
+                              "whole": nn.Parameter(torch.zeros(1)), "partial": nn.Parameter(torch.zeros(1)),
+                              "idle": nn.Parameter(torch.zeros(1))})
     model["cut"].grad = torch.tensor([1.0, 2.0]) * (1 + tp) * (1 + dp)
     model["whole"].grad = torch.tensor([5.0]) * (1 + dp)
     model["partial"].grad = torch.tensor([1.0 + tp])
@@ -22,14 +24,19 @@ def rank_gradients():
         model["idle"].grad = torch.tensor([float(dp)])
     shards = {"cut": ParameterShard(0), "whole": ParameterShard(), "partial": ParameterShard(gradient_is_partial=True),
               "idle": ParameterShard()}
+    reduced = []
+    counted = collectives.wire.all_reduce
+    collectives.wire.all_reduce = lambda tensor, *more: (reduced.append(tuple(tensor.shape)), counted(tensor, *more))
     sum_gradients(model, shards, mesh)
+    collectives.wire.all_reduce = counted
     norms = {name: float(norm) for name, norm in gradient_norms(model, shards, mesh).items()}
-    return {n: g.tolist() for n, g in full_gradients(model, shards, mesh).items()}, norms
+    weights = full_weights(model, shards, mesh)["cut"].tolist()
+    return {n: g.tolist() for n, g in full_gradients(model, shards, mesh).items()}, norms, reduced, weights
 
 
 def test_sums_once_and_counts_every_element_once(tmp_path):
     answers = run_ranks(rank_gradients, 4, tmp_path)
-    gradients, norms = answers[0]
+    gradients, norms, reduced, weights = answers[0]
     assert answers[3][0] | {"idle": [1.0]} == gradients | {"idle": [1.0]}
     assert gradients["cut"] == [3.0, 6.0, 6.0, 12.0]  # dp sums 1 + 2; tp concatenates
     assert gradients["whole"] == [15.0]  # summed over dp, never over tp
@@ -37,6 +44,8 @@ def test_sums_once_and_counts_every_element_once(tmp_path):
     assert norms["cut"] == 15.0
     assert norms["whole"] == 15.0
     assert norms["partial"] == 6.0
+    assert reduced == [(5,), (1,)], "a collective over dp x cp for all, and one over tp for those that are partial"
+    assert weights == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_rank_without_a_gradient_takes_part_with_zeros(tmp_path):

@@ -9,7 +9,7 @@ from workbench.sharding.mesh import make_mesh, single_process_mesh
 def test_one_rank_needs_no_rendezvous():
     mesh = single_process_mesh()
     assert (mesh.world_size, mesh.is_first, mesh.coordinates) == (1, True, {"dp": 0, "cp": 0, "tp": 0})
-    assert mesh["dp_cp"].group is None
+    assert {mesh[name].group for name in ("dp_cp", "cp_inner", "cp_outer")} == {None}
 
 
 def test_mesh_larger_than_the_job_is_refused_in_words():
@@ -50,14 +50,50 @@ def test_axes_join_the_right_ranks(tmp_path):
     assert [a[3] for a in answers] == [0, 1, 2, 3]
 
 
+def test_neighbours_that_do_not_divide_cp_are_refused():
+    with pytest.raises(ShardingError, match="ulysses divides cp"):
+        make_mesh(ulysses=2)
+
+
+def sums_over_parts_of_cp(sizes):
+    import torch
+    import torch.distributed as dist
+
+    one, found = torch.tensor([float(2 ** dist.get_rank())]), []
+    for more in sizes:
+        mesh = make_mesh(**more)
+        found.append([(float(all_sum(one, axis)), axis.rank, axis.size, tuple(axis.ranks))
+                      for axis in (mesh["cp_inner"], mesh["cp_outer"])])
+    return found
+
+
+def test_cp_is_cut_into_neighbours_and_the_ranks_at_their_places(tmp_path):
+    sizes = [{"cp": 4, "ulysses": 2}, {"cp": 4, "ulysses": 4}, {"cp": 4}, {"dp": 2, "cp": 2, "ulysses": 2}]
+    answers = run_ranks(sums_over_parts_of_cp, 4, tmp_path, sizes)
+    assert [a[0] for a in answers] == [
+        [(3, 0, 2, (0, 1)), (5, 0, 2, (0, 2))], [(3, 1, 2, (0, 1)), (10, 0, 2, (1, 3))],
+        [(12, 0, 2, (2, 3)), (5, 1, 2, (0, 2))], [(12, 1, 2, (2, 3)), (10, 1, 2, (1, 3))]]
+    whole = [(15, rank, 4, (0, 1, 2, 3)) for rank in range(4)]
+    assert [a[1] for a in answers] == [[all_of_cp, (2**rank, 0, 1, ())] for rank, all_of_cp in enumerate(whole)]
+    assert [a[2] for a in answers] == [[(2**rank, 0, 1, ()), all_of_cp] for rank, all_of_cp in enumerate(whole)]
+    assert [a[3][0][0] for a in answers] == [3, 3, 12, 12]
+
+
 def sum_over_dp_cp():
     import torch
     import torch.distributed as dist
 
+    mesh = make_mesh(dp=1, cp=4, tp=2, ulysses=2)
+    parts = [tuple(mesh[name].ranks) for name in ("cp_inner", "cp_outer")]
     mesh = make_mesh(dp=2, cp=2, tp=2)
-    return float(all_sum(torch.tensor([float(2 ** dist.get_rank())]), mesh["dp_cp"]))
+    return float(all_sum(torch.tensor([float(2 ** dist.get_rank())]), mesh["dp_cp"])), parts
 
 
 def test_the_flattened_axis_joins_ranks_of_one_tp_coordinate(tmp_path):
     # Ranks 0, 2, 4, 6 hold the first slice, 1, 3, 5, 7 the second; neighbours hold different slices.
-    assert run_ranks(sum_over_dp_cp, 8, tmp_path) == [85.0, 170.0] * 4
+    answers = run_ranks(sum_over_dp_cp, 8, tmp_path)
+    assert [total for total, _ in answers] == [85.0, 170.0] * 4
+    # cp of four on every second rank: neighbours are two apart, their places four.
+    assert [parts for _, parts in answers] == [[(first, first + 2), (place, place + 4)]
+                                               for first, place in ((0, 0), (1, 1), (0, 2), (1, 3),
+                                                                    (4, 0), (5, 1), (4, 2), (5, 3))]

@@ -2,9 +2,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.bars import assert_float64_parity
 from tests.helpers.ranks import run_ranks
 from workbench.errors import ShardingError
+from workbench.sharding.gradients import full_gradients, sum_gradients
 from workbench.sharding.mesh import Axis, make_mesh
+from workbench.sharding.sequence_parallel import Stream
 from workbench.sharding.tensor_parallel import (
     ParameterShard,
     apply_tensor_parallel,
@@ -77,7 +80,9 @@ def test_a_rank_without_vocabulary_is_refused():
 
 
 @pytest.mark.parametrize(("plan", "message"), [
-    ({"up": "moe_tp_experts"}, "'up' is 'moe_tp_experts'"), ({"gate": "colwise"}, "no module of that name")])
+    ({"up": "mla_kv_a_proj"}, "'up' is 'mla_kv_a_proj'"), ({"gate": "colwise"}, "no module of that name"),
+    ({"gate": "packed_colwise"}, "no parameter of that name"),
+    ({"up": "moe_tp_experts"}, "up.weight, up.bias left whole")])
 def test_a_plan_that_is_not_understood_is_refused_by_name(plan, message):
     with pytest.raises(ShardingError, match=message):
         apply_tensor_parallel(small(), plan, TWO)
@@ -93,3 +98,167 @@ def test_one_rank_changes_nothing():
     shards = apply_tensor_parallel(model, PLAN, Axis("tp"))
     assert set(shards.values()) == {ParameterShard()}
     assert model.up.weight.shape == (6, 4)
+
+
+class Transposed(nn.Module):
+    """A linear layer that holds its weight as [inputs, outputs]."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.nf, self.weight = outputs, nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        return (x.reshape(-1, x.shape[-1]) @ self.weight + self.bias).view(*x.shape[:-1], self.nf)
+
+
+class Mixer(nn.Module):
+    """Three sections of one layer, a whole norm between cut layers, and a bias after the sum."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.into, self.out, self.norm = kind(4, 12), kind(4, 4), nn.Parameter(torch.randn(1))
+
+    def forward(self, hidden_states):
+        a, b, c = self.into(hidden_states).chunk(3, dim=-1)
+        return self.out((torch.tanh(a) * b + c) * self.norm)
+
+
+class Gathered(nn.Module):
+    """A norm over all features between the cut layers: they are gathered for it, and split again."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.norm, self.out = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4)
+
+    def forward(self, hidden_states):
+        return self.out(self.norm(self.into(hidden_states)))
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, 8, 4)), nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, hidden, chosen, weights):
+        gate, up = torch.einsum("td,tfd->tf", hidden, self.up[chosen[:, 0]]).chunk(2, dim=-1)
+        return torch.einsum("tf,tdf->td", torch.tanh(gate) * up, self.down[chosen[:, 0]]) * weights
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 3), Experts()
+
+    def forward(self, hidden):
+        flat = hidden.view(-1, 4)
+        weights, chosen = torch.softmax(self.router(flat), -1).topk(1)
+        return self.experts(flat, chosen, weights).view(hidden.shape)
+
+
+class Layer(nn.Module):
+    """Every kind of block, and a feed-forward whose layers are children of the layer itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixer, self.turned = Mixer(nn.Linear), Mixer(Transposed)
+        self.gathered, self.mixture, self.norm = Gathered(), Mixture(), nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = x + self.mixer(hidden_states=self.norm(x))
+        x = x + self.turned(x)
+        x = x + self.gathered(self.norm(x))
+        x = x + self.mixture(x)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.places, self.layers = nn.Embedding(5, 4), nn.Embedding(8, 4), nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.places(torch.arange(tokens.shape[1])[None])
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+EVERYTHING = {
+    "embed": "embedding_rowwise", "places": "positions", "layers.*.mixer.into": "colwise_of_three",
+    "layers.*.mixer.out": "rowwise", "layers.*.turned.into": "colwise_of_three", "layers.*.turned.out": "rowwise",
+    "layers.*.gathered.into": "colwise_gather_output", "layers.*.gathered.out": "rowwise_split_input",
+    "layers.*.mixture.experts": "moe_tp_experts", "layers.*.mixture.experts.up": "packed_colwise",
+    "layers.*.mixture.experts.down": "rowwise", "layers.?.up": "colwise", "layers.?.down": "rowwise",
+}
+STEP = [torch.tensor([[0, 4, 2, 1]]), torch.tensor([[3, 3, 0, 4]])]
+
+
+def decoder():
+    torch.manual_seed(0)
+    model = Decoder().double()
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)  # hidden states of a size at which a sine says something
+    return model
+
+
+def drive(model, gather=lambda hidden: hidden):
+    """Hidden states of two micro-batches, and their gradients added up."""
+    found = []
+    for tokens in STEP:
+        hidden = gather(model(tokens))
+        (hidden * torch.linspace(-1, 2, hidden.numel(), dtype=torch.float64).view_as(hidden)).sin().sum().backward()
+        found.append(hidden.detach())
+    return found
+
+
+def cut_decoder(sharded):
+    mesh = make_mesh(tp=2)
+    model = decoder()
+    shards = apply_tensor_parallel(model, EVERYTHING, mesh["tp"], sequence_parallel=sharded)
+    found = drive(model, Stream(mesh["tp"], sharded).all_of)
+    sum_gradients(model, shards, mesh)
+    return found, full_gradients(model, shards, mesh), shards
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_every_style_equals_the_whole_model_with_tokens_whole_or_sharded(sharded, tmp_path):
+    model = decoder()
+    expected = drive(model)
+    whole = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for found, gradients, shards in run_ranks(cut_decoder, 2, tmp_path, sharded):
+        for hidden, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(hidden, other, rtol=0, atol=1e-12)
+        assert_float64_parity(gradients, whole, context="two ranks")
+        partial = {name for name, shard in shards.items() if shard.gradient_is_partial}
+        always = {f"layers.{layer}.{name}" for layer in (0, 1)
+                  for name in ("mixer.norm", "turned.norm", "gathered.norm.weight", "gathered.norm.bias")}
+        between = {f"layers.{layer}.{name}" for layer in (0, 1)
+                   for name in ("norm.weight", "norm.bias", "mixer.out.bias", "turned.out.bias", "gathered.out.bias",
+                                "mixture.router.weight", "mixture.router.bias", "down.bias")} | {"places.weight"}
+        assert partial == always | (between if sharded else set())
+
+
+def test_hidden_states_go_into_a_block_once(monkeypatch):
+    entered = []
+    monkeypatch.setattr(Stream, "into", lambda self, hidden: entered.append(hidden.shape) or hidden)
+    model = nn.Module()
+    model.block = nn.Module()
+    model.block.gate, model.block.up, model.block.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+    model.block.forward = lambda x: model.block.down(model.block.gate(x) * model.block.up(x))
+    apply_tensor_parallel(model, {"block.gate": "colwise", "block.up": "colwise", "block.down": "rowwise"}, TWO)
+    model.block(torch.zeros(1, 2, 4))
+    assert entered == [(1, 2, 4)]
+
+
+def test_a_block_that_is_called_in_another_way_is_refused():
+    model = nn.ModuleDict({"block": Mixer(nn.Linear)})
+    apply_tensor_parallel(model, {"block.into": "colwise", "block.out": "rowwise"}, TWO)
+    with pytest.raises(ShardingError, match="found: a call with states"):
+        model["block"](states=torch.zeros(1, 2, 4))
+
+
+def test_sections_of_a_packed_parameter_come_back_in_order():
+    shard = ParameterShard(0, parts=(4, 4))
+    assert torch.equal(full_gradient(torch.arange(8), shard, Axis("tp")), torch.arange(8))

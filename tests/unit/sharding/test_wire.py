@@ -8,21 +8,8 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.threads import Threads, on_threads
 from workbench.sharding import wire
-
-
-class Threads:
-    """The simplest simulated group: a barrier and a slot for each rank."""
-
-    def __init__(self, rank, slots, barrier):
-        self.rank, self.slots, self.barrier = rank, slots, barrier
-
-    def exchange(self, tensor):
-        self.slots[self.rank] = tensor
-        self.barrier.wait()
-        everyone = list(self.slots)
-        self.barrier.wait()
-        return everyone
 
 
 def moves(rank, group, size):
@@ -43,15 +30,25 @@ def over_gloo():
     return moves(dist.get_rank(), dist.group.WORLD, dist.get_world_size())
 
 
+def flat_moves():
+    import torch.distributed as dist
+
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    whole, own = torch.empty(2 * size), torch.empty(2, 1)
+    wire.all_gather_into(whole, torch.arange(2.0) + 10 * rank, group)
+    wire.reduce_scatter_into(own, torch.arange(2.0 * size) + rank, group)
+    return whole, own
+
+
+def test_flat_moves_write_where_they_are_told(tmp_path):
+    for rank, (whole, own) in enumerate(run_ranks(flat_moves, 3, tmp_path)):
+        assert whole.tolist() == [0, 1, 10, 11, 20, 21]
+        assert own.tolist() == [[6.0 * rank + 3], [6.0 * rank + 6]]
+
+
 def in_threads(size):
-    slots, barrier, found = [None] * size, threading.Barrier(size), {}
-    threads = [threading.Thread(target=lambda r=r: found.update({r: moves(r, Threads(r, slots, barrier), size)}))
-               for r in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[rank] for rank in range(size)]
+    slots, barrier = [None] * size, threading.Barrier(size)
+    return on_threads(lambda rank: moves(rank, Threads(rank, slots, barrier), size), size)
 
 
 @pytest.mark.parametrize("where", ["gloo", "threads"])

@@ -1,39 +1,90 @@
-"""A shard plan as a row of tokens for each rank: what it holds, at its place in the whole row."""
+"""A shard plan as a row of tokens: whose each is, and then rank by rank, each at its place in the whole row."""
 
 from __future__ import annotations
 
+import itertools
+
+from torch import Tensor
+
 from workbench.report.markup import Markup, tag
-from workbench.report.rich.strips import Piece, framed, strip
+from workbench.report.rich.strips import Piece, framed, runs, strip
 from workbench.sharding.plan import ShardPlan, spans
 
 AT_ALL = 64
 """Ranks that are drawn; the rest is counted."""
 _PIECES = 200
+_HUES = 8
+_WIDE = 0.08
+"""Share of the row from which a piece has room for words."""
 
 
 def as_html(plan: ShardPlan) -> Markup:
-    """One strip a rank, and its share of the work of causal attention over the row."""
-    total = plan.num_tokens
-    whole = total * (total + 1) / 2
-    rows = []
+    """The documents, the owners of all tokens, one strip a rank with its share of the work, and how level that is."""
+    total, balance = plan.num_tokens, plan.balance()
+    work = sum(balance.of_ranks)
+    rows = [*_documents(plan), _owners(plan)]
     for rank in range(min(plan.cp, AT_ALL)):
         held = spans(sorted(plan.positions(rank).tolist()))
-        work = sum((begin + end + 1) * (end - begin) / 2 for begin, end in held) / whole
-        said = ", ".join(f"{begin}–{end - 1}" for begin, end in held[:4])
-        said += f" and {len(held) - 4} more" if len(held) > 4 else ""
-        rows.append([tag("span", f"rank {rank}"), strip(_pieces(held), total, label=f"rank {rank} holds tokens {said}"),
-                     tag("span", f"{said} · {work:.0%} of causal attention", class_="quiet")])
+        named = held if len(held) <= 3 else held[:2]
+        said = ", ".join(f"{begin}–{end - 1}" for begin, end in named)
+        said += f" and {len(held) - len(named)} more" if named is not held else ""
+        pieces = _pieces(held, total) if len(held) <= _PIECES else _shares(plan.owners_T == rank)
+        rows.append([tag("span", f"rank {rank}"), strip(pieces, total, label=f"rank {rank} holds tokens {said}"),
+                     tag("span", f"{said} · {balance.of_ranks[rank] / work:.0%} of causal attention", class_="quiet")])
     more = tag("p", f"{plan.cp - AT_ALL} more ranks are not drawn.", class_="quiet") if plan.cp > AT_ALL else None
     head = tag("p", tag("strong", "ShardPlan"), f" {plan.order}: {total} tokens over cp={plan.cp}, "
                f"{total // plan.cp} a rank")
-    return framed(head, tag("div", rows, class_="strips"), more)
+    inside = "inside documents " if plan.document_lengths else ""
+    level = tag("p", f"Causal attention {inside}on the slowest rank: {balance.max_over_mean:.2f} times the mean; where "
+                f"a ring waits at every step: {balance.in_lock_step:.2f} times.", class_="quiet")
+    return framed(head, tag("div", rows, class_="strips"), more, level)
 
 
-def _pieces(held: list[tuple[int, int]]) -> list[Piece]:
+def _documents(plan: ShardPlan) -> list[list[Markup]]:
+    lengths = plan.document_lengths
+    if not 1 < len(lengths) <= _PIECES:
+        return []
+    pieces, begin = [], 0
+    for number, length in enumerate(lengths):
+        pieces.append(Piece(length, "context" if number % 2 else "prompt",
+                            f"document {number}: tokens {begin} to {begin + length - 1}", text=str(number)))
+        begin += length
+    said = f"{len(lengths)} documents, padding included"
+    return [[tag("span", "documents"), strip(pieces, plan.num_tokens, label=said), tag("span", said, class_="quiet")]]
+
+
+def _owners(plan: ShardPlan) -> list[Markup]:
+    """Whose each token is, as far as single pieces can be told apart."""
+    owners = runs(plan.owners_T.tolist())
+    label = f"the ranks that hold tokens 0 to {plan.num_tokens - 1}"
+    if len(owners) <= _PIECES:
+        pieces = [Piece(end - begin, f"owner r{rank % _HUES}", f"tokens {begin} to {end - 1}: rank {rank}", f"{rank}")
+                  for rank, begin, end in owners]
+        said = f"{len(owners)} pieces"
+    else:
+        pieces = [Piece(plan.num_tokens, "context", f"{len(owners)} pieces", text="…")]
+        said = f"{len(owners)} pieces of {plan.num_tokens / len(owners):.3g} tokens: too short to draw"
+    return [tag("span", "all ranks"), strip(pieces, plan.num_tokens, label=label), tag("span", said, class_="quiet")]
+
+
+def _pieces(held: list[tuple[int, int]], total: int) -> list[Piece]:
+    """Stretches at their places; those that are wide enough say which tokens they are."""
     pieces, at = [], 0
-    for begin, end in held[:_PIECES]:
+    for begin, end in held:
         if begin > at:
             pieces.append(Piece(begin - at, ""))
-        pieces.append(Piece(end - begin, "held", f"tokens {begin} to {end - 1}", text=f"{begin}–{end - 1}"))
+        text = f"{begin}–{end - 1}" if end - begin >= _WIDE * total else ""
+        pieces.append(Piece(end - begin, "held", f"tokens {begin} to {end - 1}", text))
         at = end
+    return pieces
+
+
+def _shares(mine_T: Tensor) -> list[Piece]:
+    """Equal stretches of the row, each shaded by how much of it is held, in quarters."""
+    edges = [cell * len(mine_T) // _PIECES for cell in range(_PIECES + 1)]
+    pieces = []
+    for begin, end in itertools.pairwise(edges):
+        held = int(mine_T[begin:end].sum())
+        kind = f"held share{-(-4 * held // (end - begin))}" if held else ""
+        pieces.append(Piece(end - begin, kind, f"{held} of tokens {begin} to {end - 1}"))
     return pieces

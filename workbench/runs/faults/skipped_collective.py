@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 
+from torch import nn
+
+from workbench.errors import SpecError
 from workbench.runs.faults import Fault
+from workbench.sharding.tensor_parallel import ParameterShard
 
-_CALL, _RANK, _PARAMETER = 2, 1, 2
-
-
-class _WithoutOneParameter:
-    """A model as `sum_gradients` sees it, without its third parameter."""
-
-    def __init__(self, model: object) -> None:
-        self.model = model
-
-    def named_parameters(self) -> Iterator[tuple[str, object]]:
-        for index, named in enumerate(self.model.named_parameters()):
-            if index != _PARAMETER:
-                yield named
+_CALL, _RANK = 2, 1
+_WITHOUT_PARAMETERS = nn.Module()
 
 
 def _broken(sum_gradients: Callable) -> Callable:
     calls = 0
 
-    def sum_without_one(model: object, shards: object, mesh: object) -> None:
+    def sum_without_one(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: object) -> None:
         nonlocal calls
         calls += 1
+        if any(shard.over_dp_cp for shard in shards.values()):
+            raise SpecError("fault 'skipped_collective' with layout.shard_parameters",
+                            found="gradients that backward has summed over dp x cp",
+                            rule="the fault leaves out a sum that comes after backward",
+                            fix="leave out shard_parameters, or the fault")
         skips = calls == _CALL and mesh["dp_cp"].rank == _RANK
-        sum_gradients(_WithoutOneParameter(model) if skips else model, shards, mesh)
+        sum_gradients(_WITHOUT_PARAMETERS if skips else model, shards, mesh)
 
     return sum_without_one
 
 
 FAULT = Fault(
-    what="in the second step the second rank of dp x cp leaves the gradient of one parameter out of the sum",
+    what="in the second step the second rank of dp x cp leaves its gradients out of the sum, one collective where they "
+         "fit into a bucket",
     origin="THUDM/slime#393 (whitening not entered by all ranks), THUDM/slime#2123 (a rank without tokens skips the "
            "backward)",
     signature="no wrong number: the ranks wait for each other until a time-out, or the backend aborts one of them",

@@ -1,0 +1,149 @@
+"""Data-parallel training in real gloo processes: two optimizer steps, with parameters replicated and sharded.
+
+The truth is a stock model that is walked through the paper, with an optimizer of its own. Gradients of both steps,
+their norms and the weights afterwards are those of every layout, at the float64 bar.
+"""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from tests.helpers.bars import assert_float64_parity
+from tests.helpers.ranks import run_ranks
+from tests.oracles.step import exact, grpo_step
+from tests.parity.cases import as_batch, many_steps
+from tests.parity.test_layouts import settings
+from tests.parity.test_oracle import PAPER, documents_near
+from workbench.policy.model import load_policy
+from workbench.policy.tiny import tiny_qwen3
+from workbench.runs import step as flow
+from workbench.runs.spec import OptimizerSpec, RunSpec
+from workbench.runs.worker import make_optimizer
+from workbench.sharding.gradients import full_weights
+from workbench.sharding.mesh import make_mesh
+
+LAYOUTS = {"dp2": {"dp": 2}, "cp2": {"cp": 2, "order": "zigzag"}, "dp2_cp2": {"dp": 2, "cp": 2, "order": "zigzag"},
+           "dp2_tp2": {"dp": 2, "tp": 2}, "cp2_tp2": {"cp": 2, "tp": 2, "order": "zigzag"},
+           "dp2_tp2_sp": {"dp": 2, "tp": 2, "sequence_parallel": True}}
+SHARDED, AGAIN = {"shard_parameters": True}, {"shard_parameters": True, "checkpointing": True}
+HOW = {"replicated": {}, "sharded": SHARDED, "sharded, computed again": AGAIN}
+CLIP = 0.05
+"""Far below the norm of the gradients here: every step is clipped."""
+OPTIMIZERS = {"adamw": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": CLIP},
+              "sgd": {"name": "sgd", "learning_rate": 0.5, "max_grad_norm": CLIP}}
+
+
+def train(given, documents):
+    """Two steps under a spec: gradients, global norm and trained tokens of each, and the weights afterwards, whole."""
+    spec = RunSpec.model_validate(given)
+    layout = spec.layout
+    mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp)
+    policy = load_policy(spec.model.source, mesh=mesh, precision="float64", tied=spec.model.tied, seed=spec.model.seed,
+                         shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing,
+                         sequence_parallel=layout.sequence_parallel)
+    optimizer, steps = make_optimizer(policy, spec.optimizer), []
+    for _ in range(2):
+        rows, totals = flow.prepare_rows(as_batch(documents), spec, mesh)
+        found = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, keep_gradients=True,
+                              loss_spec=spec.loss, fused=spec.policy.fused_loss)
+        norm = flow.clip_gradients(policy, found.norms, spec.optimizer.max_grad_norm)
+        optimizer.step()
+        steps.append((float(found.loss["total"]), dict(found.gradients), norm,
+                      sum(int(local.row.loss_mask_T.sum()) for local in rows)))
+    return {"steps": steps, "weights": full_weights(policy.model, policy.shards, mesh),
+            "held": sum(p.to_local().numel() if layout.shard_parameters else p.numel()
+                        for p in policy.model.parameters())}
+
+
+def train_all(cases):
+    """Several trainings in one set of processes; FSDP2 warns of what it would get wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [train(*case) for case in cases]
+
+
+def truth_of(documents, optimizer, *, tied):
+    """The same two steps the long way."""
+    model = exact(tiny_qwen3(19, tied=tied, seed=3))
+    asked = OptimizerSpec.model_validate(optimizer)
+    make = torch.optim.SGD if asked.name == "sgd" else torch.optim.AdamW
+    step_weights = make(model.parameters(), lr=asked.learning_rate, weight_decay=asked.weight_decay)
+    steps = []
+    for _ in range(2):
+        loss, gradients, _ = grpo_step(model, documents, **PAPER, denominator="token")
+        norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name] * min(1.0, CLIP / norm)
+        step_weights.step()
+        steps.append((loss, gradients, norm))
+    return steps, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def cases():
+    """Settings without a layout, documents and the truth, by name."""
+    tied, untied = documents_near(11), documents_near(11, tied=False)
+    lonely = [d for d in tied if sum(d["loss_mask"]) == 0] + [max(tied, key=lambda d: len(d["tokens"]))]
+    micro, adamw, sgd = {"data": {"micro_batches": 2}}, OPTIMIZERS["adamw"], OPTIMIZERS["sgd"]
+    adamw_truth, sgd_truth = truth_of(tied, adamw, tied=True), truth_of(tied, sgd, tied=True)
+    return {
+        "tied": ({"optimizer": adamw} | micro, tied, adamw_truth),
+        "untied": ({"tied": False, "optimizer": sgd} | micro, untied, truth_of(untied, sgd, tied=False)),
+        "fused": ({"optimizer": sgd, "policy": {"fused_loss": True, "chunk_tokens": 7}} | micro, tied, sgd_truth),
+        "idle_rank": ({"optimizer": sgd}, lonely, truth_of(lonely, sgd, tied=True)),
+    }
+
+
+SAMPLE = {
+    2: [("dp2", "tied", "sharded"), ("dp2", "idle_rank", "sharded"), ("cp2", "untied", "replicated"),
+        ("cp2", "untied", "sharded, computed again"), ("cp2", "fused", "sharded")],
+    4: [("dp2_cp2", "tied", "sharded"), ("dp2_tp2", "untied", "replicated"), ("dp2_tp2", "untied", "sharded"),
+        ("dp2_tp2_sp", "fused", "sharded")],
+}
+"""Ranks -> what they train in every run of the suite: layout, case, how."""
+
+
+def check(asked, cases, folder):
+    """Trainings in one set of processes, each held to its truth."""
+    given = [(settings(LAYOUTS[layout] | HOW[how], **cases[case][0]), cases[case][1]) for layout, case, how in asked]
+    axes = LAYOUTS[asked[0][0]]
+    answers = run_ranks(train_all, axes.get("dp", 1) * axes.get("cp", 1) * axes.get("tp", 1), folder, given)
+    for rank, found in enumerate(answers):
+        for (layout, case, how), actual in zip(asked, found, strict=True):
+            context, (_, _, (steps, weights)) = f"{layout}, {case}, {how}, rank {rank}", cases[case]
+            for (loss, gradients, norm, _), (paper_loss, paper, paper_norm) in zip(actual["steps"], steps, strict=True):
+                assert abs(loss - paper_loss) <= 1e-12 * max(1, abs(paper_loss)), context
+                assert_float64_parity(gradients, paper, context=context)
+                assert norm == pytest.approx(paper_norm, rel=1e-12), context
+                assert norm > 2 * CLIP, "every step must be clipped"
+            assert_float64_parity(actual["weights"], weights, context=f"weights, {context}")
+            if how != "replicated":
+                ranks = LAYOUTS[layout].get("dp", 1) * LAYOUTS[layout].get("cp", 1)
+                assert actual["held"] < 1.05 / ranks * sum(w.numel() for w in weights.values()), "a rank holds its part"
+    for number, (layout, case, _) in enumerate(asked):
+        if case == "idle_rank" and "dp" in layout:
+            trained = [found[number]["steps"][0][3] for found in answers]
+            assert 0 in trained, "one rank of the idle case must have had nothing to train"
+
+
+@pytest.mark.parametrize("ranks", SAMPLE)
+def test_two_steps_are_those_of_the_paper(ranks, cases, tmp_path):
+    check(SAMPLE[ranks], cases, tmp_path)
+
+
+def test_faults_are_seen_where_parameters_are_sharded(cases, tmp_path):
+    """The sums over dp x cp are in backward then; what comes after them can still go wrong."""
+    _, documents, (((loss, expected, _), _), _) = cases["tied"]
+    given = settings(LAYOUTS["cp2"] | SHARDED, faults=["missing_cp_factor"])
+    for [found] in run_ranks(many_steps, 2, tmp_path, [(given, documents)]):
+        assert found["loss"] == pytest.approx(loss, rel=1e-12)
+        doubled = {name: 2 * gradient for name, gradient in found["gradients"].items()}
+        assert_float64_parity(doubled, expected, context="twice the faulty gradient")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_steps_of_every_layout_are_those_of_the_paper(layout, cases, tmp_path):
+    check([(layout, case, how) for case in cases for how in HOW], cases, tmp_path)

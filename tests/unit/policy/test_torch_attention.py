@@ -1,0 +1,47 @@
+"""A decoder under torch's attention: the stock logits, and no mask from positions that jump."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workbench.errors import SpecError
+from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.torch_attention import ATTENTION, torch_attention, with_torch_attention
+
+IDS = torch.randint(0, 19, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model, positions=None):
+    with torch.no_grad():
+        return model(input_ids=IDS, position_ids=positions, use_cache=False).logits
+
+
+def test_the_logits_are_the_stock_ones():
+    stock = logits(tiny_qwen3(19))
+    model = with_torch_attention(tiny_qwen3(19))
+    assert model.config._attn_implementation == ATTENTION
+    torch.testing.assert_close(logits(model), stock, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_that_jump_make_no_mask(monkeypatch):
+    """A rank of torch's ring holds head and tail; under "sdpa" that looks like two packed documents."""
+    seen = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda *args, **more: seen.append(more.get("attn_mask")) or plain(*args, **more))
+    jumping = torch.tensor([[0, 1, 2, 3, 4, 5, 18, 19, 20, 21, 22, 23]]).expand(2, 12)
+    logits(with_torch_attention(tiny_qwen3(19)), jumping)
+    assert seen == [None] * 3
+    stock = tiny_qwen3(19)
+    stock.set_attn_implementation("sdpa")
+    logits(stock, jumping)
+    assert any(mask is not None for mask in seen)
+
+
+@pytest.mark.parametrize("more", [{"attention_mask": torch.ones(1, 1, 4, 4)}, {"dropout": 0.1}, {"sliding_window": 3},
+                                  {"softcap": 30.0}])
+def test_what_it_does_not_know_is_refused(more):
+    part = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(SpecError, match=f"torch's attention with {next(iter(more))}"):
+        torch_attention(None, part, part, part, **more)

@@ -1,0 +1,93 @@
+"""The plain kernel against the oracle: any block, in one piece or in many."""
+
+import pytest
+import torch
+
+from tests.helpers.attention_case import SCALE, STRETCHES, T, expected, plan, tensors
+from tests.oracles.attention import normaliser
+from workbench.sharding.attention.block import Block
+from workbench.sharding.attention.kernels import plain
+from workbench.sharding.attention.kernels.plain import PlainKernel
+from workbench.sharding.attention.ring import merge
+
+IDS = torch.tensor(STRETCHES)
+
+
+def block(queries, keys, window=None):
+    return Block(queries, keys, IDS[queries], IDS[keys], window)
+
+
+@pytest.mark.parametrize("scores", [2**18, 5 * 4 * T, 1])
+@pytest.mark.parametrize(("heads", "window"), [((4, 2), None), ((4, 1), 3), ((4, 4), 7)])
+def test_a_row_in_one_piece_or_in_many_is_the_oracles(heads, window, scores, monkeypatch):
+    monkeypatch.setitem(plain._SCORES, "cpu", scores)
+    everyone = torch.arange(T)
+    made, (query, key, value, d_out) = block(everyone, everyone, window), (x[None] for x in tensors(*heads))
+    kernel = PlainKernel()
+    assert kernel.refusal(query, key, made) is None
+    out, lse = kernel.forward(query, key, value, made, SCALE)
+    found = (out, *kernel.backward(d_out, query, key, value, out, lse, made, SCALE))
+    for actual, right in zip(found, expected(heads, window), strict=True):
+        torch.testing.assert_close(actual[0], right, rtol=0, atol=1e-13)
+    torch.testing.assert_close(lse[0], normaliser(*tensors(*heads)[:2], STRETCHES, scale=SCALE, window=window),
+                               rtol=0, atol=1e-13)
+
+
+def test_queries_that_see_nothing_say_nothing_and_want_nothing():
+    queries, keys = torch.tensor([20, 4, 0, 47]), torch.tensor([3, 2, 19])
+    made, (query, key, value, d_out) = block(queries, keys), tensors(4, 2)
+    query, key, value = query[None, :, queries], key[None, :, keys], value[None, :, keys]
+    out, lse = PlainKernel().forward(query, key, value, made, SCALE)
+    assert lse.isneginf()[0].tolist() == [[False, False, True, True]] * 4
+    assert not out[:, :, 2:].any()
+    found = PlainKernel().backward(d_out[None, :, queries], query, key, value, out, lse, made, SCALE)
+    assert all(torch.isfinite(x).all() for x in found)
+    assert not found[0][:, :, 2:].any()
+    assert found[0][:, :, 1].all()
+
+
+@pytest.mark.parametrize("scores", [2**18, 1])
+def test_gradients_of_blocks_with_the_final_output_and_normaliser_add_up(scores, monkeypatch):
+    monkeypatch.setitem(plain._SCORES, "cpu", scores)
+    lay, everyone, kernel = plan("zigzag", 4), torch.arange(T), PlainKernel()
+    query, key, value, d_out = (x[None] for x in tensors(4, 2))
+    keys = [lay.positions(rank) for rank in range(4)]
+    blocks = [block(everyone, some) for some in keys]
+    parts = [kernel.forward(query, key[:, :, some], value[:, :, some], made, SCALE)
+             for some, made in zip(keys, blocks, strict=True)]
+    out, lse = parts[0]
+    for part in parts[1:]:
+        out, lse = merge(out, lse, *part)
+    delta = (d_out * out).sum(-1)
+    gradients = [torch.zeros_like(x) for x in (query, key, value)]
+    for some, made, given in zip(keys, blocks, (None, delta, None, delta), strict=True):
+        d_query, d_key, d_value = kernel.backward(d_out, query, key[:, :, some], value[:, :, some], out, lse, made,
+                                                  SCALE, given)
+        gradients[0] += d_query
+        gradients[1][:, :, some] += d_key
+        gradients[2][:, :, some] += d_value
+    for actual, right in zip((out, *gradients), expected((4, 2)), strict=True):
+        torch.testing.assert_close(actual[0], right, rtol=0, atol=1e-13)
+
+
+def test_half_precision_is_computed_in_float32():
+    everyone = torch.arange(T)
+    query, key, value, d_out = (x[None].bfloat16() for x in tensors(4, 2))
+    made = block(everyone, everyone)
+    out, lse = PlainKernel().forward(query, key, value, made, SCALE)
+    wide, wide_lse = PlainKernel().forward(query.float(), key.float(), value.float(), made, SCALE)
+    assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(out, wide)
+    assert torch.equal(lse, wide_lse)
+    assert {x.dtype for x in PlainKernel().backward(d_out, query, key, value, out, lse, made, SCALE)} == {torch.float32}
+
+
+def test_a_mask_is_made_once_for_all_layers_where_it_is_small(monkeypatch):
+    made = block(torch.arange(T), torch.arange(T))
+    query, key, value, _ = (x[None] for x in tensors(4, 2))
+    asked = []
+    monkeypatch.setattr(Block, "allowed_on",
+                        lambda self, *some, rule=Block.allowed_on: asked.append(1) or rule(self, *some))
+    for _ in range(3):
+        PlainKernel().forward(query, key, value, made, SCALE)
+    assert len(asked) == 1

@@ -1,0 +1,113 @@
+"""Ring attention over threads against the oracle, in every order; and the mistakes that rings are known for."""
+
+import threading
+
+import pytest
+import torch
+
+from tests.helpers.attention_case import ORDERS, assert_right, by_ranks, expected
+from workbench.sharding.attention import kernels, ring
+from workbench.sharding.attention.kernels.plain import PlainKernel
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("cp", "heads", "window"), [(1, (4, 2), None), (2, (4, 2), 3), (4, (4, 2), None),
+                                                     (4, (4, 4), 1), (4, (4, 1), 7)])
+def test_output_and_gradients_are_the_oracles(order, cp, heads, window):
+    assert_right(by_ranks(order, cp, "ring", heads, window=window), heads, window)
+
+
+def test_ranks_that_are_no_power_of_two():
+    assert_right(by_ranks("striped", 3, "ring", (4, 2)), (4, 2))
+
+
+def test_merging_is_attention_over_both_sets_of_keys_also_where_one_or_both_are_empty():
+    nothing = -torch.inf
+    lse = torch.tensor([0.5, nothing, 2.0, nothing], dtype=torch.float64)
+    other_lse = torch.tensor([-1.0, 0.25, nothing, nothing], dtype=torch.float64)
+    out, other = torch.randn(2, 4, 3, dtype=torch.float64)
+    out[[1, 3]], other[[2, 3]] = 0, 0
+    merged, both = ring.merge(out, lse, other, other_lse)
+    share = 1 / (1 + torch.exp(torch.tensor(-1.5, dtype=torch.float64)))
+    right = torch.stack([share * out[0] + (1 - share) * other[0], other[1], out[2], torch.zeros(3).double()])
+    torch.testing.assert_close(merged, right, rtol=0, atol=1e-15)
+    torch.testing.assert_close(both, torch.stack([0.5 - share.log(), *torch.tensor([0.25, 2.0, nothing])]).double(),
+                               rtol=0, atol=1e-15)
+
+
+def test_the_oracle_sees_backward_with_the_keys_of_the_first_step(monkeypatch):
+    """huggingface/diffusers#14265: output right, gradients of query, key and value wrong."""
+    first = threading.local()  # a rank is a thread, and backward runs in it
+
+    class Stale(PlainKernel):
+        def backward(self, d_out, query, key, value, *more):
+            first.held = getattr(first, "held", (key, value))
+            return super().backward(d_out, query, *first.held, *more)
+
+    monkeypatch.setattr(kernels, "KERNELS", (Stale(),))
+    assert_only_output_is_right(by_ranks("zigzag", 2, "ring", (4, 2)))
+
+
+def assert_only_output_is_right(found):
+    torch.testing.assert_close(found[0], expected((4, 2))[0], rtol=0, atol=1e-13)
+    with pytest.raises(AssertionError, match="query: "):
+        assert_right(found, (4, 2))
+
+
+def test_the_oracle_sees_the_normaliser_of_a_block_in_place_of_the_rows(monkeypatch):
+    class OwnNormaliser(PlainKernel):
+        def backward(self, d_out, query, key, value, out, lse, block, scale, delta=None):
+            _, own = self.forward(query, key, value, block, scale)
+            return super().backward(d_out, query, key, value, out, own, block, scale, delta)
+
+    monkeypatch.setattr(kernels, "KERNELS", (OwnNormaliser(),))
+    assert_only_output_is_right(by_ranks("zigzag", 2, "ring", (4, 2)))
+
+
+def test_the_oracle_sees_gradients_of_keys_that_stop_one_hop_short(monkeypatch):
+    sent = threading.local()
+
+    def short(value, axis, caller, plain=ring.start_rotation):
+        sent.count = getattr(sent, "count", 0) + 1
+        arrive = plain(value, axis, caller=caller)
+        return (lambda: (arrive(), value)[1]) if sent.count == 4 else arrive  # keys, keys again, two hops of gradients
+
+    monkeypatch.setattr(ring, "start_rotation", short)
+    found = by_ranks("zigzag", 2, "ring", (4, 2))
+    with pytest.raises(AssertionError, match="key: "):
+        assert_right(found, (4, 2))
+
+
+def test_blocks_in_which_nothing_is_seen_are_not_computed_but_everything_travels(monkeypatch):
+    computed, travelled = [], []
+
+    class Watched(PlainKernel):
+        def forward(self, query, key, value, block, scale):
+            computed.append(bool(block.allowed_qk.any()))
+            return super().forward(query, key, value, block, scale)
+
+    def watched(value, axis, caller, plain=ring.start_rotation):
+        travelled.append((axis.rank, value.shape))
+        return plain(value, axis, caller=caller)
+
+    monkeypatch.setattr(kernels, "KERNELS", (Watched(),))
+    monkeypatch.setattr(ring, "start_rotation", watched)
+    assert_right(by_ranks("contiguous", 4, "ring", (4, 2), window=3), (4, 2), 3)
+    assert all(computed)
+    assert 4 <= len(computed) < 10  # of 16; contiguous and a window: a rank sees itself and perhaps its neighbour
+    assert [sum(rank == r for rank, _ in travelled) for r in range(4)] == [3 + 3 + 4] * 4
+    assert len({shape for _, shape in travelled}) == 1
+
+
+def test_half_precision_gradients_of_keys_travel_in_float32(monkeypatch):
+    travelled = []
+
+    def watched(value, axis, caller, plain=ring.start_rotation):
+        travelled.append(value.dtype)
+        return plain(value, axis, caller=caller)
+
+    monkeypatch.setattr(ring, "start_rotation", watched)
+    found = by_ranks("zigzag", 2, "ring", (4, 2), dtype=torch.bfloat16)
+    assert (travelled.count(torch.bfloat16), travelled.count(torch.float32)) == (2 * (1 + 1), 2 * 2)
+    assert {x.dtype for x in found} == {torch.bfloat16}
+    assert_right(found, (4, 2), atol=0.15)

@@ -1,0 +1,75 @@
+"""What a rank holds before and after heads are exchanged, and against whose keys it stands."""
+
+import pytest
+import torch
+
+from tests.helpers.attention_case import DOCUMENTS, STRETCHES, plan
+from workbench.errors import ShardingError
+from workbench.sharding.attention.shard import AttentionShard
+from workbench.sharding.mesh import Axis
+
+IDS = torch.tensor(DOCUMENTS)
+
+
+def shard(order, algorithm, rank, *, cp=4, inner=1):
+    return AttentionShard.make(plan(order, cp), IDS, Axis("cp", cp, rank), algorithm=algorithm,
+                               inner=Axis("cp_inner", inner, rank % inner),
+                               outer=Axis("cp_outer", cp // inner, rank // inner))
+
+
+def test_stretches_of_padding_are_documents_of_their_own():
+    assert shard("contiguous", "gathered", 0).documents_T.tolist() == STRETCHES
+
+
+def test_a_zigzag_shard_sees_by_place_and_not_by_local_row():
+    documents, lay = torch.zeros(8, dtype=torch.int64), plan("zigzag", 2)
+    lay = type(lay).make("zigzag", num_tokens=8, cp=2)
+    made = AttentionShard.make(lay, documents, Axis("cp", 2, 1))
+    # Rank 1 holds 2, 3, 4, 5; keys arrive as 0, 1, 6, 7, 2, 3, 4, 5.
+    assert made.block().allowed_qk.int().tolist() == [
+        [1, 1, 0, 0, 1, 0, 0, 0], [1, 1, 0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1, 1]]
+    assert made.block(0).allowed_qk.int().tolist() == [[1, 1, 0, 0]] * 4
+    assert made.block(window=3).allowed_qk.sum(1).tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize(("algorithm", "inner"), [("gathered", 1), ("ring", 1), ("ulysses", 4), ("hybrid", 2)])
+def test_all_ranks_together_hold_the_row_once_and_neighbours_hold_it_in_order(order, algorithm, inner):
+    lay = plan(order, 4)
+    for rank in range(4):
+        made = shard(order, algorithm, rank, inner=inner)
+        assert made.held_Gs.shape == (4 // inner, len(STRETCHES) * inner // 4)
+        assert made.held_Gs.flatten().sort().values.tolist() == list(range(len(STRETCHES)))
+        own = torch.cat([lay.positions(r) for r in range(rank // inner * inner, (rank // inner + 1) * inner)])
+        held, device = made.held_Gs[rank // inner], torch.device("cpu")
+        there, back = made.row_order_on(device), made.row_order_on(device, back=True)
+        if inner == 1:
+            assert torch.equal(held, own)
+        else:
+            assert torch.equal(held, own.sort().values)
+            assert torch.equal(own if there is None else own[there], held)
+            assert torch.equal(held if back is None else held[back], own)
+            assert (there is None) == (order == "contiguous")
+
+
+def test_a_block_is_made_once_for_all_layers():
+    made = shard("zigzag", "ring", 1)
+    assert made.block(2, window=3) is made.block(2, window=3)
+    assert len({id(made.block(source, window=window)) for source in (None, 0, 1) for window in (None, 3)}) == 6
+
+
+def test_on_one_rank_every_algorithm_is_attention_over_the_row():
+    for algorithm in ("gathered", "ring", "ulysses", "hybrid"):
+        made = AttentionShard.make(plan("zigzag", 1), IDS, Axis("cp"), algorithm=algorithm)
+        assert (made.inner.size, made.outer.size) == (1, 1)
+        assert torch.equal(made.block().allowed_qk, made.block(0).allowed_qk)
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"algorithm": "tree"}, "one of gathered, ring, ulysses, hybrid"),
+    ({"algorithm": "hybrid"}, "no axes of neighbours"),
+    ({"algorithm": "hybrid", "inner": Axis("cp_inner", 2), "outer": Axis("cp_outer", 4)}, "cp is inner times outer"),
+])
+def test_what_cannot_be_is_refused_in_words(given, words):
+    with pytest.raises(ShardingError, match=words):
+        AttentionShard.make(plan("zigzag", 4), IDS, Axis("cp", 4, 0), **given)

@@ -1,0 +1,184 @@
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.ranks import run_ranks
+from workbench.errors import ShardingError, SpecError
+from workbench.policy.model import load_policy
+from workbench.runs.faults import load_fault
+from workbench.sharding import data_parallel, flight
+from workbench.sharding.data_parallel import is_shard, shard_parameters
+from workbench.sharding.gradients import full_gradients, full_weights, gradient_norms, sum_gradients
+from workbench.sharding.mesh import AXES, Axis, Mesh, make_mesh, single_process_mesh
+from workbench.sharding.tensor_parallel import ParameterShard
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+class Net(nn.Module):
+    """A unit, a head that is read and not called, and a layer that nobody uses; two ranks share no rows evenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.unit, self.head, self.unused = nn.Linear(2, 3), nn.Linear(3, 1), nn.Linear(1, 4)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters()):
+                parameter.copy_(torch.arange(1.0, 1 + parameter.numel()).view_as(parameter) / 2**number)
+
+    def forward(self, x):
+        return self.unit(x)
+
+    def loss(self, x):
+        return (self(x) @ self.head.weight.T + self.head.bias).square().sum()
+
+
+def whole_shards(net):
+    return {name: ParameterShard() for name, _ in net.named_parameters()}
+
+
+def sharded(mesh, dtype=torch.float64):
+    net = Net().to(dtype)
+    return net, shard_parameters(net, [net.unit], whole_shards(net), mesh)
+
+
+def batch(rank, number, dtype=torch.float64):
+    return torch.tensor([[1.0 + rank, 2.0 - number]], dtype=dtype)
+
+
+def one_process(dtype, batches):
+    """The gradients of both ranks' batches in one process."""
+    net = Net().to(dtype)
+    for rank in range(2):
+        for number in range(batches):
+            net.loss(batch(rank, number, dtype)).backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
+
+
+def gradients_of_ranks():
+    """Two micro-batches in each precision, and the norms of the float64 ones."""
+    mesh, found = make_mesh(dp=2), {}
+    for dtype in DTYPES:
+        net, shards = sharded(mesh, dtype)
+        for number in range(2):
+            net.loss(batch(mesh["dp"].rank, number, dtype)).backward()
+        sum_gradients(net, shards, mesh)
+        found[dtype] = full_gradients(net, shards, mesh)
+        if dtype == torch.float64:
+            norms = {name: float(norm) for name, norm in gradient_norms(net, shards, mesh).items()}
+    return found, norms
+
+
+def test_gradients_are_summed_over_ranks_and_micro_batches_in_every_precision(tmp_path):
+    for found, norms in run_ranks(gradients_of_ranks, 2, tmp_path):
+        for dtype in DTYPES:
+            expected = one_process(dtype, 2)
+            assert found[dtype].keys() == expected.keys()
+            for name, gradient in expected.items():
+                assert found[dtype][name].dtype == dtype
+                torch.testing.assert_close(found[dtype][name], gradient, rtol=0.02 if dtype == torch.bfloat16 else 1e-6,
+                                           atol=0)
+        for name, gradient in one_process(torch.float64, 2).items():
+            assert norms[name] == pytest.approx(float(gradient.norm()), rel=1e-14), name
+        assert norms["unused.weight"] == 0
+
+
+def what_a_rank_holds(folder):
+    mesh = make_mesh(cp=2)
+    rank = mesh["cp"].rank
+    net, shards = sharded(mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    flight.start(folder / f"rank{rank}.flight", rank)
+    net.loss(batch(rank, 0)).backward()
+    entries = flight.read(folder / f"rank{rank}.flight").entries
+    flight.stop()
+    sum_gradients(net, shards, mesh)
+    optimizer.step()
+    held = {name: (tuple(p.to_local().shape), tuple(optimizer.state[p]["exp_avg"].to_local().shape))
+            for name, p in net.named_parameters()}
+    with torch.no_grad():
+        losses = [float(net.loss(batch(0, 0)))]  # nothing goes backward, so what lies in no unit stays gathered
+        for shard in optimizer.param_groups[0]["params"]:
+            shard.mul_(2)
+        losses.append(float(net.loss(batch(0, 0))))
+    net.reshard()
+    weights = full_weights(net, shards, mesh)
+    return held, [(e.name, e.axis, e.shape, e.dtype, e.caller.split(":")[0]) for e in entries], losses, weights
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("held")
+    return run_ranks(what_a_rank_holds, 2, folder, folder)
+
+
+def test_a_rank_holds_its_rows_and_their_optimizer_state(held):
+    (first, *_), (second, *_) = held
+    assert first["unit.weight"] == ((2, 2), (2, 2))
+    assert second["unit.weight"] == ((1, 2), (1, 2))
+    assert first["head.weight"] == ((1, 3), (1, 3))
+    assert second["head.weight"] == ((0, 3), (0, 3)), "the last piece may be empty"
+
+
+def test_a_forward_without_a_backward_leaves_nothing_stale(held):
+    for _, _, (before, after), weights in held:
+        net = Net().double()
+        net.load_state_dict(weights)
+        assert after == pytest.approx(net.loss(batch(0, 0)).item(), rel=1e-14)
+        assert after != pytest.approx(before, rel=1e-3)
+
+
+def test_its_collectives_are_in_the_flight_record(held):
+    """Forward the root (4 and 8 weights, padded to 8 a rank) and the unit (9, padded to 6), backward the unit again."""
+    for _, entries, _, _ in held:
+        assert [entry[:4] for entry in entries] == [
+            ("gather_parameters", "dp_cp", "8", "float64"), ("gather_parameters", "dp_cp", "6", "float64"),
+            ("gather_parameters", "dp_cp", "6", "float64"), ("scatter_gradients", "dp_cp", "16", "float64"),
+            ("scatter_gradients", "dp_cp", "12", "float64")]
+        assert {entry[4] for entry in entries} == {"sharding/test_data_parallel.py"}
+
+
+def refusals():
+    mesh = make_mesh(dp=2)
+    policy = load_policy("tiny-qwen3", mesh=mesh, shard_parameters=True)
+    said = []
+    try:
+        policy.head_arguments()
+    except ShardingError as error:
+        said.append(str(error))
+    try:
+        load_fault("skipped_collective").broken(sum_gradients)(policy.model, policy.shards, mesh)
+    except SpecError as error:
+        said.append(str(error))
+    data_parallel.NEEDED = (*data_parallel.NEEDED, "set_no_such_thing")
+    try:
+        sharded(mesh)
+    except ShardingError as error:
+        said.append(str(error))
+    return said, is_shard(policy.model.lm_head.weight)
+
+
+def test_what_cannot_be_is_refused_in_words(tmp_path):
+    for (head, fault, torch_of_old), is_a_part in run_ranks(refusals, 2, tmp_path):
+        assert "this rank's part of its weight" in head
+        assert "call hidden_states before" in head
+        assert "gradients that backward has summed over dp x cp" in fault
+        assert "without set_no_such_thing" in torch_of_old
+        assert is_a_part
+
+
+def test_simulated_ranks_are_refused():
+    class Pretended:
+        rank = 0
+
+        def exchange(self, tensor):
+            return [tensor, tensor]
+
+    axes = {name: Axis(name) for name in AXES} | {"dp_cp": Axis("dp_cp", 2, 0, Pretended(), range(2))}
+    with pytest.raises(ShardingError, match="simulated ranks"):
+        sharded(Mesh(axes, torch.device("cpu")))
+
+
+def test_on_one_rank_there_is_nothing_to_shard():
+    net, shards = sharded(single_process_mesh())
+    assert shards == whole_shards(net)
+    assert not any(is_shard(parameter) for parameter in net.parameters())

@@ -1,0 +1,82 @@
+"""Orders: who gets which token, by hand and against the reference table of index maps."""
+
+import pytest
+import torch
+
+from workbench.errors import ShardingError
+from workbench.sharding.orders import ORDERS, Multiples, block_work, document_lengths, padding_rule
+
+
+def dealt(order, lengths, cp, block_tokens=1):
+    return [mine.tolist() for mine in ORDERS[order](lengths, cp, block_tokens)]
+
+
+def test_striped_deals_token_by_token():
+    assert dealt("striped", [9], 3) == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
+def test_document_zigzag_is_a_zigzag_in_each_document():
+    assert dealt("document_zigzag", [4, 8, 4], 2) == [[0, 3, 4, 5, 10, 11, 12, 15], [1, 2, 6, 7, 8, 9, 13, 14]]
+
+
+def test_a_document_zigzag_of_one_document_is_the_zigzag():
+    assert dealt("document_zigzag", [24], 3) == dealt("zigzag", [24], 3)
+
+
+def test_blocks_are_dealt_there_and_back_by_their_work():
+    # One document of 8 blocks: works 1..8. Sorted: 8 7 | 6 5 | 4 3 | 2 1, every second row turned round.
+    assert dealt("balanced", [8], 2) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    # Works 1..6: 6 5 | 4 3 | 2 1. The most goes first, so rank 0 ends with 6, 3 and 2.
+    assert dealt("balanced", [6], 2) == [[1, 2, 5], [0, 3, 4]]
+    # 12 blocks over 3 ranks; blocks of two tokens.
+    assert dealt("balanced", [24], 3, 2) == [
+        [0, 1, 10, 11, 12, 13, 22, 23], [2, 3, 8, 9, 14, 15, 20, 21], [4, 5, 6, 7, 16, 17, 18, 19]]
+
+
+def test_equal_work_is_dealt_in_the_order_of_the_row():
+    assert dealt("balanced", [1, 1, 1, 1], 2) == [[0, 3], [1, 2]]
+
+
+@pytest.mark.parametrize(("lengths", "block_tokens"), [
+    ([8], 2), ([1, 1, 2], 1), ([3, 5, 8], 4), ([7, 1, 4, 4], 4), ([2, 30], 8), ([5, 5, 5, 5, 12], 4)])
+def test_the_work_of_a_block_is_the_blocks_it_looks_at(lengths, block_tokens):
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    at = torch.arange(len(ids))
+    sees = (ids[:, None] == ids) & (at[:, None] >= at)
+    blocks = sees.view(len(ids) // block_tokens, block_tokens, -1, block_tokens).any(3).any(1)
+    assert block_work(lengths, block_tokens).tolist() == blocks.sum(1).tolist()
+
+
+@pytest.mark.parametrize(("order", "settings", "rule"), [
+    ("contiguous", {}, Multiples(4)), ("striped", {}, Multiples(4)), ("zigzag", {}, Multiples(8)),
+    ("document_zigzag", {}, Multiples(8, 8)), ("balanced", {}, Multiples(512)),
+    ("balanced", {"block_tokens": 6}, Multiples(24)),
+    ("contiguous", {"tp": 3}, Multiples(12)), ("zigzag", {"tp": 2}, Multiples(8)), ("zigzag", {"tp": 4}, Multiples(16)),
+    ("document_zigzag", {"tp": 4}, Multiples(16, 8)), ("balanced", {"block_tokens": 6, "tp": 4}, Multiples(48))])
+def test_what_must_divide(order, settings, rule):
+    assert padding_rule(order, 4, **settings) == rule
+    assert rule.row // 4 % settings.get("tp", 1) == 0, "each tp rank takes equally many of a cp rank's tokens"
+
+
+def test_what_cannot_be_asked():
+    with pytest.raises(ShardingError, match="order 'zagzig'"):
+        padding_rule("zagzig", 2)
+    with pytest.raises(ShardingError, match=r"block_tokens=0(.|\n)*all are at least 1"):
+        padding_rule("balanced", 2, block_tokens=0)
+
+
+@pytest.mark.parametrize(("ids", "multiple_of", "lengths"), [
+    ([0, 0, 0, 1, 1, -1], 1, (3, 2, 1)),
+    ([0, 0, 0, -1, 1, 1, -1, -1], 4, (4, 4)),
+    ([0, 0, 0, -1, 1, 1, -1, -1], 2, (4, 2, 2)),
+    ([0, 0, 0, 0], 4, (4,)),
+    ([-1, -1], 4, (2,))])
+def test_documents_are_read_off_with_their_padding(ids, multiple_of, lengths):
+    assert document_lengths(torch.tensor(ids), multiple_of) == lengths
+
+
+@pytest.mark.parametrize(("ids", "multiple_of"), [
+    ([0, 0, 0, 1, 1, -1], 2), ([0, 0, -1, -1, 1, 1], 1), ([0, 0, -1, -1, 1, 1], 2), ([-1, 0, 0], 1)])
+def test_documents_with_other_padding_are_refused(ids, multiple_of):
+    with pytest.raises(ShardingError, match="a document begins where the padding of the one before it ends"):
+        document_lengths(torch.tensor(ids), multiple_of)

@@ -1,0 +1,66 @@
+"""Attention over gathered keys and values: each rank's queries against everybody's keys.
+
+Memory: keys and values of the whole row while a layer computes; none of them is kept, backward gathers them again.
+
+Letters: t tokens of a rank | T of all ranks | d head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from workbench.sharding import flight
+from workbench.sharding.attention.kernels import choose
+from workbench.sharding.attention.key_values import joined, parted
+from workbench.sharding.attention.shard import AttentionShard
+from workbench.sharding.collectives import gather_equal, scatter_sum
+from workbench.sharding.mesh import Axis
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None,
+           scale: float) -> Tensor:
+    """This rank's queries against the keys and values of all ranks of the outer axis.
+
+    Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
+    Backward: keys and values are gathered again; their gradients are summed over ranks in float32 or better, and each
+              rank takes its own. One collective forward, two backward.
+    Source:   all-gather form of context parallelism, Llama 3 report, arXiv 2407.21783, section 3.3.2.
+    """
+    return _Gathered.apply(query, key, value, shard, window, scale)
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None,
+                scale: float) -> Tensor:
+        ctx.caller, ctx.shard, ctx.scale = flight.caller(), shard, scale
+        ctx.block = block = shard.block(window=window)
+        all_keys, all_values = _everybodys(key, value, shard.outer, ctx.caller)
+        ctx.kernel = choose(shard.kernel, query, all_keys, block)
+        out, lse = ctx.kernel.forward(query, all_keys, all_values, block, scale)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        axis: Axis = ctx.shard.outer
+        all_keys, all_values = _everybodys(key, value, axis, ctx.caller)
+        d_query, d_key, d_value = ctx.kernel.backward(d_out, query, all_keys, all_values, out, lse, ctx.block,
+                                                      ctx.scale)
+        if axis.group is not None:
+            both = joined(d_key, d_value, torch.promote_types(key.dtype, torch.float32))
+            d_key, d_value = parted(scatter_sum(both.unflatten(0, (axis.size, -1)), axis, caller=ctx.caller))
+        return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
+
+
+def _everybodys(key: Tensor, value: Tensor, axis: Axis, caller: str | None) -> tuple[Tensor, Tensor]:
+    """Keys and values of all ranks in rank order, [1, Hk, T, d] each."""
+    if axis.group is None:
+        return key, value
+    return parted(gather_equal(joined(key, value), axis, caller=caller).flatten(0, 1))

@@ -1,0 +1,94 @@
+"""Kernels: what computes attention of a block on one rank, forward and backward.
+
+A kernel knows nothing of ranks. Its backward takes the *final* output and log-normaliser, those over all the keys that
+a query saw anywhere, so that a ring may call it block by block: with them the probabilities of a block are those of the
+whole softmax, and the gradients of the blocks add up.
+
+Letters: q queries | k keys | d head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from workbench.errors import ShardingError
+from workbench.sharding.attention.block import Block
+from workbench.sharding.attention.kernels.flash import FlashKernel
+from workbench.sharding.attention.kernels.flex import FlexKernel
+from workbench.sharding.attention.kernels.plain import PlainKernel
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Kernel(Protocol):
+    """Attention of one block.
+
+    Shapes: query [1, Hq, q, d]; key and value [1, Hk, k, d], where Hk divides Hq and query head h reads key head
+            h * Hk // Hq.
+    """
+
+    name: str
+    least_scores: int
+    """Scores, over all heads, from which "auto" takes it: fewer are done before it is compiled."""
+
+    def refusal(self, query: Tensor, key: Tensor, block: Block) -> str | None:
+        """Why it cannot compute this, in words; None: it can. The same answer for every layer of a row."""
+        ...
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+        """Output and log-normaliser.
+
+        Formula:  s = scale * q k^T where seen, else -inf; lse = log sum exp s; out = exp(s - lse) v.
+        Shapes:   out [1, Hq, q, d], of the query's dtype or a wider one; lse [1, Hq, q] nats, float32 or float64.
+                  A query that sees nothing has out 0 and lse -inf.
+        """
+        ...
+
+    def backward(self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block,
+                 scale: float, delta: Tensor | None = None) -> Gradients:
+        """What the block adds to the gradients of query, key and value.
+
+        Formula:  p = exp(s - lse); delta = rowsum(d_out * out); ds = p * (d_out v^T - delta) * scale;
+                  dq = ds k; dk = ds^T q; dv = p^T d_out, the last two summed over the query heads that share a head.
+
+        Args:
+            d_out: [1, Hq, q, d].
+            query: as in forward.
+            key: as in forward.
+            value: as in forward.
+            out: over *all* keys that the query saw, in this block and others.
+            lse: likewise.
+            block: as in forward.
+            scale: as in forward.
+            delta: [1, Hq, q], if it is known already.
+
+        Shapes:   as query, key and value; of their dtype or a wider one.
+        Source:   the backward of FlashAttention-2, arXiv 2307.08691, algorithm 2.
+        """
+        ...
+
+
+KERNELS: tuple[Kernel, ...] = (FlashKernel(), FlexKernel(), PlainKernel())
+"""All kernels, the fastest first."""
+
+
+def choose(name: str, query: Tensor, key: Tensor, block: Block) -> Kernel:
+    """The kernel of a name, or for "auto" the fastest that can compute this.
+
+    Raises:
+        ShardingError: no such kernel, or one that cannot.
+    """
+    scores = query.shape[1] * query.shape[2] * key.shape[2]
+    asked = [kernel for kernel in KERNELS
+             if name == kernel.name or (name == "auto" and scores >= kernel.least_scores)]
+    refusals = []
+    for kernel in asked:
+        why = kernel.refusal(query, key, block)
+        if why is None:
+            return kernel
+        refusals.append(why)
+    raise ShardingError(f"attention kernel {name!r}", found="; ".join(refusals) or "no kernel of this name",
+                        rule=f"one of auto, {', '.join(kernel.name for kernel in KERNELS)}, which can compute this",
+                        fix="use layout.kernel auto, which takes the fastest that can")

@@ -1,0 +1,213 @@
+"""FlashAttention of torch over a block: bfloat16 and float16 on a GPU, no scores in memory.
+
+A block becomes a few calls of the variable-length operator (`workbench.sharding.attention.segments`). What a call takes
+is a view wherever the block's keys lie as the call wants them: always where a rank holds whole stretches of the row in
+their order. Otherwise keys are gathered, some of them for several segments, and their gradients are summed in float32.
+
+Letters: q queries | k keys | d head dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.sharding.attention.block import Block
+from workbench.sharding.attention.segments import Call, Rows, find_calls, segments_of
+
+MOST_CALLS = 8
+"""Calls that a block may take; a window over keys with gaps takes one for each width that it is cut to."""
+MOST_REPEATS = 8
+"""Keys that may be gathered, as a multiple of those that there are."""
+
+_FORWARD = ("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
+            "return_debug_mask")
+_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
+             "dropout_p", "is_causal", "rng_state", "unused")
+_OPTIONS = ("scale", "window_size_left", "window_size_right")
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The two operators of torch that this stands on, or stand-ins with their arguments."""
+
+    forward: Any
+    backward: Any
+
+    @classmethod
+    def of_torch(cls) -> Operators | None:
+        """Those of this build of torch; None if it has none with arguments that are known here."""
+        found = [getattr(torch.ops.aten, name, None) for name in ("_flash_attention_forward",
+                                                                  "_flash_attention_backward")]
+        if None in found:
+            return None
+        operators = cls(*(operator.default for operator in found))
+        known = zip((operators.forward, operators.backward), (_FORWARD, _BACKWARD), strict=True)
+        return operators if all(_takes(operator, names) for operator, names in known) else None
+
+
+def _takes(operator: Any, names: tuple[str, ...]) -> bool:
+    arguments = operator._schema.arguments
+    positional = tuple(argument.name for argument in arguments if not argument.kwarg_only)
+    options = {argument.name for argument in arguments if argument.kwarg_only}
+    return positional == names and options.issuperset(_OPTIONS)
+
+
+class FlashKernel:
+    """FlashAttention-2 (or what torch has registered in its place), variable-length, grouped key heads as they are.
+
+    Source: arXiv 2307.08691; `aten::_flash_attention_forward` and `_backward`, torch 2.11 to 2.13. With several segment
+            lengths a causal mask is aligned to the last query and the last key.
+    """
+
+    name = "flash"
+    least_scores = 0
+
+    def __init__(self, operators: Operators | None = None) -> None:
+        self.operators = operators or Operators.of_torch()
+
+    def refusal(self, query: Tensor, key: Tensor, block: Block) -> str | None:
+        """See `Kernel.refusal`."""
+        return self._refused_tensors(query, key) or _refused_block(block)
+
+    def _refused_tensors(self, query: Tensor, key: Tensor) -> str | None:
+        if query.device.type != "cuda" or torch.version.hip is not None:
+            return f"flash runs on an NVIDIA GPU, and queries are on {query.device.type}"
+        if query.dtype not in (torch.bfloat16, torch.float16) or key.dtype != query.dtype:
+            return f"flash computes in bfloat16 or float16, and queries are {str(query.dtype).removeprefix('torch.')}"
+        if self.operators is None or not torch.backends.cuda.is_flash_attention_available():
+            return f"torch {torch.__version__} has no flash attention operator with arguments that are known here"
+        if torch.cuda.get_device_capability(query.device) < (8, 0):
+            return "flash needs a GPU of compute capability 8.0"
+        if query.shape[-1] % 8 or query.shape[-1] > 256:
+            return f"flash takes head dimensions that are multiples of 8 up to 256, not {query.shape[-1]}"
+        return None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`. Output of the query's dtype, log-normalisers in float32."""
+        calls = _calls(block, query.device)
+        query_qHd, key_kHd, value_kHd = _rows(query), _rows(key), _rows(value)
+        found = [(call, *self._forward(call, query_qHd, key_kHd, value_kHd, scale)) for call in calls]
+        if len(calls) == 1 and _is_all(calls[0].query_rows, query_qHd):
+            _, out_qHd, lse_Hq = found[0]
+        else:
+            out_qHd = torch.zeros_like(query_qHd)
+            lse_Hq = query.new_full((query.shape[1], query.shape[2]), -torch.inf, dtype=torch.float32)
+            for call, call_out_qHd, call_lse_Hq in found:
+                _put(out_qHd, call.query_rows, call_out_qHd)
+                _put(lse_Hq.T, call.query_rows, call_lse_Hq.T)
+        return _heads(out_qHd), lse_Hq[None]
+
+    def backward(self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block,
+                 scale: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel.backward`. ``delta`` is not used: the operator computes its own.
+
+        Gradients have the query's dtype; those of keys and values that several calls or segments add to are float32.
+        """
+        calls = _calls(block, query.device)
+        query_qHd, key_kHd, value_kHd = _rows(query), _rows(key), _rows(value)
+        d_out_qHd, out_qHd = _rows(d_out.to(query.dtype)), _rows(out.to(query.dtype))
+        lse_Hq = lse[0].float()
+        found = [(call, *self._backward(call, d_out_qHd, query_qHd, key_kHd, value_kHd, out_qHd, lse_Hq, scale))
+                 for call in calls]
+        d_query = _heads(_joined([(call.query_rows, d_qHd) for call, d_qHd, _, _ in found], query_qHd, add=False))
+        add = len(calls) > 1 or any(call.repeats for call in calls)
+        d_key, d_value = (_heads(_joined([(one[0].key_rows, one[which]) for one in found], key_kHd, add=add))
+                          for which in (2, 3))
+        return d_query, d_key, d_value
+
+    def _forward(self, call: Call, query_qHd: Tensor, key_kHd: Tensor, value_kHd: Tensor,
+                 scale: float) -> tuple[Tensor, Tensor]:
+        out_qHd, lse_Hq, *_ = self.operators.forward(
+            _take(query_qHd, call.query_rows), _take(key_kHd, call.key_rows), _take(value_kHd, call.key_rows),
+            *_lengths(call), *_mask(call), False, scale=scale, **_window(call))
+        return out_qHd, lse_Hq
+
+    def _backward(self, call: Call, d_out_qHd: Tensor, query_qHd: Tensor, key_kHd: Tensor, value_kHd: Tensor,
+                  out_qHd: Tensor, lse_Hq: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        unused = torch.empty(2, dtype=torch.uint64, device=query_qHd.device)  # random state: there is no dropout
+        rows = call.query_rows
+        return self.operators.backward(
+            _take(d_out_qHd, rows), _take(query_qHd, rows), _take(key_kHd, call.key_rows),
+            _take(value_kHd, call.key_rows), _take(out_qHd, rows), _take(lse_Hq.T, rows).T.contiguous(),
+            *_lengths(call), *_mask(call), unused, unused, scale=scale, **_window(call))
+
+
+def _calls(block: Block, device: torch.device) -> list[Call]:
+    return block.once(("calls", device), lambda: [call.to(device) for call in find_calls(block)])
+
+
+def _refused_block(block: Block) -> str | None:
+    def why() -> str | None:
+        segments = segments_of(block)
+        gathered = sum(segment.keys[1] - segment.keys[0] for segment in segments)
+        masks = len({(segment.causal, segment.window) for segment in segments if segment.causal is not None})
+        if masks > MOST_CALLS:
+            return (f"flash takes a call for each mask that this order of tokens and this window need: {masks}, of at "
+                    f"most {MOST_CALLS}")
+        if gathered > MOST_REPEATS * block.shape[1]:
+            return (f"flash would gather {gathered} keys of {block.shape[1]} for {len(segments)} stretches of queries, "
+                    f"and takes at most {MOST_REPEATS} times as many as there are; ring attention needs fewer")
+        return None
+
+    return block.once("flash", why)
+
+
+def _lengths(call: Call) -> tuple[Tensor, Tensor, int, int]:
+    # The operator has a path of its own for one query in every segment, which none of ours without queries survives.
+    return call.query_starts, call.key_starts, max(call.longest_query, 2), call.longest_key
+
+
+def _mask(call: Call) -> tuple[float, bool]:
+    """No dropout, and whether the mask is causal and nothing else."""
+    return 0.0, call.causal and call.window is None
+
+
+def _window(call: Call) -> dict[str, int]:
+    """Keys before and after the diagonal that are seen; -1: all."""
+    return {"window_size_left": -1 if call.window is None else call.window - 1,
+            "window_size_right": 0 if call.causal else -1}
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """[1, H, n, d] -> [n, H, d], a view unless the operator could not read it."""
+    rows_nHd = heads[0].transpose(0, 1)
+    aligned = rows_nHd.stride(2) == 1 and not any(stride % 8 for stride in rows_nHd.stride()[:2])
+    return rows_nHd if aligned else rows_nHd.contiguous()
+
+
+def _heads(rows_nHd: Tensor) -> Tensor:
+    return rows_nHd.transpose(0, 1)[None]
+
+
+def _take(values_n: Tensor, rows: Rows) -> Tensor:
+    return values_n[rows] if isinstance(rows, slice) else values_n.index_select(0, rows)
+
+
+def _put(into_n: Tensor, rows: Rows, values: Tensor) -> None:
+    if isinstance(rows, slice):
+        into_n[rows] = values
+    else:
+        into_n.index_copy_(0, rows, values)
+
+
+def _is_all(rows: Rows, values_n: Tensor) -> bool:
+    return rows == slice(0, len(values_n)) if isinstance(rows, slice) else False
+
+
+def _joined(pieces: list[tuple[Rows, Tensor]], like_n: Tensor, *, add: bool) -> Tensor:
+    """Gradients of rows put where they belong, or added there in float32; 0 where there is none."""
+    if len(pieces) == 1 and not add and _is_all(pieces[0][0], like_n):
+        return pieces[0][1]
+    whole = like_n.new_zeros(like_n.shape, dtype=torch.promote_types(like_n.dtype, torch.float32) if add else None)
+    for rows, values in pieces:
+        if not add:
+            _put(whole, rows, values)
+        elif isinstance(rows, slice):
+            whole[rows] += values
+        else:
+            whole.index_add_(0, rows, values.to(whole.dtype))
+    return whole

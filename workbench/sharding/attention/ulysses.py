@@ -1,0 +1,121 @@
+"""Ulysses attention: ranks trade tokens for heads, and each computes whole rows for some of the heads.
+
+Before: all heads of a rank's tokens. After: some heads of the tokens of all ranks that traded, in the order of the row.
+Heads of the output trade places again. Key heads that are fewer than ranks are repeated first; the adjoint of that is
+the sum over the copies.
+
+Letters: R ranks that trade | t tokens of a rank | s = R * t tokens | h heads of a rank after it | d head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from workbench.errors import ShardingError
+from workbench.sharding import flight
+from workbench.sharding.attention import gathered
+from workbench.sharding.attention.shard import AttentionShard
+from workbench.sharding.collectives import exchange
+from workbench.sharding.mesh import Axis
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None,
+           scale: float) -> Tensor:
+    """All tokens' queries against all tokens' keys, for this rank's part of the heads.
+
+    Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
+    Backward: the exchange is its own adjoint: two collectives forward, two backward.
+    Raises:   ShardingError: heads that cannot be dealt to the ranks.
+    Source:   DeepSpeed-Ulysses, arXiv 2309.14509.
+    """
+    query, key, value = trade_tokens_for_heads(query, key, value, shard)
+    return trade_back(gathered.attend(query, key, value, shard, window, scale), shard)
+
+
+def trade_tokens_for_heads(query: Tensor, key: Tensor, value: Tensor,
+                           shard: AttentionShard) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of more tokens for fewer heads, in one collective over the inner axis.
+
+    Shapes: query [1, Hq, t, d], key and value [1, Hk, t, d]
+            -> query [1, Hq / R, s, d], key and value [1, max(Hk / R, 1), s, d].
+    Raises: ShardingError: heads that cannot be dealt to the ranks.
+    """
+    axis = shard.inner
+    if axis.size == 1:
+        return query, key, value
+    copies = check_heads(query.shape[1], key.shape[1], axis)
+    if copies > 1:
+        key, value = repeated(key, copies), repeated(value, copies)
+    return _Trade.apply(shard, query, key, value)
+
+
+def repeated(heads: Tensor, copies: int) -> Tensor:
+    """Each head that many times, copies side by side. Backward: the sum over the copies."""
+    return heads.repeat_interleave(copies, dim=1)
+
+
+def trade_back(out: Tensor, shard: AttentionShard) -> Tensor:
+    """All heads of this rank's tokens again. [1, Hq / R, s, d] -> [1, Hq, t, d]."""
+    return out if shard.inner.size == 1 else _TradeBack.apply(shard, out)
+
+
+def check_heads(queries: int, keys: int, axis: Axis) -> int:
+    """How many times each key head is repeated, so that ranks and heads come out even.
+
+    Raises:
+        ShardingError: query heads that the ranks do not divide, or key heads that neither divide the ranks nor are
+            divided by them.
+    """
+    if queries % axis.size or (keys % axis.size and axis.size % keys):
+        raise ShardingError(f"attention over heads dealt to {axis.size} ranks of {axis.name}",
+                            found=f"{queries} query heads and {keys} key/value heads on a rank",
+                            rule="the ranks divide the query heads, and divide the key/value heads or are divided by "
+                                 "them; tp has divided both before",
+                            fix="use attention ring or gathered, which need no heads, or hybrid with fewer inner ranks")
+    return max(axis.size // keys, 1)
+
+
+class _Trade(Function):
+    @staticmethod
+    def forward(ctx: Any, shard: AttentionShard, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.shard, ctx.caller = shard, flight.caller()
+        return _traded(parts, shard, ctx.caller)
+
+    @staticmethod
+    def backward(ctx: Any, *d_parts: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_traded_back(d_parts, ctx.shard, ctx.caller)
+
+
+class _TradeBack(Function):
+    @staticmethod
+    def forward(ctx: Any, shard: AttentionShard, part: Tensor) -> Tensor:
+        ctx.shard, ctx.caller = shard, flight.caller()
+        return _traded_back([part], shard, ctx.caller)[0]
+
+    @staticmethod
+    def backward(ctx: Any, d_part: Tensor) -> tuple[None, Tensor]:
+        return None, _traded([d_part], ctx.shard, ctx.caller)[0]
+
+
+def _traded(parts: Sequence[Tensor], shard: AttentionShard, caller: str | None) -> tuple[Tensor, ...]:
+    """[1, R * h, t, d] -> [1, h, s, d] each, tokens in the order of the row; all parts in one collective."""
+    dealt_Rthd = [part[0].unflatten(0, (shard.inner.size, -1)).transpose(1, 2) for part in parts]
+    rows_shd = exchange(torch.cat(dealt_Rthd, dim=2), shard.inner, caller=caller).flatten(0, 1)
+    order_s = shard.row_order_on(rows_shd.device)
+    rows_shd = rows_shd if order_s is None else rows_shd.index_select(0, order_s)
+    return tuple(part.transpose(0, 1)[None] for part in rows_shd.split([d.shape[2] for d in dealt_Rthd], dim=1))
+
+
+def _traded_back(parts: Sequence[Tensor], shard: AttentionShard, caller: str | None) -> tuple[Tensor, ...]:
+    """[1, h, s, d] -> [1, R * h, t, d] each, tokens in each rank's own order; all parts in one collective."""
+    rows_shd = torch.cat([part[0].transpose(0, 1) for part in parts], dim=1)
+    order_s = shard.row_order_on(rows_shd.device, back=True)
+    rows_shd = rows_shd if order_s is None else rows_shd.index_select(0, order_s)
+    pieces_Rthd = exchange(rows_shd.unflatten(0, (shard.inner.size, -1)), shard.inner, caller=caller)
+    return tuple(part.transpose(0, 1).flatten(1, 2).transpose(0, 1)[None]
+                 for part in pieces_Rthd.split([part.shape[1] for part in parts], dim=2))
