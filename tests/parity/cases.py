@@ -24,6 +24,7 @@ def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
 def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None) -> dict:
     """The same on a mesh that is there already."""
     spec = RunSpec.model_validate(settings)
+    layout = spec.layout
     policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, tied=spec.model.tied,
                          seed=spec.model.seed, temperature=spec.policy.temperature or 1.0,
                          implementation=spec.policy.logprobs, fp32_head=spec.policy.fp32_head,
