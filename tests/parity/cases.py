@@ -18,7 +18,8 @@ from workbench.sharding.mesh import Mesh, make_mesh
 def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
     """One step of the flow under a spec; gradients, loss, norms and per-token values, whole, from every rank."""
     layout = RunSpec.model_validate(settings).layout
-    return step_on(make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses), settings, documents, frozen_clip)
+    mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses)
+    return step_on(mesh, settings, documents, frozen_clip)
 
 
 def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None) -> dict:

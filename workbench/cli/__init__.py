@@ -30,6 +30,7 @@ VERBS = {
     "rollouts": "import, check or record rollouts",
     "lab": "open JupyterLab on the notebooks",
     "bench": "measure what is claimed of speed, and write it down",
+    "verify": "do several GPUs train the weights that one trains, in memory that stays flat",
     "doctor": "what is here, what is missing, and what to do about it",
 }
 """Verb -> what it does. Each is a module of this package, with `main(arguments) -> exit code`."""

@@ -1,0 +1,110 @@
+"""Verdicts on weights that were made up; the jobs, once, on CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from workbench.bench import verify
+from workbench.errors import LaunchError, SpecError
+
+TRUTH = {"a": torch.zeros(4, dtype=torch.float64), "b": torch.ones(3, dtype=torch.float64)}
+
+
+def write(folder, name, far, *, allocated=(), **more):
+    """A run whose weights are so far from the truth, in each parameter."""
+    weights = {key: value + far.get(key, 0.0) / value.numel() ** 0.5 for key, value in TRUTH.items()}
+    save_file(weights, folder / f"{name}.safetensors")
+    if name != "start":
+        said = {"losses": [1.0, 0.5], "step_ms": 2.0, "allocated_bytes": list(allocated),
+                "reserved_bytes": list(allocated)}
+        (folder / f"{name}.json").write_text(json.dumps(said | more))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """One rank is 1 and 2 and 9 away, two ranks 3; no bar is missed."""
+    for name, far in {"truth": {}, "start": {"a": 50.0}, "one_rank0": {"a": 1.0, "b": 1.0},
+                      "one_rank1": {"a": 2.0, "b": 1.0}, "one_rank2": {"a": 9.0, "b": 1.0},
+                      "off_by_ranks": {"a": 4000.0}}.items():
+        write(tmp_path, name, far)
+    write(tmp_path, "torch_sum", {"a": 3.0, "b": 0.5}, same_on_all_ranks=True)
+    (tmp_path / "task.json").write_text("{}")
+    return tmp_path
+
+
+def test_distances_are_over_those_of_one_rank(runs):
+    record = verify.compared(runs, 2)
+    own = 5**0.5
+    assert record["one_rank_distance"] == pytest.approx(own)
+    assert record["moved"] == pytest.approx(50.0)
+    entry = record["runs"]["torch_sum"]
+    assert entry["over_one_rank"] == pytest.approx((9.25 / 5) ** 0.5)
+    assert (entry["worst_parameter"], entry["worst_over_one_rank"]) == ("a", pytest.approx(1.5))
+    assert record["bars"]["sight"]["found"] == pytest.approx(4000 / (2 * own))
+    assert all(bar["holds"] for bar in record["bars"].values())
+    assert "growth" not in record["bars"]
+
+
+@pytest.mark.parametrize(("bar", "name", "far", "more"), [
+    ("distance", "ours_mean", {"a": 4.5}, {}), ("parameter", "ours_mean", {"b": 4.1}, {}),
+    ("sight", "off_by_ranks", {"a": 400.0}, {}), ("same", "ours_mean", {}, {"same_on_all_ranks": False}),
+    ("growth", "ours_mean", {}, {"allocated": [7, 9, 9, 9, 8, 9, 8]})])
+def test_each_bar_can_be_missed(runs, bar, name, far, more):
+    write(runs, name, far, **({} if name == "off_by_ranks" else {"same_on_all_ranks": True}) | more)
+    missed = [key for key, found in verify.compared(runs, 2)["bars"].items() if not found["holds"]]
+    assert missed == [bar]
+
+
+def test_memory_is_flat_if_it_is_after_the_fifth_step(runs):
+    write(runs, "ours_sum", {}, allocated=[1, 5, 9, 7, 8, 8, 8], same_on_all_ranks=True)
+    assert verify.compared(runs, 2)["bars"]["growth"] == {"bar": 0, "found": 0, "holds": True}
+
+
+def test_it_is_said_in_words(runs):
+    record = {"task": {"model": "m", "steps": 7, "rows": 2, "tokens": 64}, "device": "thing", "seconds": 3.0}
+    record |= verify.compared(runs, 2)
+    said = verify.in_words(record)
+    assert "torch_sum: 1.36 times that" in said
+    assert said.endswith("2 ranks and one rank train the same weights")
+    record["bars"]["same"]["holds"] = False
+    assert "do NOT agree" in verify.in_words(record)
+    assert "same: True, bar True: MISSED" in verify.in_words(record)
+
+
+def test_what_cannot_be_asked_is_refused(monkeypatch):
+    for wrong in ({"gpus": 1}, {"gpus": 0, "ranks": 1}, {"gpus": 0, "model": "huge"}, {"gpus": 0, "steps": 0}):
+        with pytest.raises(SpecError, match="at least two ranks"):
+            verify.measure(**wrong)
+    monkeypatch.setattr(verify, "visible_gpus", lambda: ["0"])
+    with pytest.raises(LaunchError, match="verify on 2 GPUs"):
+        verify.measure(gpus=2)
+
+
+def test_ranks_that_fail_say_why(tmp_path, monkeypatch):
+    said = "print('starting'); raise OSError('no cable')"
+    monkeypatch.setattr(verify, "_command", lambda ranks, folder: [verify.sys.executable, "-c", said])
+    with pytest.raises(LaunchError, match="found: OSError: no cable"):
+        verify._job(1, tmp_path, 60.0)
+
+
+def test_one_rank_needs_no_rendezvous(tmp_path):
+    assert verify._command(1, tmp_path)[1:] == ["-m", "workbench.bench.verify_rank", str(tmp_path)]
+    assert "--nproc-per-node=3" in verify._command(3, tmp_path)
+
+
+def test_a_job_that_does_not_end_is_ended(tmp_path, monkeypatch):
+    sleeps = [verify.sys.executable, "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(verify, "_command", lambda ranks, folder: sleeps)
+    with pytest.raises(LaunchError, match="no end after 0 s; not a word"):
+        verify._job(1, tmp_path, 0.3)
+
+
+@pytest.mark.slow
+def test_it_runs_without_gpus():
+    record = verify.measure(gpus=0, steps=6, tokens=64)
+    assert {name for name in record["runs"] if name.startswith("ours")} == {"ours_sum", "ours_mean"}
+    assert all(bar["holds"] for bar in record["bars"].values()), verify.in_words(record)

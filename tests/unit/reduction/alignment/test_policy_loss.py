@@ -1,0 +1,57 @@
+"""What a loss may ask for where only counts of the step are known; the weights themselves against plain divisions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workbench.errors import SpecError
+from workbench.losses.spec import LossSpec
+from workbench.reduction.alignment.documents import Documents
+from workbench.reduction.alignment.policy_loss import DENOMINATORS, StepCounts, check_spec, local_policy_loss
+from workbench.sharding.mesh import Axis
+
+MASK = torch.tensor([1, 1, 0, 1, 0, 0, 1], dtype=torch.bool)
+IDS = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+COUNTS = StepCounts(torch.tensor(10), torch.tensor(4))
+"""Of a step of which these tokens are a part."""
+
+
+@pytest.mark.parametrize(("denominator", "divisors"), [
+    ("token", [10.0] * 4), ("document", [4 * 2.0, 4 * 2.0, 4 * 2.0, 4 * 2.0]), ("document_sum", [4.0] * 4),
+    ("constant", [4 * 24.0] * 4), ("raw", [1.0] * 4)])
+def test_a_token_is_divided_by_what_the_denominator_says(denominator, divisors):
+    more = {"denominator_constant": 24.0} if denominator == "constant" else {}
+    spec = LossSpec(name="reinforce", denominator=denominator, **more)
+    policy = torch.linspace(-2, -1, 7, dtype=torch.float64)
+    advantages = torch.arange(1.0, 8.0, dtype=torch.float64)
+    documents = Documents(IDS, 2, Axis("cp"))
+    loss = local_policy_loss(spec, {"policy_logprobs": policy, "old_logprobs": policy, "advantages": advantages}, MASK,
+                             documents, torch.tensor([2.0, 2.0]), COUNTS)
+    trained = zip((policy * advantages)[MASK].tolist(), divisors, strict=True)
+    assert loss.item() == pytest.approx(-sum(value / divisor for value, divisor in trained))
+    assert denominator in DENOMINATORS
+
+
+@pytest.mark.parametrize("settings", [
+    {"denominator": "prompt_group"}, {"denominator": "local_token"}, {"documents_counted": "all",
+                                                                     "denominator": "document"},
+    {"correction": {"kind": "icepop", "ratio_high": 3.0, "denominator": "survivors"}},
+    {"scaling": {"multiplied_by": ["cp"]}}, {"scaling": {"count_epsilon": 1e-8}}, {"gradient_divisor": 2.0},
+    {"normalize_by_documents": True, "denominator": "document_sum"}, {"truncated": "silent"},
+    {"top_entropy_share": 0.5}])
+def test_what_counts_do_not_say_is_refused(settings):
+    with pytest.raises(SpecError, match="from what one rank holds"):
+        check_spec(LossSpec(name="ppo", **settings))
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "cispo", "sapo", "luspo"])
+def test_presets_pass(name):
+    assert check_spec(LossSpec(name=name)) is None
+
+
+def test_a_constant_must_be_given():
+    with pytest.raises(SpecError, match=r"no loss\.denominator_constant"):
+        local_policy_loss(LossSpec(name="dr_grpo"), {"policy_logprobs": torch.zeros(7), "old_logprobs": torch.zeros(7),
+                                                     "advantages": torch.zeros(7)}, MASK,
+                          Documents(IDS, 2, Axis("cp")), torch.tensor([2.0, 2.0]), COUNTS)

@@ -1,0 +1,40 @@
+"""`workbench verify`: do several GPUs train the weights that one trains? With a record, and a verdict in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from workbench.bench import verify
+from workbench.runs.store import project_root, to_json, without_machine_paths, write_whole
+
+
+@dataclasses.dataclass
+class VerifyOptions:
+    """Options of the verb."""
+
+    gpus: Annotated[int, tyro.conf.arg(help="How many share each row; 0: two processes on CPU, through gloo.")] = 2
+    model: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(verify.MODELS)}; seeded weights.")] = "tiny-qwen3"
+    steps: Annotated[int, tyro.conf.arg(help="Optimizer steps of every run.")] = 200
+    record: Annotated[Path | None, tyro.conf.arg(
+        help="Where the record is written; if left out experiments/benchmarks/verify.json of the project, and "
+             "verify_cpu.json there for --gpus 0.")] = None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do `workbench verify`; 1 if a bar is missed."""
+    options = tyro.cli(VerifyOptions, args=list(arguments), prog="workbench verify",
+                       description="Train on several ranks and on one, and compare their weights and memory.")
+    record = verify.measure(gpus=options.gpus, model=options.model, steps=options.steps,
+                            told=lambda line: print(f"  {line}", flush=True))
+    record["command"] = " ".join(["workbench verify", *map(without_machine_paths, arguments)])
+    name = "verify.json" if options.gpus else "verify_cpu.json"
+    path = options.record or project_root() / "experiments" / "benchmarks" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = write_whole(path, to_json(record))
+    print(f"{verify.in_words(record)}\nrecord: {written}")
+    return 0 if all(bar["holds"] for bar in record["bars"].values()) else 1

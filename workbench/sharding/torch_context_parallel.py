@@ -1,0 +1,196 @@
+"""torch's own context parallelism, entered with what it needs and left as it was found.
+
+`torch.distributed.tensor.experimental.context_parallel` replaces ``torch.nn.functional.scaled_dot_product_attention``
+by ring attention and cuts buffers in place, each rank keeping a piece from the head of the row and one from its tail.
+It has habits that change numbers without a word, or end in an assertion far from the cause. Here they are rules, said
+in words:
+
+    a rank's backward must run inside                    outside, its attention is no ring any more
+    an attention mask, dropout, non-causal attention     torch's ring knows causal attention over the whole row only
+    the math kernel                                      would take the rearranged row for the row itself; it is off
+    fewer key/value heads, outside half precision        repeated first: the other kernels take equal heads only
+    T % (2 cp) != 0                                      2.11 asserts; 2.13 silently leaves the balance, and the order
+    t % 64 != 0, outside half precision                  the memory-efficient kernel pads its log-sum-exps to 32, halved
+
+Up to 2.11 an exception inside leaves the function replaced; here it is put back on every way out. The caller's tensors
+are never cut: torch gets copies.
+
+Letters: T tokens of a row | t tokens of this rank.
+Source:  torch 2.11.0 and 2.13.0, torch/distributed/tensor/experimental/_context_parallel/_attention.py; which names
+         exist is found by looking, never by version.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from workbench.errors import ShardingError
+from workbench.sharding.given_groups import device_mesh_of
+from workbench.sharding.mesh import Axis
+
+PLACES = ("torch.distributed.tensor.experimental", "torch.distributed.tensor.experimental._attention")
+"""Where `context_parallel` has been, the public place first."""
+
+HALF = (torch.float16, torch.bfloat16)
+KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+"""Those that torch's ring is made of, without cuDNN's."""
+
+WIDEST_FLASH_HEAD = 256
+EFFICIENT_MULTIPLE = 64
+"""A rank's tokens, outside half precision: twice the 32 rows to which the memory-efficient kernel pads log-sum-exps."""
+
+
+@dataclass(frozen=True)
+class TorchRing:
+    """torch's context manager, and where it was found.
+
+    Attributes:
+        enter: takes a device mesh, ``buffers`` and ``buffer_seq_dims``, and gives a context manager.
+        place: the module that has it.
+        devices: device types that it trains on.
+    """
+
+    enter: Callable[..., AbstractContextManager[None]]
+    place: str
+    devices: tuple[str, ...] = ("cuda",)
+
+
+@functools.cache
+def torch_ring() -> TorchRing:
+    """Find torch's context manager. Looked for once a process.
+
+    Raises:
+        ShardingError: this torch has none.
+    """
+    for place in PLACES:
+        try:
+            module = importlib.import_module(place)
+        except ImportError:
+            continue
+        if hasattr(module, "context_parallel"):
+            return TorchRing(module.context_parallel, place)
+    raise ShardingError("torch's context parallelism", found=f"torch {torch.__version__} without context_parallel",
+                        rule=f"it is in {' or '.join(PLACES)} (torch 2.11 to 2.13)",
+                        fix="take another torch, or the workbench's own attention")
+
+
+@contextmanager
+def torch_context_parallel(axis: Axis, tensors: Mapping[str, Tensor], *, ring: TorchRing | None = None
+                           ) -> Iterator[dict[str, Tensor]]:
+    """Each rank's share of some rows, while attention runs over the rows of all ranks of an axis.
+
+    Forward and backward of every model that calls ``torch.nn.functional.scaled_dot_product_attention`` belong inside.
+    Collectives: those of torch in each attention, the same on every rank. On an axis of one rank the tensors are handed
+    out whole and attention stays what it is.
+
+    Args:
+        axis: the ranks that share the rows.
+        tensors: by name, each [B, T] or [B, T, ...]: everything that has a value for each token, positions and targets
+            too.
+        ring: torch's context manager, or one that does the same; None: the one of this torch.
+
+    Yields:
+        By name, [B, t] (or [B, t, ...]) copies, in the order in which this rank holds its tokens.
+
+    Raises:
+        ShardingError: a device on which torch's ring does not train, lengths that do not divide, and whatever a model
+            asks of attention that the ring does not know.
+    """
+    lengths = {name: tensor.shape[1] for name, tensor in tensors.items()}
+    length = next(iter(lengths.values()))
+    if wrong := [f"{name} of {other}" for name, other in lengths.items() if other != length]:
+        raise ShardingError("rows under torch's context parallelism",
+                            found=f"{', '.join(wrong)} beside {length} tokens",
+                            rule="every tensor has a value for each token, in its second dimension",
+                            fix="expand what is shared by a row")
+    if axis.group is None:
+        yield dict(tensors)
+        return
+    found = ring or torch_ring()
+    device = next(iter(tensors.values())).device
+    check_rows(length, axis.size, device.type, found)
+    shards = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    buffers = list(shards.values())
+    manager = found.enter(device_mesh_of(axis, device.type), buffers=buffers, buffer_seq_dims=[1] * len(buffers),
+                          no_restore_buffers=set(buffers))
+    before = functional.scaled_dot_product_attention
+    manager.__enter__()
+    replaced = functional.scaled_dot_product_attention
+    try:
+        functional.scaled_dot_product_attention = guarded(replaced)
+        with sdpa_kernel(list(KERNELS)):
+            yield shards
+    finally:
+        # torch up to 2.11 does not clean up behind an exception, so it never hears of one.
+        functional.scaled_dot_product_attention = replaced
+        try:
+            manager.__exit__(None, None, None)
+        finally:
+            functional.scaled_dot_product_attention = before
+
+
+def check_rows(length: int, ranks: int, device_type: str, ring: TorchRing) -> None:
+    """Refuse rows that torch would not share out, or would share out otherwise.
+
+    Raises:
+        ShardingError: the device, or the length.
+    """
+    if device_type not in ring.devices:
+        raise ShardingError("torch's context parallelism", found=f"tensors on {device_type}",
+                            rule=f"it trains on {', '.join(ring.devices)} only; elsewhere its attention has no kernel",
+                            fix="take the workbench's own attention (layout.cp with layout.attention), which runs "
+                                "everywhere")
+    if length % (2 * ranks):
+        raise ShardingError(f"rows of {length} tokens under torch's context parallelism over cp={ranks}",
+                            found=f"{length} is no multiple of 2 * cp = {2 * ranks}",
+                            rule="a rank holds two chunks of equal length, one from the head and one from the tail",
+                            fix=f"pad the rows at their end to {-(-length // (2 * ranks)) * 2 * ranks} tokens, and do "
+                                "not train on the padding")
+
+
+def guarded(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Ring attention of torch behind what it needs to be right.
+
+    Shapes:   query [B, Hq, t, d], key and value [B, Hk, t, d], Hk divides Hq -> [B, Hq, t, d].
+    Backward: as the ring's; repeated key/value heads add up.
+    """
+
+    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+                                     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+                                     enable_gqa: bool = False) -> Tensor:
+        _refuse_unknown(query, attn_mask, dropout_p, is_causal)
+        groups = query.shape[1] // key.shape[1]
+        grouped = groups > 1 and query.dtype in HALF and query.shape[-1] <= WIDEST_FLASH_HEAD
+        if groups > 1 and not grouped:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        return attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+
+    return scaled_dot_product_attention
+
+
+def _refuse_unknown(query: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> None:
+    rule, where = "causal attention over a row that is one document", "attention under torch's context parallelism"
+    if attn_mask is not None:
+        raise ShardingError(where, found=f"an attention mask of shape {tuple(attn_mask.shape)}", rule=rule,
+                            fix="give the model no mask. transformers makes one from positions, which it takes for "
+                                "those of packed documents: workbench.with_torch_attention(model) keeps it from that")
+    if dropout_p:
+        raise ShardingError(where, found=f"dropout of {dropout_p}", rule=rule,
+                            fix="model.eval(), or attention_dropout=0: gradients are as in training")
+    if not is_causal:
+        raise ShardingError(where, found="attention that is not causal", rule=rule,
+                            fix="pass is_causal=True, and run encoders outside")
+    if query.dtype not in HALF and query.shape[2] % EFFICIENT_MULTIPLE:
+        raise ShardingError(where, found=f"{query.shape[2]} tokens a rank in {query.dtype}",
+                            rule=f"outside half precision a multiple of {EFFICIENT_MULTIPLE}",
+                            fix=f"pad the rows at their end to a multiple of {EFFICIENT_MULTIPLE} * cp tokens, or "
+                                "compute in bfloat16")
