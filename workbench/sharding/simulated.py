@@ -49,7 +49,8 @@ def simulate(function: Callable[[Mesh], Result], *, dp: int = 1, cp: int = 1, tp
     """Call a function on every rank of a mesh, all of them in this process.
 
     Args:
-        function: what a rank does, with its mesh. Ranks share what it closes over, so each loads its own model, or copies it.
+        function: what a rank does, with its mesh. Ranks share what it closes over, so each loads a model of its own, or
+            copies one.
         dp: data-parallel ranks.
         cp: context-parallel ranks.
         tp: tensor-parallel ranks.

@@ -151,11 +151,12 @@ def test_a_simulated_rank_that_fails_is_the_failure_of_the_run(tmp_path):
     with pytest.raises(SpecError, match="no_such_bug"):
         run_here(run, PROJECT)
     assert (run.status, run.failure()["exception"]) == ("failed", "SpecError")
-    run = small(tmp_path / "skipped", layout={"cp": 2}, faults=["skipped_collective"],
+    run = small(tmp_path / "skipped", layout={"cp": 2}, faults=["skipped_collective"], steps=2,
                 data={"documents_per_step": 6})
     with pytest.raises(LaunchError, match="simulated ranks"):
         run_here(run, PROJECT)
     assert (run.status, run.failure()["exception"]) == ("failed", "LaunchError")
+    assert len(run.steps()) == 1, "the first step was recorded"
 
 
 def test_which_run_gives_the_clip_decisions_is_never_guessed(tmp_path):

@@ -53,6 +53,18 @@ def test_simulated_ranks_find_what_real_ranks_find_and_one_rank_too(tmp_path):
         assert here["metrics"] == pytest.approx(one["metrics"], rel=1e-10, abs=1e-13)
 
 
+@pytest.mark.parametrize("layout", [{"cp": 4, "attention": "hybrid", "ulysses": 2}, {"cp": 3, "attention": "ring"},
+                                    {"tp": 2, "sequence_parallel": True}, {"dp": 2, "cp": 2, "order": "balanced",
+                                                                           "block_tokens": 4}])
+def test_a_layout_of_any_kind_finds_what_one_rank_finds(layout):
+    documents = documents_near(11)
+    one = step_on(make_mesh(alone=True), settings({}), documents)
+    sizes = {name: size for name, size in layout.items() if name in ("dp", "cp", "tp", "ulysses")}
+    for found in simulate(lambda mesh: step_on(mesh, settings(layout), documents), **sizes):
+        assert found["loss"] == pytest.approx(one["loss"], rel=1e-12)
+        assert_float64_parity(found["gradients"], one["gradients"], context=str(layout))
+
+
 def test_results_come_in_rank_order_and_the_same_each_time():
     def place(mesh):
         return mesh.coordinates, [mesh[axis].ranks for axis in ("dp", "cp", "tp", "dp_cp")], mesh.world_size

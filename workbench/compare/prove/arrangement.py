@@ -25,6 +25,8 @@ from workbench.sharding.mesh import Mesh
 from workbench.sharding.simulated import simulate
 
 TIMEOUT_S = 60.0
+BLOCK_TOKENS = 2
+"""Of the balanced order: rows here are short."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Arrangement:
         cp: context-parallel ranks.
         tp: tensor-parallel ranks.
         order: which tokens of a row a cp rank holds.
+        attention: how cp ranks come to each other's keys and values.
+        sequence_parallel: whether tp ranks share tokens between cut layers.
         multiple_of: rows are padded to a multiple of this; None: of what the layout needs.
         chunk_tokens: rows of the head whose logits exist at a time; None: all.
         fused: whether loss and gradient are computed in one pass over the head, as far as that goes.
@@ -50,6 +54,8 @@ class Arrangement:
     cp: int = 1
     tp: int = 1
     order: str = "contiguous"
+    attention: str = "gathered"
+    sequence_parallel: bool = False
     multiple_of: int | None = None
     chunk_tokens: int | None = None
     fused: bool = False
@@ -62,7 +68,9 @@ class Arrangement:
     @property
     def layout(self) -> LayoutSpec:
         """Its ranks."""
-        return LayoutSpec(dp=self.dp, cp=self.cp, tp=self.tp, order=self.order, block_tokens=2)
+        return LayoutSpec.model_validate({
+            "dp": self.dp, "cp": self.cp, "tp": self.tp, "order": self.order, "block_tokens": BLOCK_TOKENS,
+            "attention": self.attention, "sequence_parallel": self.sequence_parallel})
 
     @property
     def tokens(self) -> int:
@@ -163,7 +171,8 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     if mesh["tp"].size > 1:
         implementation = "auto" if asked.logprobs == "reference" else asked.logprobs
         return load_policy("tiny-qwen3", mesh=mesh, precision="float64", temperature=temperature,
-                           implementation=implementation, chunk_tokens=asked.chunk_tokens)
+                           implementation=implementation, chunk_tokens=asked.chunk_tokens,
+                           sequence_parallel=spec.layout.sequence_parallel)
     number = mesh["dp_cp"].rank
     whole = _copies(mesh["dp_cp"].size)[number]
     implementation = whole.implementation if asked.logprobs == "auto" else asked.logprobs

@@ -14,12 +14,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from workbench.compare.prove.arrangement import Arrangement, one_row
 from workbench.compare.prove.documents import Document, silent_documents
-from workbench.sharding.plan import ORDERS
+from workbench.sharding.orders import ORDERS
 
+ORDER_NAMES = tuple(ORDERS)
+"""contiguous first: the plain one."""
+ATTENTION = ("gathered", "ring", "ulysses")
+HEADS = 4
+"""Query heads of the model that everything is proved on, which ulysses deals out."""
 PERMUTATIONS = 8
 """Orders of documents of which the one with most documents across edges is taken."""
 
@@ -138,16 +142,20 @@ def straddled(arrangement: Arrangement, cp: int) -> int:
 
 def _cp_degree(case: Case) -> Pair | None:
     plain = straddling(case, case["cp"], case["cp"])
-    return plain, replace(plain, cp=case["cp"])
+    attention = ATTENTION[case["attention"]]
+    if attention == "ulysses" and HEADS % case["cp"]:
+        attention = "ring"
+    return plain, replace(plain, cp=case["cp"], attention=attention)
 
 
 def _cp_order(case: Case) -> Pair | None:
     plain = replace(straddling(case, case["cp"], 2 * case["cp"]), cp=case["cp"])
-    return plain, replace(plain, order=ORDERS[case["order"]])
+    return plain, replace(plain, order=ORDER_NAMES[case["order"]])
 
 
 def _tp(case: Case) -> Pair | None:
-    return one_row(case.documents), one_row(case.documents, tp=case["tp"])
+    plain = one_row(case.documents, multiple_of=case["tp"])
+    return plain, replace(plain, tp=case["tp"], sequence_parallel=bool(case["sequence_parallel"]))
 
 
 def _head_chunking(case: Case) -> Pair | None:
@@ -186,8 +194,9 @@ def _empty_ranks(case: Case) -> Pair | None:
 
 def _together(case: Case) -> Pair | None:
     rows = dealt(case, 4)
-    changed: dict[str, Any] = {"dp": 2, "cp": 2, "tp": case["tp"], "order": ORDERS[case["order"]], "multiple_of": 12}
-    return rows and (one_row(case.documents), Arrangement(case.documents, rows, chunk_tokens=5, **changed))
+    order = ORDER_NAMES[case["order"]]
+    return rows and (one_row(case.documents), Arrangement(case.documents, rows, dp=2, cp=2, tp=case["tp"], order=order,
+                                                          multiple_of=12, chunk_tokens=5))
 
 
 def _silent(case: Case, number: int) -> tuple[Document, ...]:
@@ -202,17 +211,19 @@ LAWS: dict[str, Law] = {law.name: law for law in (
     Law("micro_batch_order", "micro-batches may come in any order", {"micro_batches": (2, 3)}, _micro_batch_order),
     Law("packing_order", "any document may share a row with any other, in any order", {"micro_batches": (1, 2)},
         _packing_order),
-    Law("cp_degree", "a row may be cut for any number of context-parallel ranks", {"cp": (2, 3, 4)}, _cp_degree),
+    Law("cp_degree", "a row may be cut for any number of context-parallel ranks",
+        {"cp": (2, 3, 4), "attention": range(len(ATTENTION))}, _cp_degree),
     Law("cp_order", "context-parallel ranks may hold a row's tokens in any order",
-        {"cp": (2, 3), "order": range(1, len(ORDERS))}, _cp_order),
-    Law("tp", "any number of tensor-parallel ranks may compute the same tokens", {"tp": (2,)}, _tp),
+        {"cp": (2, 3), "order": range(1, len(ORDER_NAMES))}, _cp_order),
+    Law("tp", "any number of tensor-parallel ranks may compute the same tokens",
+        {"tp": (2,), "sequence_parallel": (0, 1)}, _tp),
     Law("head_chunking", "the head may take the tokens of a row a few at a time",
         {"chunk_tokens": (1, 2, 3, 7, 16), "fused": (0, 1)}, _head_chunking),
     Law("padding", "a row may have any padding", {"extra": (1, 2, 5, 30)}, _padding),
     Law("masked_rows", "documents in which nothing trains may be added", {"documents": (2, 4)}, _masked_rows),
     Law("empty_ranks", "a rank or a micro-batch may have nothing to train",
         {"kind": (0, 1, 2), "documents": (0, 1), "first": (0, 1)}, _empty_ranks, idle=True),
-    Law("together", "all of this at once", {"order": range(1, len(ORDERS)), "tp": (1, 2)}, _together, idle=True),
+    Law("together", "all of this at once", {"order": range(1, len(ORDER_NAMES)), "tp": (1, 2)}, _together, idle=True),
 )}
 """Every law by name, in the order in which a table lists them."""
 

@@ -22,7 +22,7 @@ from workbench.reduction.weights import StepTotals
 from workbench.rollouts.targets import TrainingRow
 from workbench.runs.spec import RunSpec
 from workbench.runs.step import LocalRow, StepResult
-from workbench.sharding.gradients import full_gradients, gradient_norms, sum_gradients
+from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
 from workbench.sharding.mesh import Mesh
 
 Engine = Literal["sum", "mean"]
@@ -119,12 +119,11 @@ def trainer_step(policy: Policy, microbatch_loss: MicrobatchLoss, rows: Sequence
         loss.backward()
         parts.append(Scalar(loss.detach() / divisor, frozenset({"dp_cp"})))
     sum_gradients(policy.model, policy.shards, mesh)
-    for parameter in policy.model.parameters():
-        parameter.grad.div_(divisor)
+    scale_gradients(policy.model, policy.shards, 1 / divisor)
     return StepResult(
         loss={"total": sum(parts[1:], start=parts[0]).complete(mesh)},
         metrics={},
-        norms={name: float(norm) for name, norm in gradient_norms(policy.model, policy.shards, mesh).items()},
+        norms=gradient_norms(policy.model, policy.shards, mesh),
         gradients=full_gradients(policy.model, policy.shards, mesh),
         tokens={},
         totals=totals)

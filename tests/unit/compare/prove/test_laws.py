@@ -6,10 +6,12 @@ from workbench.compare.prove.arrangement import one_rank_policy, one_row
 from workbench.compare.prove.documents import draw_documents
 from workbench.compare.prove.laws import DECLARED, LAWS, dealt, straddled
 from workbench.losses.spec import LossSpec
+from workbench.sharding.orders import ORDERS
 
 MAY_CHANGE = {
     "dp_split": {"dp", "rows"}, "micro_batch_split": {"rows"}, "micro_batch_order": {"rows"},
-    "packing_order": {"rows"}, "cp_degree": {"cp"}, "cp_order": {"order"}, "tp": {"tp"},
+    "packing_order": {"rows"}, "cp_degree": {"cp", "attention"}, "cp_order": {"order"},
+    "tp": {"tp", "sequence_parallel"},
     "head_chunking": {"chunk_tokens", "fused"}, "padding": {"multiple_of"}, "masked_rows": {"documents", "rows"},
     "empty_ranks": {"dp", "cp", "rows"},
     "together": {"dp", "cp", "tp", "rows", "order", "multiple_of", "chunk_tokens"},
@@ -58,6 +60,12 @@ def test_documents_lie_across_the_edges_of_shards(documents):
     length = len(few.documents[0].tokens)
     assert straddled(few, 1) == 0
     assert straddled(few, length) == length - 2, "targets stand on all places but the last"
+
+
+def test_every_order_and_three_ways_of_attention_are_tried(documents):
+    assert {changed.order for _, changed in pairs(LAWS["cp_order"], documents)} == set(ORDERS) - {"contiguous"}
+    assert {plain.order for plain, _ in pairs(LAWS["cp_order"], documents)} == {"contiguous"}
+    assert {changed.attention for _, changed in pairs(LAWS["cp_degree"], documents)} == {"gathered", "ring", "ulysses"}
 
 
 def test_orders_of_micro_batches_and_rows_differ_in_order_only(documents):
