@@ -36,7 +36,7 @@ class Mistake:
         loss: what a trainer calls for each micro-batch.
         engine: sum or mean.
         law: the law that the mistake is about.
-        also: other laws that it breaks, a word each.
+        also: other laws that it breaks, a word each (some orders of cp pad documents).
         factor: what the gradient (or the loss, where the gradient is right) is multiplied with in that law's smallest
             counterexample; None: no factor.
         origin: where it was made.
@@ -329,7 +329,7 @@ MISTAKES = {
         origin="ServiceNow/Fast-LLM 60aed36e; areal-project/AReaL#990"),
     "padded tokens": Mistake(
         divided_by_padded_tokens, "sum", "padding",
-        also="micro_batch_split packing_order masked_rows empty_ranks", factor="tokens / padded tokens",
+        also="micro_batch_split packing_order cp_order masked_rows empty_ranks", factor="tokens / padded tokens",
         origin="areal-project/AReaL#1346; Dr. GRPO by the padded width of a micro-batch, verl"),
     "one token at least": Mistake(
         one_token_at_least, "sum", "masked_rows", also="", factor="tokens / (tokens + silent documents)",
@@ -341,7 +341,7 @@ MISTAKES = {
         kl_by_its_own_mean, "sum", "micro_batch_split", also="packing_order empty_ranks", factor=None,
         origin="NovaSky-AI/SkyRL#1822, #1969, penalties as means of micro-batch means"),
     "entropy of padding": Mistake(
-        entropy_of_padding_too, "sum", "padding", also="masked_rows empty_ranks", factor=None,
+        entropy_of_padding_too, "sum", "padding", also="cp_order masked_rows empty_ranks", factor=None,
         origin="NovaSky-AI/SkyRL#211"),
     # factors of the layout
     "cp left out": Mistake(
