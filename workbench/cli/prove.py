@@ -64,7 +64,7 @@ def _prove(loss: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LOS
         laws: Which laws; all if none is named.
         seed: Of the batches and layouts.
         rounds: Cases of each law.
-        budget_s: Seconds after which no further case is begun; laws that were not tried are named.
+        budget_s: Seconds of processor time after which no further case is begun; laws that were not tried are named.
         json: Print JSON.
     """
     from workbench.compare.prove import prove

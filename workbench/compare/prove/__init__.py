@@ -45,8 +45,8 @@ def prove(loss: str | Mapping[str, Any] | LossSpec | RunSpec | Callable[..., Any
         laws: which; None: all.
         seed: what cases are drawn from.
         rounds: cases of each law.
-        budget_s: no case is begun after so many seconds. A law that no case was held against is not kept: `Proof.ok`
-            is False, and `Proof.untried` names it.
+        budget_s: no case is begun after so many seconds of processor time. A law that no case was held against is not
+            kept: `Proof.ok` is False, and `Proof.untried` names it.
 
     Returns:
         A verdict on every law. The model is always ``tiny-qwen3``: what a loss divides by does not depend on it.

@@ -107,7 +107,7 @@ class _Search:
             differences[smaller] = again
             return True
 
-        smallest = shrink(case, law, fails, lambda: next(tries) < TRIES and time.monotonic() < self.deadline)
+        smallest = shrink(case, law, fails, lambda: next(tries) < TRIES and time.process_time() < self.deadline)
         return smallest, differences[smallest]
 
 
@@ -122,10 +122,10 @@ def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, bud
         laws: in the order of the table.
         seed: what cases are drawn from.
         rounds: cases of each law.
-        budget_s: no case is begun after so many seconds; one that has begun is finished.
+        budget_s: no case is begun after so many seconds of processor time; one that has begun is finished.
     """
     started = time.monotonic()
-    engine = _Search(subject, seed, started + budget_s, _needs_groups(subject))
+    engine = _Search(subject, seed, time.process_time() + budget_s, _needs_groups(subject))
     records = [_Record(law) for law in laws]
     excused = {name for word in subject.declared for name in DECLARED.get(word, ())}
     for number in range(rounds):
@@ -135,7 +135,7 @@ def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, bud
                 record.why = "it is made of laws of which some do not hold"
                 continue
             early = failed and number
-            if record.failed is None and time.monotonic() < engine.deadline - early * KEPT_BACK * budget_s:
+            if record.failed is None and time.process_time() < engine.deadline - early * KEPT_BACK * budget_s:
                 engine.round(record, number)
     for record in records:
         if record.failed is not None and record.law.name not in excused:
