@@ -12,14 +12,20 @@ from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.runs import step as flow
 from workbench.runs.faults import planted
 from workbench.runs.spec import RunSpec
-from workbench.sharding.mesh import make_mesh
+from workbench.sharding.mesh import Mesh, make_mesh
 
 
 def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:
     """One step of the flow under a spec; gradients, loss, norms and per-token values, whole, from every rank."""
+    layout = RunSpec.model_validate(settings).layout
+    mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses)
+    return step_on(mesh, settings, documents, frozen_clip)
+
+
+def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None) -> dict:
+    """The same on a mesh that is there already."""
     spec = RunSpec.model_validate(settings)
     layout = spec.layout
-    mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses)
     policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, tied=spec.model.tied,
                          seed=spec.model.seed, temperature=spec.policy.temperature or 1.0,
                          implementation=spec.policy.logprobs, fp32_head=spec.policy.fp32_head,

@@ -25,6 +25,7 @@ VERBS = {
     "cancel": "end a run, or all runs of an experiment",
     "report": "write an experiment's report page again, from its saved comparison",
     "compare": "print the verdicts of an experiment",
+    "prove": "whether a loss keeps the laws of parallel training, or the smallest case in which it does not",
     "export": "write runs for W&B, trackio, MLflow or TensorBoard",
     "rollouts": "import, check or record rollouts",
     "lab": "open JupyterLab on the notebooks",

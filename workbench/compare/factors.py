@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from workbench.compare.comparison import ParameterDifference
 from workbench.runs.spec import RunSpec
@@ -30,15 +30,36 @@ def name_factor(rows: Sequence[ParameterDifference], spec: RunSpec) -> tuple[flo
     spread = max(abs(ratio / factor - 1) for ratio in ratios) if factor else 0.0
     if spread > SAME:
         return factor, ""
-    return factor, next((meaning for meaning, value in _candidates(spec) if abs(factor / value - 1) <= SAME), "")
+    return factor, meaning(factor, {"cp": spec.layout.cp, "dp": spec.layout.dp, "tp": spec.layout.tp,
+                                    "micro_batches": spec.data.micro_batches,
+                                    "dp * cp": spec.layout.dp * spec.layout.cp})
 
 
-def _candidates(spec: RunSpec) -> list[tuple[str, float]]:
-    """Simple quantities of a run, smallest explanation first."""
-    sizes = {"cp": spec.layout.cp, "dp": spec.layout.dp, "tp": spec.layout.tp,
-             "micro_batches": spec.data.micro_batches, "dp * cp": spec.layout.dp * spec.layout.cp}
-    found = []
+def meaning(factor: float, sizes: Mapping[str, float]) -> str:
+    """What a factor equals: a size, or 1 over one; "" if none of them. The first that fits is taken.
+
+    Args:
+        factor: the number.
+        sizes: sizes by name, the likeliest first; a size of 1 explains nothing.
+
+    Example:
+        >>> meaning(0.5, {"dp": 3, "cp": 2})
+        '1 / cp'
+        >>> meaning(0.8, {"padded tokens / tokens": 1.25})
+        'tokens / padded tokens'
+    """
     for name, size in sizes.items():
-        if size > 1:
-            found += [(f"1 / {name}" if " " not in name else f"1 / ({name})", 1 / size), (name, float(size))]
-    return found
+        if abs(size - 1) <= SAME:
+            continue
+        if abs(factor * size - 1) <= SAME:
+            return _one_over(name)
+        if abs(factor / size - 1) <= SAME:
+            return name
+    return ""
+
+
+def _one_over(name: str) -> str:
+    above, slash, below = name.partition(" / ")
+    if slash:
+        return f"{below} / {above}"
+    return f"1 / ({name})" if " " in name else f"1 / {name}"

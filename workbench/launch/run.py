@@ -63,7 +63,7 @@ def launch(ablation: AblationSpec | Sequence[Planned], experiment_dir: Path, *, 
     gpus = visible_gpus() if where not in CLUSTERS and any(run.spec.device != "cpu" for run in planned) else []
     placements = [on_cluster(run) if where in CLUSTERS else place(run.name, run.spec, gpus) for run in planned]
     if where == "here":
-        _refuse_several_ranks(planned)
+        _refuse_sharded_parameters(planned)
     inputs = identify([run.spec for run in planned], project)
     with resume.alone(runs_dir):
         resume.refuse_running(runs_dir, planned)
@@ -164,8 +164,10 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _refuse_several_ranks(planned: Sequence[Planned]) -> None:
-    several = [f"{run.name} ({run.world_size} ranks)" for run in planned if run.world_size > 1]
-    if several:
-        raise LaunchError("run the ablation here, in one process", found=", ".join(several),
-                          rule="here there is one rank", fix="leave these out, or use where='processes' or 'torchx'")
+def _refuse_sharded_parameters(planned: Sequence[Planned]) -> None:
+    sharded = [f"{run.name} ({run.world_size} ranks)" for run in planned
+               if run.world_size > 1 and run.spec.layout.shard_parameters]
+    if sharded:
+        raise LaunchError("run the ablation here, in one process", found=f"shard_parameters in {', '.join(sharded)}",
+                          rule="here ranks are simulated, and FSDP2 asks for real ones",
+                          fix="leave these out, or use where='processes' or 'torchx'")

@@ -8,6 +8,7 @@ Letters: t tokens | E experts | k experts of a token.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -63,11 +64,12 @@ def _lift_rms_norm(module: Any, name: str, kind: str) -> None:
         raise SpecError(f"float64 run of a model with {kind} at {name}", rule="norms that multiply by their weight",
                         fix="use precision: float32 for this model")
 
-    def forward(hidden: Tensor) -> Tensor:
-        variance = hidden.square().mean(-1, keepdim=True)
-        return module.weight * (hidden * torch.rsqrt(variance + module.variance_epsilon))
+    module.forward = types.MethodType(_exact_norm, module)  # bound: a deep copy's is bound to the copy
 
-    module.forward = forward
+
+def _exact_norm(module: Any, hidden: Tensor) -> Tensor:
+    variance = hidden.square().mean(-1, keepdim=True)
+    return module.weight * (hidden * torch.rsqrt(variance + module.variance_epsilon))
 
 
 def _lift_router(module: Any, name: str, kind: str) -> None:
@@ -87,9 +89,10 @@ def _lift_router(module: Any, name: str, kind: str) -> None:
 
 
 def _lift_rotary(module: Any) -> None:
-    def forward(hidden: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].double() * module.inv_freq
-        both = torch.cat([angles, angles], dim=-1)
-        return both.cos() * module.attention_scaling, both.sin() * module.attention_scaling
+    module.forward = types.MethodType(_exact_rotary, module)
 
-    module.forward = forward
+
+def _exact_rotary(module: Any, hidden: Tensor, position_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    angles = position_ids[..., None].double() * module.inv_freq
+    both = torch.cat([angles, angles], dim=-1)
+    return both.cos() * module.attention_scaling, both.sin() * module.attention_scaling

@@ -2,7 +2,8 @@
 
 One optimizer step trains on some micro-batches of each data-parallel rank, a row each. Rows may differ in length and
 may be empty: a rank with nothing to train still enters every collective. `pack` deals a step into a given number of
-rows; `fill` takes as many micro-batches of a given size as the step needs.
+rows, `deal` puts each document where it is told, and `fill` takes as many micro-batches of a given size as the step
+needs.
 """
 
 from __future__ import annotations
@@ -50,6 +51,26 @@ def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1, document_m
         members[row] += bundles[number]
         heapq.heappush(shortest, (filled + lengths[number], row))
     return [_padded(batch, sorted(chosen), multiple_of, document_multiple_of) for chosen in members]
+
+
+def deal(batch: RolloutBatch, rows: Sequence[Sequence[int]], *, multiple_of: int = 1,
+         document_multiple_of: int = 1) -> list[RolloutBatch]:
+    """Rows of the documents that are named for each, in that order, padded like those of `pack`.
+
+    Args:
+        batch: the documents of the whole optimizer step.
+        rows: numbers of documents, row by row; a row may be empty.
+        multiple_of: rows are padded up to a multiple of this many tokens (and are never empty).
+        document_multiple_of: each document is padded up to a multiple of this many tokens first.
+
+    Raises:
+        SpecError: a document is in no row, or in two.
+    """
+    dealt = sorted(document for row in rows for document in row)
+    if dealt != list(range(batch.num_documents)):
+        raise SpecError(f"deal {batch.num_documents} documents", found=f"rows {[list(row) for row in rows]}",
+                        rule="each document is in one row", fix="name every document once")
+    return [_padded(batch, row, multiple_of, document_multiple_of) for row in rows]
 
 
 def fill(batch: RolloutBatch, *, tokens: int, ranks: int = 1, multiple_of: int = 1, document_multiple_of: int = 1,

@@ -42,7 +42,7 @@ from workbench.reduction.scaling import Cut
 from workbench.reduction.weights import StepTotals, TokenWeights, step_weights
 from workbench.rollouts.advantages.registry import AdvantageInputs, estimate_advantages
 from workbench.rollouts.batch import PADDING, RolloutBatch
-from workbench.rollouts.packing import fill, pack
+from workbench.rollouts.packing import deal, fill, pack
 from workbench.rollouts.targets import TrainingRow, shift_targets
 from workbench.runs.fused import fused_row
 from workbench.runs.spec import LayoutSpec, LossSpec, RunSpec
@@ -96,11 +96,18 @@ class StepResult:
     fallbacks: tuple[str, ...] = ()
 
 
-def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> tuple[list[LocalRow], StepTotals]:
+def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh,
+                 dealt: Sequence[Sequence[int]] | None = None) -> tuple[list[LocalRow], StepTotals]:
     """Turn the documents of one optimizer step into this rank's micro-batches.
 
     Every rank sees the whole step here, so the weights need no collective and cannot be local: all micro-batches of
     all ranks, however many the step takes, are divided by the same counts.
+
+    Args:
+        batch: the documents of the whole step.
+        spec: of the run.
+        mesh: the axes.
+        dealt: which documents lie in which row, as `pack_step` takes it.
 
     Raises:
         SpecError: a loss on preference pairs, and a group of a row that is not a pair; advantages that the rollouts do
@@ -108,7 +115,7 @@ def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> tuple[list[L
     """
     batch = make_advantages(batch, spec)
     layout, dtype = spec.layout, DTYPES["float64" if spec.precision == "float64" else "float32"]
-    whole = [shift_targets(row).to(torch.device("cpu"), dtype) for row in pack_step(batch, spec)]
+    whole = [shift_targets(row).to(torch.device("cpu"), dtype) for row in pack_step(batch, spec, dealt)]
     if spec.loss.needs_pairs:
         for row in whole:
             signs_of_pairs(row)  # refused here, on every rank, and not later by the one rank that holds the row
@@ -150,8 +157,14 @@ def make_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
     return replace(batch, advantages_T=estimate_advantages(asked.name, made, **asked.settings).advantages_T)
 
 
-def pack_step(batch: RolloutBatch, spec: RunSpec) -> list[RolloutBatch]:
-    """The rows of one optimizer step: those of the first dp rank, then those of the second, ..."""
+def pack_step(batch: RolloutBatch, spec: RunSpec, dealt: Sequence[Sequence[int]] | None = None) -> list[RolloutBatch]:
+    """The rows of one optimizer step: those of the first dp rank, then those of the second, ...
+
+    Args:
+        batch: the documents of the whole step.
+        spec: of the run.
+        dealt: numbers of the documents of each row, a multiple of dp rows; None: `pack` or `fill` deal them.
+    """
     layout, data = spec.layout, spec.data
     if data.keep_groups and batch.group_ids_N is None:
         raise SpecError("data.keep_groups", found="a batch without group_ids", rule="documents of a group share an id",
@@ -159,6 +172,8 @@ def pack_step(batch: RolloutBatch, spec: RunSpec) -> list[RolloutBatch]:
     needed = multiples(layout)
     how = {"multiple_of": data.multiple_of or needed.row, "document_multiple_of": needed.document,
            "together_N": batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None}
+    if dealt is not None:
+        return deal(batch, dealt, multiple_of=how["multiple_of"], document_multiple_of=needed.document)
     if data.micro_batch_tokens is None:
         return pack(batch, rows=layout.dp * data.micro_batches, **how)
     return fill(batch, tokens=data.micro_batch_tokens, ranks=layout.dp, **how)

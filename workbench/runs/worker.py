@@ -1,7 +1,7 @@
 """One rank of one run: read the spec, train its steps, write the record.
 
-Started once per rank by a launcher (``python -m workbench.runs.worker RUN_DIR``), or called in this process for a
-run of one rank (`run_here`). The first rank writes the record; every rank notes how it ended.
+Started once per rank by a launcher (``python -m workbench.runs.worker RUN_DIR``), or called in this process, where
+several ranks are simulated (`run_here`). The first rank writes the record; every rank notes how it ended.
 """
 
 from __future__ import annotations
@@ -29,30 +29,53 @@ from workbench.runs.store import RunDirectory, provenance
 from workbench.runs.watched import be_watched
 from workbench.sharding import flight
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh
+from workbench.sharding.simulated import simulate
 
 
 def run_here(run: RunDirectory, project: Path) -> None:
-    """Do a run of one rank in this process, whatever job this process itself may be part of.
+    """Do a run in this process, whatever job this process itself may be part of; several ranks are simulated.
 
     Raises:
         WorkbenchError: whatever went wrong; the run directory says so too.
     """
-    _rank(run, project, rank=0, join_job=False)
+    spec, layout = run.spec, run.spec.layout
+    if layout.world_size == 1:
+        _rank(run, project, rank=0, join_job=False)
+        return
+
+    def rank(mesh: Mesh) -> None:
+        _rank(run, project, rank=mesh["dp_cp"].rank * layout.tp + mesh["tp"].rank, join_job=False, mesh=mesh)
+
+    try:
+        with planted(spec.faults):
+            simulate(rank, dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses,
+                     device=_device_type(spec), timeout_s=spec.timeout_s)
+    except BaseException as error:
+        if 0 not in run.exits():
+            run.write_exit(0, {}, error)
+        run.set_state("failed")
+        raise
 
 
-def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool) -> None:
-    """Do a rank's part of a run and note how it ended."""
+def _device_type(spec: RunSpec) -> str:
+    return os.environ.get("WORKBENCH_DEVICE", "cpu" if spec.device == "auto" else spec.device)
+
+
+def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: Mesh | None = None) -> None:
+    """Do a rank's part of a run and note how it ended. Where the mesh is given, faults are planted already."""
     coordinates: dict[str, int] = {}
     try:
         if rank == 0:
             run.set_state("running")
         spec, layout = run.spec, run.spec.layout
-        device_type = os.environ.get("WORKBENCH_DEVICE", "cpu" if spec.device == "auto" else spec.device)
-        device = join(device_type, timeout_s=spec.timeout_s) if join_job else torch.device(device_type)
-        mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses, device=device,
-                         alone=not join_job)
+        faults = spec.faults if mesh is None else ()
+        if mesh is None:
+            device_type = _device_type(spec)
+            device = join(device_type, timeout_s=spec.timeout_s) if join_job else torch.device(device_type)
+            mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses, device=device,
+                             alone=not join_job)
         coordinates = mesh.coordinates
-        with planted(spec.faults):
+        with planted(faults):
             _train(run, spec, mesh, project)
     except BaseException as error:
         if isinstance(error, WorkbenchError) and coordinates:

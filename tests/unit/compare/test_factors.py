@@ -1,5 +1,5 @@
 from workbench.compare.comparison import ParameterDifference
-from workbench.compare.factors import name_factor
+from workbench.compare.factors import meaning, name_factor
 from workbench.runs.spec import RunSpec
 
 
@@ -32,3 +32,13 @@ def test_scattered_ratios_are_not_given_a_name():
 def test_parameters_without_a_gradient_say_nothing():
     empty = ParameterDifference(0, "p", 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, "floor", True)
     assert name_factor([empty], RunSpec()) == (None, "")
+
+
+def test_a_meaning_is_the_first_size_that_fits_or_one_over_it():
+    sizes = {"dp": 3, "one": 1, "cp": 2, "also two": 2, "a * b": 6, "padded tokens / tokens": 1.25}
+    assert meaning(2.0, sizes) == "cp"
+    assert meaning(1 / 6, sizes) == "1 / (a * b)"
+    assert meaning(1.25, sizes) == "padded tokens / tokens"
+    assert meaning(0.8, sizes) == "tokens / padded tokens"
+    assert meaning(1.0, sizes) == "", "a size of 1 explains nothing"
+    assert meaning(0.0, sizes) == meaning(-2.0, sizes) == ""

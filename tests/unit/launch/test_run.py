@@ -112,10 +112,10 @@ class TestHere:
         launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=project, on_event=events.append)
         assert events[-1].why == "rank 0 ShapeError: split 7 tokens; found: an odd row"
 
-    def test_several_ranks_are_refused_and_nothing_is_made(self, tmp_path):
-        ablation = AblationSpec(reference="a", base={"precision": "float64"},
-                                configurations={"a": {}, "cp2": {"layout": {"cp": 2}}})
-        with pytest.raises(LaunchError, match=r"cp2 \(2 ranks\)"):
+    def test_several_ranks_are_simulated_but_not_those_of_sharded_parameters(self, tmp_path):
+        ablation = AblationSpec(reference="a", base={"precision": "float64"}, configurations={
+            "a": {}, "cp2": {"layout": {"cp": 2}}, "dp2": {"layout": {"dp": 2, "shard_parameters": True}}})
+        with pytest.raises(LaunchError, match=r"found: shard_parameters in dp2 \(2 ranks\)\n"):
             launch(ablation, tmp_path, where="here", worker=FAKE)
         assert list(tmp_path.iterdir()) == []
 

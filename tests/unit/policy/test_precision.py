@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,14 @@ def test_rotary_keeps_the_scaling_of_its_attention():
     rotary.attention_scaling = 1.5  # what yarn sets; it is 1 in the default type
     cos, sin = rotary(torch.zeros(1, 1, dtype=torch.float64), torch.tensor([[0, 7]]))
     torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, 2.25), rtol=0, atol=1e-14)
+
+
+def test_a_copy_of_a_lifted_model_trains_its_own_norms():
+    model = lift_to_float64(tiny_qwen3(19))
+    twin = copy.deepcopy(model)
+    twin(input_ids=torch.tensor([[1, 2, 3]])).logits.square().sum().backward()
+    assert all(float(p.grad.norm()) > 0 for name, p in twin.named_parameters() if "norm" in name)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("normalised", [True, False])

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from tests.helpers.proofs import make_proof
 from tests.helpers.trials import make_sweep
 from workbench.adapters import explain
 from workbench.compare.comparison import Comparison
@@ -26,7 +27,7 @@ def nouns(tmp_path, comparison):
     sweep = make_sweep(tmp_path / "exp", "a")
     ablation = AblationSpec(question="is it?", reference="a", configurations={"a": {"precision": "float64"}})
     return [batch, ShardPlan.make("zigzag", num_tokens=8, cp=2), RunSpec(), ablation, *sweep.runs, sweep,
-            comparison, explain("fast_llm", {}, "fast_llm", {"type": "gspo"})]
+            comparison, explain("fast_llm", {}, "fast_llm", {"type": "gspo"}), make_proof()]
 
 
 def test_the_list_names_types_that_are_there(nouns):

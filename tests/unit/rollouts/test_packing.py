@@ -5,7 +5,7 @@ import torch
 
 from workbench.errors import SpecError
 from workbench.rollouts.batch import RolloutBatch
-from workbench.rollouts.packing import fill, pack
+from workbench.rollouts.packing import deal, fill, pack
 
 
 def make_batch(lengths) -> RolloutBatch:
@@ -101,6 +101,19 @@ def test_a_document_that_no_row_can_hold_is_refused():
         fill(make_batch([2, 9]), tokens=11, multiple_of=4)
     with pytest.raises(SpecError, match=r"document\(s\) \[0, 1\] of 11 tokens"):
         fill(make_batch([2, 9]), tokens=10, together_N=torch.tensor([0, 0]))
+
+
+def test_documents_are_dealt_as_told_in_the_order_told():
+    batch = make_batch([5, 3, 4, 2])
+    rows = deal(batch, [[3, 0], [], [2, 1]], multiple_of=4)
+    assert [row.tokens_T.tolist() for row in rows] == [[4] * 2 + [1] * 5 + [0], [0] * 4, [3] * 4 + [2] * 3 + [0]]
+    assert rows[0].source_T.tolist() == [12, 13, 0, 1, 2, 3, 4, -1]
+
+
+@pytest.mark.parametrize("rows", [[[0, 1], [1]], [[0]], [[0, 1, 2]]])
+def test_a_document_that_is_dealt_twice_or_never_is_refused(rows):
+    with pytest.raises(SpecError, match="each document is in one row"):
+        deal(make_batch([5, 3]), rows)
 
 
 def test_documents_are_padded_where_they_stand():

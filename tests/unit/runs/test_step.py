@@ -210,6 +210,18 @@ def test_groups_of_a_batch_without_groups_cannot_be_kept():
         flow.pack_step(batch, RunSpec(data={"keep_groups": True}))
 
 
+def test_rows_may_be_dealt_by_hand_and_are_padded_as_the_layout_needs():
+    batch, told = grouped(), [[5, 0, 1, 8], [2, 3, 4, 7, 6]]
+    starts = (batch.positions_T == 0).nonzero().squeeze(1)
+    rows = flow.pack_step(batch, RunSpec(layout={"cp": 2, "order": "zigzag"}), told)
+    for row, documents in zip(rows, told, strict=True):
+        firsts = row.source_T[(row.positions_T == 0) & (row.source_T >= 0)]
+        assert torch.equal(firsts, starts[documents])
+        assert row.num_tokens % 4 == 0
+    mine, _ = flow.prepare_rows(batch, RunSpec(), single_process_mesh(), told)
+    assert [int(local.row.document_ids_T.max()) + 1 for local in mine] == [4, 5]
+
+
 @pytest.mark.parametrize("tokens", [48, 72, 96])
 def test_as_many_micro_batches_are_taken_as_the_documents_need(tokens):
     batch = RolloutBatch.from_documents(nasty_documents(4))

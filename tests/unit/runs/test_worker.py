@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
-from workbench.errors import RecordError, SpecError
+from workbench.errors import LaunchError, RecordError, SpecError
 from workbench.policy.tiny import tiny_qwen3
 from workbench.runs.spec import RunSpec
 from workbench.runs.store import RunDirectory
@@ -131,11 +131,32 @@ def test_a_failure_is_written_with_rank_coordinates_and_traceback(tmp_path):
     assert "load_fault" in failure["traceback"]
 
 
-def test_a_mesh_larger_than_the_world_is_refused_in_words(tmp_path):
-    run = small(tmp_path, layout={"cp": 2})
-    with pytest.raises(ValueError, match=r"mesh dp=1 x cp=2 x tp=1 = 2 ranks\n  found: a job of 1 rank"):
+def test_several_ranks_are_simulated_here_and_the_first_one_writes(tmp_path):
+    one = small(tmp_path / "one", precision="float64", data={"documents_per_step": 6})
+    several = small(tmp_path / "several", precision="float64", layout={"cp": 2, "tp": 2},
+                    data={"documents_per_step": 6})
+    for run in (one, several):
         run_here(run, PROJECT)
-    assert run.status == "failed"
+    assert list(several.exits()) == [0, 1, 2, 3]
+    assert several.status == "succeeded"
+    assert len(several.steps()) == 1
+    assert several.steps()[0]["loss/total/sum"] == pytest.approx(one.steps()[0]["loss/total/sum"], rel=1e-12)
+    gradients = several.read_tensors("step0000.gradients")
+    for name, gradient in one.read_tensors("step0000.gradients").items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_a_simulated_rank_that_fails_is_the_failure_of_the_run(tmp_path):
+    run = small(tmp_path / "bug", layout={"cp": 2}, faults=["no_such_bug"])
+    with pytest.raises(SpecError, match="no_such_bug"):
+        run_here(run, PROJECT)
+    assert (run.status, run.failure()["exception"]) == ("failed", "SpecError")
+    run = small(tmp_path / "skipped", layout={"cp": 2}, faults=["skipped_collective"], steps=2,
+                data={"documents_per_step": 6})
+    with pytest.raises(LaunchError, match="simulated ranks"):
+        run_here(run, PROJECT)
+    assert (run.status, run.failure()["exception"]) == ("failed", "LaunchError")
+    assert len(run.steps()) == 1, "the first step was recorded"
 
 
 def test_which_run_gives_the_clip_decisions_is_never_guessed(tmp_path):

@@ -19,6 +19,7 @@ DRAWN = {
     ("workbench.launch.sweep", "Sweep"): "workbench.report.rich.sweep",
     ("workbench.compare.comparison", "Comparison"): "workbench.report.show",
     ("workbench.adapters.explanations", "Explanation"): "workbench.report.rich.explanation",
+    ("workbench.compare.prove.proof", "Proof"): "workbench.report.rich.proof",
 }
 """(module, type) -> the module here whose ``as_html`` draws it."""
 

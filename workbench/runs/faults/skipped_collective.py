@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from workbench.errors import SpecError
 from workbench.runs.faults import Fault
+from workbench.sharding.mesh import Mesh
 from workbench.sharding.tensor_parallel import ParameterShard
 
 _CALL, _RANK = 2, 1
@@ -15,17 +17,17 @@ _WITHOUT_PARAMETERS = nn.Module()
 
 
 def _broken(sum_gradients: Callable) -> Callable:
-    calls = 0
+    calls: Counter[tuple[int, ...]] = Counter()  # simulated ranks share it
 
-    def sum_without_one(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: object) -> None:
-        nonlocal calls
-        calls += 1
+    def sum_without_one(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> None:
+        place = tuple(mesh.coordinates.values())
+        calls[place] += 1
         if any(shard.over_dp_cp for shard in shards.values()):
             raise SpecError("fault 'skipped_collective' with layout.shard_parameters",
                             found="gradients that backward has summed over dp x cp",
                             rule="the fault leaves out a sum that comes after backward",
                             fix="leave out shard_parameters, or the fault")
-        skips = calls == _CALL and mesh["dp_cp"].rank == _RANK
+        skips = calls[place] == _CALL and mesh["dp_cp"].rank == _RANK
         sum_gradients(_WITHOUT_PARAMETERS if skips else model, shards, mesh)
 
     return sum_without_one

@@ -1,0 +1,106 @@
+"""`workbench prove`: does a loss keep the laws of parallel training?"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from workbench.cli.terminal import safe_lines, say
+from workbench.errors import SpecError
+
+
+def load_function(place: str) -> Callable[..., Any]:
+    """A function from a Python file; the file is run, with its own folder to import from.
+
+    Args:
+        place: ``path/to/file.py:name``.
+
+    Raises:
+        SpecError: no such file, it does not run, or it has no such function.
+    """
+    path, _, name = place.rpartition(":")
+    file = Path(path)
+    if not file.is_file():
+        raise SpecError(f"prove {place}", found=f"no file {path}", rule="FILE.py:NAME of a function in it",
+                        fix="check the path")
+    described = importlib.util.spec_from_file_location(f"proved_{file.stem}", file)
+    assert described is not None, "a .py file has a loader"
+    assert described.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(described)
+    sys.modules[described.name] = module
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        described.loader.exec_module(module)
+    except Exception as error:
+        raise SpecError(f"prove {place}", found=f"{type(error).__name__}: {error}", rule=f"{file.name} can be imported",
+                        fix="mend what is named above") from error
+    finally:
+        sys.path.pop(0)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise SpecError(f"prove {place}", found=f"{file.name} has no function {name!r}", rule="FILE.py:NAME",
+                        fix="check the name")
+    return function
+
+
+def _prove(loss: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LOSS")], *, spec: Path | None = None,
+           engine: Literal["sum", "mean"] | None = None, laws: tuple[str, ...] = (), seed: int = 0,
+           rounds: int = 4, budget_s: float = 20.0, json: bool = False) -> int:
+    """Does a loss keep the laws of parallel training? Loss, gradient and metrics, against one unsplit process.
+
+    Exit code 1 if a law is broken that the loss does not declare, or was not tried.
+
+    Args:
+        loss: A preset, FILE.yaml with a run's spec, or FILE.py:NAME of a function: per-token, or with --engine a
+            trainer's microbatch_loss(batch, outputs, totals).
+        spec: YAML of a run's spec: for a preset its other settings, for a function the settings of its weights.
+        engine: What your engine does to gradients over dp x cp; says that the function is a trainer's.
+        laws: Which laws; all if none is named.
+        seed: Of the batches and layouts.
+        rounds: Cases of each law.
+        budget_s: Seconds of processor time after which no further case is begun; laws that were not tried are named.
+        json: Print JSON.
+    """
+    from workbench.compare.prove import prove
+    from workbench.runs.spec import load_run_spec
+    from workbench.runs.store import to_json
+
+    settings: Any = None if spec is None else load_run_spec(spec)
+    what: Any = loss
+    if loss.rpartition(":")[0].endswith(".py"):
+        what = load_function(loss)
+    elif loss.endswith((".yaml", ".yml")):
+        what = load_run_spec(Path(loss))
+    elif settings is not None:
+        what, settings = settings.merged({"loss": {"name": loss}}), None
+    proof = prove(what, spec=settings, engine=engine, laws=laws or None, seed=seed, rounds=rounds,
+                  budget_s=budget_s)
+    if json:
+        print(to_json(in_plain(proof)).decode(), end="")
+    else:
+        say(safe_lines(str(proof)))
+    return 0 if proof.ok else 1
+
+
+def in_plain(proof: Any) -> dict[str, Any]:
+    """A proof as numbers and words, the documents of its counterexamples too."""
+    laws = [_named(law) | {"counterexample": law.counterexample and _named(law.counterexample)} for law in proof.laws]
+    return {"subject": proof.subject, "ok": proof.ok, "verdict": proof.verdict, "broken": proof.broken,
+            "declared": proof.declared, "seed": proof.seed, "seconds": proof.seconds, "laws": laws}
+
+
+def _named(value: Any) -> dict[str, Any]:
+    return {name: [asdict(document) for document in kept] if name == "source" else kept
+            for name, kept in vars(value).items()}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do `workbench prove`: exit code 1 if the loss is not proved."""
+    return tyro.cli(_prove, args=list(arguments), prog="workbench prove",
+                    config=(tyro.conf.FlagCreatePairsOff,))
