@@ -70,7 +70,7 @@ class ContextParallelRows:
             logits: of this rank's tokens.
             logprobs: instead of logits.
             temperature: divides logits.
-            counts: of the whole step, from `Alignment.step_counts`, where this is one of several micro-batches.
+            counts: of the whole step, from `Alignment.row_counts`, where this is one of several micro-batches.
 
         Raises:
             ShapeError: neither logits nor log-probabilities.
