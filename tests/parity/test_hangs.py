@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from workbench.runs.store import RunDirectory
 from workbench.runs.watched import flight_path
 from workbench.runs.worker import run_here
 from workbench.sharding import flight
+from workbench.sharding.mesh import Axis, single_process_mesh
 
 PROJECT = Path(__file__).parents[2]
 SMALL = {"steps": 3, "device": "cpu", "model": {"source": "tiny-qwen3"}, "data": {"documents_per_step": 4},
@@ -53,16 +55,15 @@ def test_a_run_of_one_rank_here_keeps_no_record_of_collectives(tmp_path):
 
 
 def test_the_straggler_comes_late_once(monkeypatch):
+    """In its second step, also where all ranks are simulated in one process and share the fault."""
     slept, calls = [], []
-    monkeypatch.setattr(straggler.time, "sleep", slept.append)
+    monkeypatch.setattr(straggler.time, "sleep", lambda seconds: slept.append((len(calls), seconds)))
     monkeypatch.setattr(step, "sum_gradients", lambda *arguments: calls.append(arguments))
-
-    class Axis:
-        rank = 1
-
+    meshes = [replace(single_process_mesh(), axes=single_process_mesh().axes | {
+        name: Axis(name, 3, rank) for name in ("dp", "dp_cp")}) for rank in range(3)]
     with planted(["straggler"]):
-        for _ in range(3):
-            step.sum_gradients("model", "shards", {"dp_cp": Axis})
-    assert slept == [straggler.LATE_S]
-    assert len(calls) == 3
+        for mesh in meshes * 3:
+            step.sum_gradients("model", "shards", mesh)
+    assert slept == [(4, straggler.LATE_S)]
+    assert len(calls) == 9
     assert straggler.LATE_S > 20, "later than ranks are named by default"

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import statistics
@@ -31,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,15 +145,15 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
             entry["bytes"] = {kind: _memory(found[f"{kind}_bytes"]) for kind in ("allocated", "reserved")}
         if name != "truth":
             each = {parameter: distance / own_parameters[parameter] for parameter, distance in distances[name].items()}
-            worst = max(each, key=lambda parameter: each[parameter])
+            worst = max(each, key=lambda parameter: _size(each[parameter]))
             entry |= {"distance": _whole(distances[name]), "over_one_rank": _whole(distances[name]) / own,
                       "worst_parameter": worst, "worst_over_one_rank": each[worst]}
         if "same_on_all_ranks" in found:
             entry["same_on_all_ranks"] = found["same_on_all_ranks"]
         listed[name] = entry
     shared = [entry for entry in listed.values() if "same_on_all_ranks" in entry]
-    found = {"distance": max(entry["over_one_rank"] for entry in shared),
-             "parameter": max(entry["worst_over_one_rank"] for entry in shared),
+    found = {"distance": _largest(entry["over_one_rank"] for entry in shared),
+             "parameter": _largest(entry["worst_over_one_rank"] for entry in shared),
              "sight": _whole(distances["off_by_ranks"]) / (BARS["distance"] * own)}
     bars = {name: {"bar": bar, "found": found[name], "holds": found[name] >= bar if name == "sight"
                    else found[name] <= bar} for name, bar in BARS.items()}
@@ -182,6 +183,15 @@ def in_words(record: dict[str, Any]) -> str:
     lines.append(f"{ranks} and one rank train the same weights" if all(bar["holds"] for bar in record["bars"].values())
                  else f"{ranks} and one rank do NOT agree: see what is missed")
     return "\n".join(lines)
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest; NaN, which `max` forgets, is larger than all."""
+    return max(values, key=_size)
+
+
+def _size(value: float) -> tuple[bool, float]:
+    return math.isnan(value), value
 
 
 def _number(value: Any) -> str:

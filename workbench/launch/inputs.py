@@ -14,6 +14,7 @@ from typing import Any
 
 import workbench
 from workbench.errors import SpecError
+from workbench.policy.tiny import TINY
 from workbench.runs.spec import RunSpec
 from workbench.runs.store import versions
 
@@ -57,7 +58,8 @@ def _checkpoint(source: str, project: Path) -> str | list[list[Any]]:
     beside_us = (Path(source) / CONFIG).is_file()
     if beside_us or folder.is_dir() or not _HUB_ID.fullmatch(source):
         raise _missing("model.source", source, project,
-                       f"a checkpoint folder with {CONFIG}, a hub id (owner/name), or tiny-qwen3", beside_us=beside_us)
+                       f"a checkpoint folder with {CONFIG}, a hub id (owner/name), or {' or '.join(TINY)}",
+                       beside_us=beside_us)
     return source
 
 

@@ -236,7 +236,7 @@ def _load(source: str, project: Path | None, tied: bool | None, seed: int) -> An
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise SpecError(f"load model.source = {source!r}", found=str(error).splitlines()[0],
                         rule="a checkpoint folder (config.json, *.safetensors), a hub id that can be reached, or "
-                             "tiny-qwen3",
+                             f"{' or '.join(TINY)}",
                         fix=f"check the path (the folder {source!r} is looked for under the project root)") from None
     wrong = [f"{kind.replace('_keys', '')}: {', '.join(sorted(map(str, info[kind])))}"
              for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(kind)]

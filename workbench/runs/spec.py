@@ -324,7 +324,8 @@ def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
 def _in_words(model: type[BaseModel], error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if isinstance(error["input"], Mapping) and error["type"] == "value_error":
-        return f"{path}: {error['msg'].removeprefix('Value error, ')}"  # settings that do not go together
+        words = error["msg"].removeprefix("Value error, ")  # settings that do not go together
+        return f"{path}: {words}" if path else words
     if error["type"] != "extra_forbidden":
         return f"{path} = {error['input']!r}: {error['msg']}"
     known = _known_keys(model, error["loc"][:-1])

@@ -164,12 +164,20 @@ def pack_step(batch: RolloutBatch, spec: RunSpec, dealt: Sequence[Sequence[int]]
         batch: the documents of the whole step.
         spec: of the run.
         dealt: numbers of the documents of each row, a multiple of dp rows; None: `pack` or `fill` deal them.
+
+    Raises:
+        SpecError: groups that are to be kept, and are not known; a multiple that the layout cannot cut.
     """
     layout, data = spec.layout, spec.data
     if data.keep_groups and batch.group_ids_N is None:
         raise SpecError("data.keep_groups", found="a batch without group_ids", rule="documents of a group share an id",
                         fix="record group ids with the rollouts, or leave keep_groups out")
     needed = multiples(layout)
+    if data.multiple_of is not None and data.multiple_of % needed.row:
+        smaller = ", or a smaller layout.block_tokens" if layout.order == "balanced" else ""
+        raise SpecError(f"data.multiple_of = {data.multiple_of}", found=f"layout {layout}",
+                        rule=f"rows of this layout are multiples of {needed.row} tokens in every step, not by luck",
+                        fix=f"leave data.multiple_of out, or take a multiple of {needed.row}{smaller}")
     how = {"multiple_of": data.multiple_of or needed.row, "document_multiple_of": needed.document,
            "together_N": batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None}
     if dealt is not None:

@@ -59,6 +59,15 @@ def test_each_bar_can_be_missed(runs, bar, name, far, more):
     assert missed == [bar]
 
 
+@pytest.mark.parametrize("name", ["ours_mean", "torch_sum"])
+def test_weights_that_are_no_numbers_miss_the_bars_whichever_run_has_them(runs, name):
+    write(runs, "ours_mean", {}, same_on_all_ranks=True)
+    write(runs, name, {"a": 3.0, "b": float("nan")}, same_on_all_ranks=True)
+    record = verify.compared(runs, 2)
+    assert [key for key, found in record["bars"].items() if not found["holds"]] == ["distance", "parameter"]
+    assert record["runs"][name]["worst_parameter"] == "b"
+
+
 def test_memory_is_flat_if_it_is_after_the_fifth_step(runs):
     write(runs, "ours_sum", {}, allocated=[1, 5, 9, 7, 8, 8, 8], same_on_all_ranks=True)
     assert verify.compared(runs, 2)["bars"]["growth"] == {"bar": 0, "found": 0, "holds": True}

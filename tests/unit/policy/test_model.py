@@ -65,7 +65,7 @@ def test_a_checkpoint_folder_loads_and_equals_the_stock_model(tmp_path):
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_in_words(tmp_path):
-    with pytest.raises(SpecError, match="a hub id that can be reached, or tiny-qwen3"):
+    with pytest.raises(SpecError, match="a hub id that can be reached, or tiny-qwen3 or tiny-qwen3-moe"):
         load_policy("no/such-model", project=tmp_path)
 
 

@@ -113,8 +113,8 @@ class TestLayout:
             parse_spec(RunSpec, {"layout": layout}, where="here")
 
     @pytest.mark.parametrize(("kernel", "precision", "words"), [
-        ("flash", "float32", "'flash' computes in bfloat16, and precision is float32"),
-        ("flex", "float64", "'flex' computes in bfloat16 or float32, and precision is float64")])
+        ("flash", "float32", "found: layout.kernel 'flash' computes in bfloat16, and precision is float32"),
+        ("flex", "float64", "found: layout.kernel 'flex' computes in bfloat16 or float32, and precision is float64")])
     def test_a_kernel_that_does_not_compute_the_precision_is_refused_at_once(self, kernel, precision, words):
         with pytest.raises(SpecError, match=words):
             parse_spec(RunSpec, {"layout": {"kernel": kernel}, "precision": precision}, where="here")

@@ -49,8 +49,13 @@ def test_the_temperature_is_that_of_the_rollouts_unless_given(tmp_path):
     assert (unset - other).abs().max() > 0.01
 
 
-def test_all_of_a_layout_reaches_the_mesh_and_the_policy(monkeypatch, tmp_path):
-    """Numbers are the same without it, so no number would tell."""
+def as_one_of_many(run, project):
+    worker._rank(run, project, rank=0, join_job=False)
+
+
+@pytest.mark.parametrize("do", [worker.run_here, as_one_of_many])
+def test_all_of_a_layout_reaches_the_mesh_and_the_policy(do, monkeypatch, tmp_path):
+    """Numbers are the same without most of it, so no number would tell."""
     layout = {"dp": 3, "cp": 4, "tp": 2, "attention": "hybrid", "ulysses": 2, "sequence_parallel": True,
               "shard_parameters": True, "checkpointing": True}
     asked = {"attention": "hybrid"}
@@ -59,14 +64,17 @@ def test_all_of_a_layout_reaches_the_mesh_and_the_policy(monkeypatch, tmp_path):
         asked.update(sizes)
         return single_process_mesh(device)
 
+    def simulate(rank, *, device, timeout_s, **sizes):
+        rank(make_mesh(device=device, alone=True, **sizes))
+
     def load_policy(source, *, mesh, **settings):
         asked.update(settings)
-        raise RecordError("load_policy", rule="far enough", fix="")
+        raise RecordError("load_policy", rule="far enough", fix="ask for less")
 
-    monkeypatch.setattr(worker, "make_mesh", make_mesh)
-    monkeypatch.setattr(worker, "load_policy", load_policy)
+    for seam in (make_mesh, simulate, load_policy):
+        monkeypatch.setattr(worker, seam.__name__, seam)
     with pytest.raises(RecordError, match="far enough"):
-        worker.run_here(created(tmp_path, "asked", layout=layout), tmp_path)
+        do(created(tmp_path, "asked", layout=layout), tmp_path)
     assert {name: asked[name] for name in layout} == layout
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from workbench.runs.faults import Fault
+from workbench.sharding.mesh import Mesh
 
 LATE_S = 25.0
 _CALL, _RANK = 2, 1
 
 
 def _broken(sum_gradients: Callable) -> Callable:
-    calls = 0
+    calls: Counter[tuple[int, ...]] = Counter()  # simulated ranks share it
 
-    def sum_late(model: object, shards: object, mesh: object) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == _CALL and mesh["dp_cp"].rank == _RANK:
+    def sum_late(model: object, shards: object, mesh: Mesh) -> None:
+        place = tuple(mesh.coordinates.values())
+        calls[place] += 1
+        if calls[place] == _CALL and mesh["dp_cp"].rank == _RANK:
             time.sleep(LATE_S)
         sum_gradients(model, shards, mesh)
 
