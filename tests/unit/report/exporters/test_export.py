@@ -41,6 +41,7 @@ class TestEveryTracker:
 
     def test_names_no_host_and_no_user(self, to, exported):
         names = {os.uname().nodename.encode(), str(exported(to)[0].parent).encode()} - {b"localhost"}
+        names = {name for name in names if len(name) > 3}  # two letters stand in any binary file by chance
         for path in exported(to)[0].rglob("*"):
             if path.is_file() and path.suffix != ".log" and path.name != "meta.yaml":  # W&B's and MLflow's own places
                 assert not [name for name in names if name in path.read_bytes()], path
