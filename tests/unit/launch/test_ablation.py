@@ -201,7 +201,8 @@ class TestRefusals:
     def test_an_unknown_fault_names_the_known_ones(self, write):
         message = self.refused(write(TEXT.replace("[missing_cp_factor]", "[missing_cp_fcator]")))
         assert "1 of 5 runs cannot be used" in message
-        assert "fault: unknown fault missing_cp_fcator (known: document_sum_without_adjoint, local_" in message
+        assert "fault: unknown fault missing_cp_fcator (known: " in message
+        assert ", missing_cp_factor, " in message
 
     def test_clip_decisions_of_one_spec_itself(self, write):
         assert "mine -> mine" in self.refused(write("frozen_clip: mine", "mine.yaml"))

@@ -18,6 +18,7 @@ def _broken(split_row: Callable) -> Callable:
 
 
 FAULT = Fault(
+    family="S",
     what="the all-reduce of a sequence statistic has the identity for its adjoint: a rank's tokens hear only what the "
          "rank's own part of the loss wants from the statistic",
     origin="OpenRLHF GPTLMLoss and THUDM/slime#1383 (all-reduce outside autograd), deepspeedai/DeepSpeed#6841",
@@ -25,4 +26,9 @@ FAULT = Fault(
               "document's trained tokens are spread evenly; nothing at all under a token-level loss",
     seam="split_row",
     broken=_broken,
+    shows_in={"layout": {"cp": 2}, "loss": {"name": "gspo"}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/parity/test_faults.py::"
+                "test_a_document_sum_without_its_adjoint_is_seen_by_losses_on_whole_documents_only",
+    changes_metrics=False,
 )

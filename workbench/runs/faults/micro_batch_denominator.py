@@ -22,6 +22,7 @@ def _broken(step_weights: Callable) -> Callable:
 
 
 FAULT = Fault(
+    family="A",
     what="the token count of a micro-batch stands where that of the whole step belongs; the document count is right",
     origin="ServiceNow/Fast-LLM#520, docs_per_step: one of two counters is reset to the step's total",
     signature="a mean of means where one mean belongs: loss and gradient about as many times too big as the step has "
@@ -29,4 +30,7 @@ FAULT = Fault(
               "denominators that count documents only",
     seam="step_weights",
     broken=_broken,
+    shows_in={"data": {"micro_batches": 3}},
+    hidden_in={"data": {"micro_batches": 1}},
+    detected_by="tests/parity/test_faults.py::test_token_counts_of_micro_batches_make_a_mean_of_means",
 )

@@ -20,10 +20,14 @@ def _broken(split_row: Callable) -> Callable:
 
 
 FAULT = Fault(
+    family="E",
     what="targets are shifted inside each shard instead of on the whole row",
     origin="pytorch/torchtitan#4544, NVIDIA-NeMo/Automodel#3544, OpenRLHF GPTLMLoss",
     signature="a wrong or lost target at every shard edge: cp - 1 of them contiguous, 2 cp - 2 zigzag; a small "
               "change of the loss, unless a k3 term meets a wrong target: exp(reference - policy) then dwarfs all",
     seam="split_row",
     broken=_broken,
+    shows_in={"layout": {"cp": 4, "order": "zigzag"}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/parity/test_faults.py::test_shift_after_shard_loses_or_changes_the_targets_at_shard_edges_only",
 )

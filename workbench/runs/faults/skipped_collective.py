@@ -34,6 +34,7 @@ def _broken(sum_gradients: Callable) -> Callable:
 
 
 FAULT = Fault(
+    family="F",
     what="in the second step the second rank of dp x cp leaves its gradients out of the sum, one collective where they "
          "fit into a bucket",
     origin="THUDM/slime#393 (whitening not entered by all ranks), THUDM/slime#2123 (a rank without tokens skips the "
@@ -41,5 +42,8 @@ FAULT = Fault(
     signature="no wrong number: the ranks wait for each other until a time-out, or the backend aborts one of them",
     seam="sum_gradients",
     broken=_broken,
-    changes_numbers=False,
+    shows_in={"layout": {"cp": 2}},
+    detected_by="tests/parity/test_hangs.py::test_the_rank_that_skipped_a_collective_is_named",
+    changes_gradient=False,
+    changes_metrics=False,
 )

@@ -27,10 +27,14 @@ def _broken(sum_gradients: Callable) -> Callable:
 
 
 FAULT = Fault(
+    family="F",
     what=f"in the second step the second rank of dp x cp comes {LATE_S:.0f} s late to the sum of gradients",
     origin="a slow disk, a compiler, a throttled device",
     signature="no wrong number: the others wait, and the rank is named as the one that they wait for",
     seam="sum_gradients",
     broken=_broken,
-    changes_numbers=False,
+    shows_in={"layout": {"cp": 2}},
+    detected_by="tests/parity/test_hangs.py::test_the_straggler_comes_late_once",
+    changes_gradient=False,
+    changes_metrics=False,
 )

@@ -1,0 +1,53 @@
+"""Faults of the zoo, seen through two records alone: the cause that fits is first, and what has no effect is equal."""
+
+import pytest
+
+from tests.helpers.planted_records import hidden_records, shown_records
+from workbench.compare.diagnose import diagnose
+
+EXPECTED = {
+    "missing_cp_factor": "over_cp",
+    "gradient_averaged_over_micro_batches": "over_micro_batches",
+    "gradient_divided_by_documents_again": "over_documents",
+    "local_denominator": "mean_per_shards",
+    "mean_of_micro_batch_means": "mean_per_rows",
+    "per_sample_count_floor": "over_trained_tokens_and_masked_documents_per_trained_tokens",
+    "rejected_tokens_in_denominator": "other_count",
+    "gradients_summed_over_dp_only": "ranks_lost",
+    "reduction_repeated_per_micro_batch": "added_repeatedly",
+    "kl_without_gradient": "term_without_gradient",
+    "head_weight_without_gradient": "part_without_gradient",
+    "head_input_gradient_not_summed": "gradient_below_head",
+    "norm_gradient_not_summed_over_tp": "norms_not_summed",
+    "gqa_copies_not_summed": "keys_values_not_summed",
+    "ring_block_normaliser": "attention_backward",
+    "shift_after_shard": "targets_at_shard_edges",
+    "label_roll_across_documents": "targets_at_document_ends",
+    "positions_from_shard": "positions_of_shards",
+    "attention_across_documents": "attention_across_documents",
+    "old_logprobs_not_shifted": "old_logprobs",
+    "temperature_missing_in_policy": "temperature",
+    "temperature_divides_logprobs": "logprobs_scaled",
+    "padded_vocabulary_counted": "normaliser",
+    "whitening_per_rank": "advantages",
+    "loss_counted_by_every_rank": "loss_alone",
+    "norm_counts_replicas": "norm_alone",
+    "entropy_of_vocabulary_shard": "entropy_alone",
+    "metrics_of_last_micro_batch": "metrics_alone",
+    "auxiliary_loss_not_normalised": "one_term",
+    "nan_under_the_mask": "not_finite",
+}
+"""Fault -> the cause of its kind."""
+
+
+@pytest.mark.parametrize("fault", EXPECTED)
+def test_the_cause_that_fits_is_first(fault):
+    found = diagnose(*shown_records(fault))
+    assert found.causes[0].name == EXPECTED[fault], str(found)
+
+
+@pytest.mark.parametrize("fault", ["missing_cp_factor", "norm_gradient_not_summed_over_tp", "shift_after_shard",
+                                   "temperature_missing_in_policy"])
+def test_a_fault_without_effect_is_called_equal(fault):
+    found = diagnose(*hidden_records(fault))
+    assert found.equal, str(found)

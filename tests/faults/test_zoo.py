@@ -1,0 +1,48 @@
+"""Every fault shows where it says, as what it says, and changes nothing where it hides."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.bars import assert_float64_parity
+from tests.helpers.planted_faults import hidden, shown
+from workbench.runs.faults import FAMILIES, fault_names, load_fault
+
+NAMES = [name for name in fault_names() if load_fault(name).changes_numbers]
+HIDING = [name for name in NAMES if load_fault(name).hidden_in is not None]
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_family_has_a_fault_that_changes_numbers():
+    assert {load_fault(name).family for name in NAMES} == set(FAMILIES)
+    assert sorted(set(fault_names()) - set(NAMES)) == ["skipped_collective", "straggler"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fault_turns_parity_red(name):
+    fault, pair = load_fault(name), shown(name)
+    if fault.changes_gradient:
+        with pytest.raises(AssertionError, match="parameters differ"):
+            assert_float64_parity(pair.wrong.gradients, pair.right.gradients, context=name)
+    else:
+        assert_float64_parity(pair.wrong.gradients, pair.right.gradients, context=name)
+    assert bool(pair.wrong_numbers) == fault.changes_metrics, pair.wrong_numbers[:5]
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_a_fault_without_effect_is_called_equal(name):
+    pair = hidden(name)
+    assert_float64_parity(pair.wrong.gradients, pair.right.gradients, context=f"{name}, hidden")
+    assert pair.wrong_numbers == []
+
+
+@pytest.mark.parametrize("name", fault_names())
+def test_a_fault_says_what_it_is(name):
+    fault = load_fault(name)
+    assert fault.family in FAMILIES
+    assert all([fault.what, fault.origin, fault.signature])
+    file, _, test = fault.detected_by.partition("::")
+    tests = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text()))
+             if isinstance(node, ast.FunctionDef)}
+    assert test in tests, f"{name}: no test {fault.detected_by}"

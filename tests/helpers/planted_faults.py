@@ -1,0 +1,173 @@
+"""One small step with and without a fault, on simulated ranks in float64, and how far apart they are."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tests.helpers.bars import distances
+from workbench.compare.prove.documents import draw_documents, to_batch
+from workbench.policy.model import Policy, load_policy
+from workbench.rollouts.batch import RolloutBatch
+from workbench.runs import step as flow
+from workbench.runs.faults import load_fault, planted
+from workbench.runs.spec import RunSpec, merge
+from workbench.sharding.mesh import Mesh
+from workbench.sharding.simulated import simulate
+
+BASE = {
+    "model": {"source": "tiny-qwen3", "seed": 3},
+    "precision": "float64",
+    "loss": {"name": "dapo", "kl": {"coefficient": 0.07}},
+    "layout": {"block_tokens": 2},
+    "record": {"metrics": "full"},
+}
+"""What the settings of a fault are laid over."""
+
+SAME = 1e-12
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a step found.
+
+    Attributes:
+        gradients: whole, by parameter.
+        numbers: what is reported: terms of the loss, metrics, the norm before the clip.
+        norms: by parameter, as reported.
+        tokens: per-token values in the order of the batch, [S].
+        counts: trained tokens and documents of the step.
+    """
+
+    gradients: dict[str, Tensor]
+    numbers: dict[str, float]
+    norms: dict[str, float]
+    tokens: dict[str, Tensor]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The right step and the wrong one."""
+
+    right: Found
+    wrong: Found
+
+    @property
+    def wrong_gradients(self) -> list[str]:
+        """Parameters whose gradient is not the right one."""
+        far = distances(self.wrong.gradients, self.right.gradients)
+        return [name for name, distance in far.items() if not distance <= SAME]
+
+    @property
+    def wrong_numbers(self) -> list[str]:
+        """What is reported wrong: the loss, metrics, norms that are not those of the reported step's own gradient."""
+        right, wrong = self.right.numbers, self.wrong.numbers
+        assert right.keys() == wrong.keys(), "a fault changes numbers, not which there are"
+        found = [key for key in right if not key.startswith("gradient/") and not _same(wrong[key], right[key])]
+        own = {name: float(gradient.norm()) for name, gradient in self.wrong.gradients.items()}
+        return found + [f"norm of {name}" for name, norm in self.wrong.norms.items() if not _same(norm, own[name])]
+
+    @property
+    def factor(self) -> float:
+        """Norm of the wrong gradient over that of the right one."""
+        return float(whole(self.wrong).norm() / whole(self.right).norm())
+
+    @property
+    def cosine(self) -> float:
+        """Between both gradients."""
+        return float(torch.nn.functional.cosine_similarity(whole(self.wrong), whole(self.right), dim=0))
+
+    def factor_of(self, name: str) -> float:
+        """The same factor for one parameter, by its whole name or the end of it."""
+        chosen = [key for key in self.right.gradients if key.endswith(name)]
+        wrong, right = (torch.cat([found.gradients[key].flatten() for key in chosen])
+                        for found in (self.wrong, self.right))
+        return float(wrong.norm() / right.norm())
+
+    def ratio(self, number: str) -> float:
+        """A reported number over what it should be."""
+        return self.wrong.numbers[number] / self.right.numbers[number]
+
+
+def shown(name: str, **more: object) -> Pair:
+    """Both steps where a fault shows, under its settings and further ones."""
+    settings = merge(merge(BASE, load_fault(name).shows_in), more)
+    return _pair(name, settings)
+
+
+def hidden(name: str) -> Pair:
+    """Both steps where it hides."""
+    fault = load_fault(name)
+    return _pair(name, merge(merge(BASE, fault.shows_in), fault.hidden_in or {}))
+
+
+def whole(found: Found) -> Tensor:
+    """All gradients as one vector."""
+    return torch.cat([gradient.flatten() for gradient in found.gradients.values()])
+
+
+def _pair(name: str, settings: dict) -> Pair:
+    text = json.dumps(settings, sort_keys=True)
+    return Pair(_step(text), _step(text, name))
+
+
+@functools.cache
+def _step(settings: str, fault: str | None = None) -> Found:
+    spec = RunSpec.model_validate(json.loads(settings))
+    layout, batch = spec.layout, documents(spec)
+
+    def rank(mesh: Mesh) -> Found:
+        policy = _policy(mesh, spec)
+        rows, totals = flow.prepare_rows(batch, spec, mesh)
+        result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
+                               keep_gradients=True, level=spec.record.metrics, loss_spec=spec.loss,
+                               fused=spec.policy.fused_loss)
+        norm = flow.clip_gradients(policy, result.norms, None)
+        numbers = {f"loss/{name}": float(scalar) for name, scalar in result.loss.items()} | dict(result.metrics)
+        return Found(dict(result.gradients), numbers | {"gradient/norm/global": norm}, dict(result.norms),
+                     dict(result.tokens), {"tokens": result.totals.tokens, "documents": result.totals.documents})
+
+    with planted([fault] if fault else []):
+        return simulate(rank, dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses)[0]
+
+
+def documents(spec: RunSpec) -> RolloutBatch:
+    """Ten documents near the policy at its temperature, with every field that a loss may ask for.
+
+    They are preference pairs where the loss needs them.
+    """
+    return _documents(spec.policy.temperature or 1.0, spec.loss.needs_pairs)
+
+
+@functools.cache
+def _documents(temperature: float, pairs: bool) -> RolloutBatch:
+    return to_batch(draw_documents("faults", replace(_model(0), temperature=temperature), pairs=pairs))
+
+
+def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
+    asked, layout = spec.policy, spec.layout
+    temperature = asked.temperature or 1.0
+    if layout.tp > 1 or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
+        return load_policy(spec.model.source, mesh=mesh, precision="float64", temperature=temperature,
+                           implementation=asked.logprobs, chunk_tokens=asked.chunk_tokens, tied=spec.model.tied,
+                           seed=spec.model.seed, sequence_parallel=layout.sequence_parallel)
+    whole_policy = _model(mesh["dp_cp"].rank)
+    implementation = whole_policy.implementation if asked.logprobs == "auto" else asked.logprobs
+    return replace(whole_policy, mesh=mesh, temperature=temperature, implementation=implementation,
+                   chunk_tokens=asked.chunk_tokens)
+
+
+@functools.cache
+def _model(number: int) -> Policy:
+    """A copy of the decoder for each simulated rank."""
+    return load_policy("tiny-qwen3", precision="float64", seed=3)
+
+
+def _same(a: float, b: float) -> bool:
+    return (math.isnan(a) and math.isnan(b)) or math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
