@@ -37,7 +37,7 @@ def load_function(place: str) -> Callable[..., Any]:
     sys.path.insert(0, str(file.resolve().parent))
     try:
         described.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpecError(f"prove {place}", found=f"{type(error).__name__}: {error}", rule=f"{file.name} can be imported",
                         fix="mend what is named above") from error
     finally:
@@ -75,6 +75,9 @@ def _prove(loss: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LOS
     what: Any = loss
     if loss.rpartition(":")[0].endswith(".py"):
         what = load_function(loss)
+    elif loss.endswith(".py"):
+        raise SpecError(f"prove {loss}", found="a file, and no function", rule="FILE.py:NAME of a function in it",
+                        fix=f"name the function: {loss}:NAME")
     elif loss.endswith((".yaml", ".yml")):
         what = load_run_spec(Path(loss))
     elif settings is not None:

@@ -62,11 +62,12 @@ def axes_of(mesh: GivenMesh) -> tuple[Axis, tuple[Axis, ...]]:
     if isinstance(mesh, Mesh):
         return mesh["cp"], (mesh["dp"],)
     names = mesh.mesh_dim_names or ()
-    strangers = [name for name in names if name != "cp" and name.partition("_")[0] != "dp"]
+    strangers = [name for name in names if name != "cp" and (name.split("_")[0] != "dp" or "cp" in name.split("_"))]
     if strangers or not names:
         raise ShardingError("axes of a device mesh", found=f"dimensions {', '.join(names) or 'without names'}",
                             rule='its dimensions are "cp" and "dp" (or "dp_..."); a tp rank holds the same tokens as '
-                                 "its neighbours and takes no part",
+                                 "its neighbours and takes no part, and a dimension of both dp and cp does not say who "
+                                 "shares rows",
                             fix='slice the mesh (mesh["dp", "cp"]), or give cp= and dp= by themselves')
     return (axis_of(mesh["cp"] if "cp" in names else None, "cp"),
             tuple(axis_of(mesh[name], name) for name in names if name != "cp"))

@@ -3,10 +3,10 @@
 Each rank is a thread that runs the code of a real rank: the same functions, the same autograd, the same collectives
 (`workbench.sharding.wire` finds a group with ``exchange`` instead of a process group). One rank runs at a time, in
 rank order, until it waits for others, so a simulation does the same thing each time, and knows at once when nobody can
-go on. Backward of tensors on the CPU runs in the thread that asks for it, so collectives inside of backward work too.
+go on. Backward runs in the thread that asks for it, on a GPU too, so collectives inside of backward work.
 
-What a rank sees as its own, as in a process of its own: grad mode and context variables, as they are where `simulate`
-is called, and torch's random state on the CPU, which starts at the caller's on every rank.
+What a rank sees as its own, as in a process of its own: grad mode, inference mode, autocast and context variables, as
+they are where `simulate` is called, and torch's random state on the CPU, which starts at the caller's on every rank.
 
 What it cannot show:
 
@@ -14,6 +14,7 @@ What it cannot show:
   What the ranks' own code does wrong (a rank that leaves early, another order, another shape) is an error in words;
 * another order of summing: sums are taken in rank order in the precision of the tensors, and a ring has another;
 * memory and speed: everybody's tensors are in one process, and nothing runs side by side;
+* what comes after: a graph that goes through collectives is gone back through by the rank, inside;
 * what asks torch.distributed itself: FSDP2, DTensor, `torch.distributed.get_rank`;
 * what a process has and threads share: globals, registries, random numbers of Python, of numpy and of a GPU.
 """
@@ -27,7 +28,8 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -152,8 +154,8 @@ class _World:
 
     def run(self, function: Callable[[Mesh], Any], timeout_s: float) -> None:
         """All ranks from beginning to end; raises what the first of them raised."""
-        grad = torch.is_grad_enabled()
-        threads = [threading.Thread(target=contextvars.copy_context().run, args=(self._rank, rank, function, grad),
+        modes = _callers_modes(self.device)
+        threads = [threading.Thread(target=contextvars.copy_context().run, args=(self._rank, rank, function, modes),
                                     name=f"simulated rank {rank.number}", daemon=True) for rank in self.ranks]
         for thread in threads:
             thread.start()
@@ -175,6 +177,10 @@ class _World:
     def exchange(self, group: _Group, tensor: Tensor) -> list[Tensor]:
         """What every rank of the group brought, once all have come."""
         me = self.ranks[group.ranks[group.rank]]
+        if me.ended:
+            raise LaunchError(f"a collective over {group.axis}", found=f"simulated {me} has ended",
+                              rule="what goes through collectives, backward too, is done inside of simulate",
+                              fix="call backward on the rank, and return numbers that are detached")
         if self.error is not None:
             raise _Ended("another simulated rank failed")
         arrival = _Arrival(*_which(tensor), tensor)
@@ -200,13 +206,14 @@ class _World:
                 self.ready.append(other)
         return everyone
 
-    def _rank(self, rank: _Rank, function: Callable[[Mesh], Any], grad: bool) -> None:
+    def _rank(self, rank: _Rank, function: Callable[[Mesh], Any],
+              modes: Callable[[], AbstractContextManager[Any]]) -> None:
         _inside.set(True)
         rank.turn.acquire()
         try:
             if self.error is None:
                 self._begin(rank)
-                with torch.set_grad_enabled(grad):
+                with modes():
                     self.results[rank.number] = function(self._mesh(rank))
         except _Ended:
             pass
@@ -285,6 +292,28 @@ class _World:
             axes[name] = Axis(name, len(ranks), own, _Group(self, name, own, ranks), ranks) if len(ranks) > 1 \
                 else Axis(name)
         return Mesh(axes, self.device)
+
+
+def _callers_modes(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """What a thread of torch starts without: a context manager that makes it as it is here, and now.
+
+    In it, backward stays in its thread, where a GPU's would otherwise go through one thread that all ranks share.
+    """
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    narrow = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+              for kind in dict.fromkeys(("cpu", device.type))}
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with ExitStack() as entered:
+            for kind, (enabled, dtype) in narrow.items():
+                entered.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            entered.enter_context(torch.inference_mode(inference))
+            entered.enter_context(torch.set_grad_enabled(grad))
+            entered.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+
+    return modes
 
 
 _OWN = {str(Path(__file__).with_name(name)) for name in ("simulated.py", "wire.py", "collectives.py")}

@@ -91,11 +91,18 @@ def test_json_is_the_whole_proof(asked, capsys):
 
 @pytest.mark.parametrize(("place", "found"), [
     ("nowhere.py:f", "no file nowhere"), ("{file}:absent", "has no function 'absent'"),
-    ("{folder}/broken.py:f", "ZeroDivisionError: division by zero")])
+    ("{folder}/broken.py:f", "ZeroDivisionError: division by zero"),
+    ("{folder}/leaves.py:f", "SystemExit: 3")])
 def test_a_function_that_is_not_there_is_said_in_words(losses, place, found):
     (losses.parent / "broken.py").write_text("1 / 0\n")
+    (losses.parent / "leaves.py").write_text("raise SystemExit(3)\n")
     with pytest.raises(SpecError, match=found):
         verb.load_function(place.format(file=losses, folder=losses.parent))
+
+
+def test_a_file_without_a_function_is_no_preset(losses, capsys):
+    assert main(["prove", str(losses)]) == 2
+    assert f"name the function: {losses}:NAME" in capsys.readouterr().err
 
 
 def test_an_unknown_preset_names_the_nearest(capsys):

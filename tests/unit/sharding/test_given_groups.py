@@ -18,11 +18,12 @@ def on_a_rank():
     rank = dist.get_rank()
     said = []
     strangers = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mixed = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard_cp",))
     nameless = init_device_mesh("cpu", (4,))
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     other = pairs[1 - rank // 2]
-    for attempt in (lambda: axes_of(strangers), lambda: axes_of(nameless), lambda: axis_of(mesh, "cp"),
-                    lambda: axis_of(other, "cp")):
+    for attempt in (lambda: axes_of(strangers), lambda: axes_of(nameless), lambda: axes_of(mixed),
+                    lambda: axis_of(mesh, "cp"), lambda: axis_of(other, "cp")):
         try:
             attempt()
         except ShardingError as error:
@@ -39,7 +40,8 @@ def test_axes_are_read_off_meshes_and_groups(tmp_path):
         assert found["cp"] == (2, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1])
         assert found["dp"] == [("dp_replicate", 2, rank // 2), ("dp_shard", 1, 0)]
         assert (found["ranks"], found["group"], found["mesh"]) == (4, rank % 2, (1, 2, rank % 2))
-        words = ("dimensions dp, tp", "without names", "a device mesh of 3 dimensions", "which this rank is not in")
+        words = ("dimensions dp, tp", "without names", "dimensions dp_shard_cp", "a device mesh of 3 dimensions",
+                 "which this rank is not in")
         assert len(found["said"]) == len(words)
         assert all(word in said for word, said in zip(words, found["said"], strict=True))
 

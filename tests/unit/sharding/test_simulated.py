@@ -111,6 +111,28 @@ def test_a_rank_has_grad_mode_and_random_numbers_of_its_own():
     assert simulate(lambda _: torch.is_grad_enabled(), cp=2) == [True, True]
 
 
+def test_a_rank_computes_in_the_modes_of_its_caller():
+    def modes(mesh):
+        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype, torch.ones(1).is_inference()
+
+    assert simulate(modes, cp=2) == [(torch.float32, False)] * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert simulate(modes, cp=2) == [(torch.bfloat16, False)] * 2
+    with torch.inference_mode():
+        assert simulate(modes, cp=2) == [(torch.float32, True)] * 2
+
+
+def test_backward_stays_in_the_thread_of_its_rank():
+    assert simulate(lambda _: torch._C._is_multithreading_enabled(), cp=2) == [False, False]
+    assert torch._C._is_multithreading_enabled()
+
+
+def test_backward_through_collectives_after_the_end_is_refused():
+    left, _ = simulate(lambda mesh: sum_sum(torch.ones(2, requires_grad=True), mesh["cp"]), cp=2)
+    with pytest.raises(LaunchError, match=r"(?s)rank 0 \(dp=0, cp=0, tp=0\) has ended.*inside of simulate"):
+        left.sum().backward()
+
+
 def ends_early(mesh):
     if mesh["cp"].rank == 0:
         all_sum(torch.ones(2), mesh["cp"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from workbench.compare.prove.exact import InFloat64
 from workbench.compare.prove.laws import LAWS, Law
 from workbench.compare.prove.proof import Counterexample, LawResult, Proof
 from workbench.compare.prove.searching import search
@@ -52,7 +54,8 @@ def prove(loss: str | Mapping[str, Any] | LossSpec | RunSpec | Callable[..., Any
         A verdict on every law. The model is always ``tiny-qwen3``: what a loss divides by does not depend on it.
 
     Raises:
-        SpecError: an unknown preset or law; a loss whose numbers are not finite on one rank.
+        SpecError: an unknown preset or law; a loss whose numbers are not finite on one rank, or other ones each time; a
+            function of other arguments.
 
     Example:
         >>> prove("grpo", laws=["cp_degree"], rounds=1).ok
@@ -73,8 +76,12 @@ def as_subject(loss: Any, *, spec: Any = None, engine: Engine | None = None) -> 
         if not callable(loss):
             raise SpecError(f"prove {loss!r} with engine = {engine!r}", rule="an engine is about a trainer's function",
                             fix="leave engine out; what a trainer's settings do is `scaling` of a LossSpec")
+        _check_arguments(loss, "batch", "outputs", "totals",
+                         fix="leave engine out if it gives terms of LossInputs, which a spec divides")
         return TrainerSubject(loss, engine, base)
     if callable(loss):
+        _check_arguments(loss, "inputs", fix="a trainer's microbatch_loss(batch, outputs, totals) goes with engine = "
+                                             "'sum' or 'mean', what its engine does to gradients over dp x cp")
         return WorkbenchSubject(getattr(loss, "__name__", "loss"), base, _checked(loss), made_from_spec=False)
     given = _run_spec({"name": loss} if isinstance(loss, str) else loss, "loss")
     if spec is not None:
@@ -83,9 +90,24 @@ def as_subject(loss: Any, *, spec: Any = None, engine: Engine | None = None) -> 
     return WorkbenchSubject(given.loss.name, given, make_loss(given.loss))
 
 
+def _check_arguments(loss: Callable[..., Any], *names: str, fix: str) -> None:
+    """Refuse a function that does not take these, as far as one can see."""
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise SpecError(f"prove {getattr(loss, '__name__', 'loss')}{signature}", found=str(error),
+                        rule=f"it is called with ({', '.join(names)})", fix=fix) from None
+
+
 def _laws(names: Sequence[str] | None) -> list[Law]:
     if names is None:
         return list(LAWS.values())
+    if not names:
+        raise SpecError("prove with laws = ()", rule="at least one law; None: all", fix="name one, or leave laws out")
     for name in names:
         if name not in LAWS:
             near = difflib.get_close_matches(name, LAWS, n=1)
@@ -115,9 +137,10 @@ def _run_spec(given: Any, what: str) -> RunSpec:
 
 
 def _checked(loss: Loss) -> Loss:
-    """The loss, refused in words where it gives anything but terms."""
+    """The loss in float64 throughout, refused in words where it gives anything but terms."""
     def checked(inputs: LossInputs) -> dict[str, Term]:
-        terms = loss(inputs)
+        with InFloat64():
+            terms = loss(inputs)
         if not isinstance(terms, Mapping) or not terms or not all(isinstance(term, Term) for term in terms.values()):
             raise SpecError(f"{getattr(loss, '__name__', 'loss')}(inputs)", found=f"a {type(terms).__name__}",
                             rule="a loss gives terms by name: {'policy': Term(values_T)}",

@@ -22,7 +22,8 @@ METRIC_BAR = 1e-10
 FLOOR = 1e-3
 """Of the root mean square of the whole gradient: a parameter whose gradient is smaller is held to this."""
 NOTHING = 1e-12
-"""A metric below this may as well be 0, and a whole gradient shorter than this trains nothing."""
+"""A metric below this may as well be 0, and a whole gradient shorter than this, or than this part of the plain one,
+trains nothing."""
 PARALLEL = 0.999
 """Cosine from which a gradient is another one's multiple."""
 
@@ -83,10 +84,10 @@ def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement
         what.append("gradient")
         words.append(said + _in_brackets(factor, sizes))
     if loss > LOSS_BAR:
-        said = f"the loss is {changed.loss:.4g}, not {plain.loss:.4g}"
+        said = f"the loss is {_apart(changed.loss, plain.loss)}"
         if not what and plain.loss:
             factor = changed.loss / plain.loss
-            said += f": {factor:.4g} times{_in_brackets(factor, sizes)}"
+            said += f": {_times(factor)} times{_in_brackets(factor, sizes)}"
         what.append("loss")
         words.append(said)
     off = [key for key, far in metrics.items() if far > METRIC_BAR and not _follows(key, what)]
@@ -94,10 +95,24 @@ def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement
         first, before = changed.metrics.get(off[0], math.nan), plain.metrics[off[0]]
         if not what and before:
             factor = first / before
-        words.append(f"{off[0]} is {first:.4g}, not {before:.4g}"
+        words.append(f"{off[0]} is {_apart(first, before)}"
                      + (f", and {len(off) - 1} more metrics differ" if len(off) > 1 else ""))
     what += [f"metric {key}" for key in off]
     return Difference(worst, tuple(what), "; ".join(words), factor, "" if factor is None else meaning(factor, sizes))
+
+
+def _apart(changed: float, plain: float) -> str:
+    """Two numbers with as many digits as tell them apart, at least 4."""
+    digits = next((digits for digits in range(4, 17) if f"{changed:.{digits}g}" != f"{plain:.{digits}g}"), 17)
+    return f"{changed:.{digits}g}, not {plain:.{digits}g}"
+
+
+def _times(factor: float) -> str:
+    """A factor; close to 1 by its distance from 1."""
+    rest = factor - 1
+    if not rest or abs(rest) >= 5e-4:
+        return f"{factor:.4g}"
+    return f"1 {'+' if rest > 0 else '-'} {abs(rest):.1e}"
 
 
 def _in_brackets(factor: float | None, sizes: Mapping[str, float]) -> str:
@@ -137,7 +152,7 @@ def _gradient_in_words(plain: Gradients, changed: Gradients, farthest: str) -> t
     """The factor between two gradients, if there is one, and a sentence."""
     product = sum(float((changed[name] * values).sum()) for name, values in plain.items())
     norm, other = norm_of(plain), norm_of(changed)
-    if not other:
+    if other <= NOTHING * norm:
         return 0.0, "the gradient is 0"
     cosine, factor = product / (norm * other), product / norm**2
     if abs(cosine) < PARALLEL:
@@ -145,8 +160,8 @@ def _gradient_in_words(plain: Gradients, changed: Gradients, farthest: str) -> t
                       f"farthest in {farthest}")
     rest = math.sqrt(sum(float((changed[name] - factor * values).square().sum()) for name, values in plain.items()))
     if rest > SAME * other:
-        return None, f"the gradient is nearly {factor:.4g} times the plain one, farthest in {farthest}"
-    return factor, f"the gradient is {factor:.4g} times the plain one"
+        return None, f"the gradient is nearly {_times(factor)} times the plain one, farthest in {farthest}"
+    return factor, f"the gradient is {_times(factor)} times the plain one"
 
 
 def _relative(plain: float, changed: float, *, floor: float) -> float:

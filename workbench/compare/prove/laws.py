@@ -235,3 +235,6 @@ DECLARED: dict[str, tuple[str, ...]] = {
     "masked_rows": ("masked_rows",),
 }
 """What a spec declares (`LossSpec.breaks`) -> the laws that it may then break."""
+
+EMPTY = ("dp", "micro_batch", "cp")
+"""What is empty, by the number "kind" of the law empty_ranks, as a spec declares it."""

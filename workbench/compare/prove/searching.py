@@ -8,10 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from workbench.compare.prove.arrangement import Arrangement, Outcome, one_rank_policy, perform
+import torch
+
+from workbench.compare.prove.arrangement import Arrangement, Outcome, one_rank_policy, one_row, perform
 from workbench.compare.prove.differences import NOTHING, Difference, difference
 from workbench.compare.prove.documents import Document, draw_documents
-from workbench.compare.prove.laws import DECLARED, Case, Law
+from workbench.compare.prove.laws import DECLARED, EMPTY, Case, Law
 from workbench.compare.prove.proof import Counterexample, LawResult, Proof
 from workbench.compare.prove.shrinking import shrink
 from workbench.compare.prove.subject import Subject
@@ -26,15 +28,20 @@ KEPT = 32
 KEPT_BACK = 0.4
 """Part of the budget that is kept for cutting down, once something has failed and every law was tried."""
 
+REPEATED = 1e-9
+"""Of loss or gradient: how far the same step may be from itself."""
+NEVER_DECLARED = ("error", "not a number")
+
 
 @dataclass
 class _Record:
-    """What was found about one law so far."""
+    """What was found about one law so far: the first failure, or the first that is not excused by a declaration."""
 
     law: Law
     cases: int = 0
     worst: float = 0.0
     failed: tuple[Case, Difference] | None = None
+    excused: bool = False
     why: str = ""
 
 
@@ -78,6 +85,21 @@ class _Search:
             return None
         return difference(plain, changed, pair)
 
+    def check_repeatable(self) -> None:
+        """Refuse a loss that remembers: a law compares two steps, and every one would seem to be broken."""
+        plain = one_row(self.documents(f"{self.seed} 0"))
+        first = self.outcome(plain)
+        if first.error is not None or not math.isfinite(first.norm + first.loss):
+            return  # a case says it
+        again = perform(self.subject, plain)
+        far = REPEATED * max(abs(first.loss), first.norm)
+        if not abs(again.loss - first.loss) <= far or not all(
+                torch.allclose(again.gradients[name], values, rtol=0.0, atol=far)
+                for name, values in first.gradients.items()):
+            raise SpecError(f"prove {self.subject.title}", found=f"a loss of {first.loss:.9g}, and of {again.loss:.9g} "
+                            "of the same step on the same rank", rule="the same step has the same numbers each time",
+                            fix="let the function keep nothing from one call to the next")
+
     def round(self, record: _Record, number: int) -> None:
         """One more case of a law."""
         for draw in range(DRAWS):
@@ -91,7 +113,9 @@ class _Search:
         record.cases += 1
         record.worst = max(record.worst, found.worst)
         if found.what:
-            record.failed = case, found
+            excused = excuses(self.subject.declared, record.law, case, found)
+            if record.failed is None or not excused:
+                record.failed, record.excused = (case, found), excused
 
     def cut_down(self, law: Law, case: Case, found: Difference) -> tuple[Case, Difference]:
         """The smallest case that fails in the same way, and what differs there."""
@@ -104,6 +128,8 @@ class _Search:
                 return False  # what one rank cannot do either is no counterexample
             if again is None or again.signature != found.signature:
                 return False
+            if excuses(self.subject.declared, law, smaller, again):
+                return False
             differences[smaller] = again
             return True
 
@@ -114,8 +140,8 @@ class _Search:
 def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, budget_s: float) -> Proof:
     """Hold a subject to laws, one case of each after another, then cut down what nobody declared.
 
-    A law that is broken is not tried again. "together" is tried as long as all others hold: what it would find, they
-    found.
+    A law that is broken and not excused is not tried again. "together" is tried as long as all others hold: what it
+    would find, they found.
 
     Args:
         subject: what takes the step.
@@ -123,24 +149,30 @@ def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, bud
         seed: what cases are drawn from.
         rounds: cases of each law.
         budget_s: no case is begun after so many seconds of processor time; one that has begun is finished.
+
+    Raises:
+        SpecError: a loss whose numbers are not finite on one rank, or not the same each time.
     """
     started = time.monotonic()
     engine = _Search(subject, seed, time.process_time() + budget_s, _needs_groups(subject))
     records = [_Record(law) for law in laws]
-    excused = {name for word in subject.declared for name in DECLARED.get(word, ())}
+    if rounds and budget_s > 0:
+        engine.check_repeatable()
     for number in range(rounds):
         for record in records:
-            failed = any(other.failed is not None for other in records)
-            if record.law.name == "together" and (failed or excused):
+            broken = [other for other in records if other.failed is not None and not other.excused]
+            if record in broken:
+                continue
+            if record.law.name == "together" and (broken or subject.declared):
                 record.why = "it is made of laws of which some do not hold"
                 continue
-            early = failed and number
-            if record.failed is None and time.process_time() < engine.deadline - early * KEPT_BACK * budget_s:
+            early = bool(broken) and number
+            if time.process_time() < engine.deadline - early * KEPT_BACK * budget_s:
                 engine.round(record, number)
     for record in records:
-        if record.failed is not None and record.law.name not in excused:
+        if record.failed is not None and not record.excused:
             record.failed = engine.cut_down(record.law, *record.failed)
-    results = tuple(_result(record, excused) for record in records)
+    results = tuple(_result(record) for record in records)
     return Proof(subject.title, _idle_declarations(results, subject.declared), seed, time.monotonic() - started)
 
 
@@ -148,7 +180,14 @@ def _needs_groups(subject: Subject) -> bool:
     return subject.run_spec.loss.needs_pairs or subject.run_spec.data.keep_groups
 
 
-def _result(record: _Record, excused: set[str]) -> LawResult:
+def excuses(declared: Sequence[str], law: Law, case: Case, found: Difference) -> bool:
+    """Whether a failure is what a spec declares: other numbers, under a change that it names. No error ever is."""
+    return found.what[0] not in NEVER_DECLARED and any(
+        law.name in DECLARED.get(word, ()) and (law.name != "empty_ranks" or case["kind"] == EMPTY.index(word))
+        for word in declared)
+
+
+def _result(record: _Record) -> LawResult:
     law = record.law
     base = LawResult(law.name, law.says, "holds", record.cases, record.worst)
     if record.why:
@@ -164,7 +203,7 @@ def _result(record: _Record, excused: set[str]) -> LawResult:
     plain, changed = pair
     documents = changed.documents
     example = Counterexample(str(plain), str(changed), tuple(map(str, documents)), found.words, documents)
-    return replace(base, verdict="declared" if law.name in excused else "broken", what=found.what,
+    return replace(base, verdict="declared" if record.excused else "broken", what=found.what,
                    factor=found.factor, factor_name=found.factor_name, counterexample=example)
 
 

@@ -2,7 +2,8 @@
 
 Here weights are not data, so every law can break. What such a function returns goes backward as it is; the engine then
 adds gradients over micro-batches, and adds or averages them over dp x cp, as it says. A function that is right
-returns what makes the engine's result the gradient of the step, whatever the layout.
+returns what makes the engine's result the gradient of the step, whatever the layout. Its casts to float32 and below
+give float64 here (`workbench.compare.prove.exact`): what is proved is its arithmetic, not its rounding.
 
 Letters: T tokens that this rank holds of a micro-batch.
 """
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from workbench.compare.prove.exact import InFloat64
 from workbench.errors import SpecError
 from workbench.policy.model import Policy
 from workbench.reduction.partial import Scalar
@@ -115,7 +117,8 @@ def trainer_step(policy: Policy, microbatch_loss: MicrobatchLoss, rows: Sequence
         said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"),
                                      wanted=("entropy",))
         assert said.entropy_T is not None, "it was wanted"
-        loss = _checked(microbatch_loss(row, Outputs(said.logprobs_T, said.entropy_T), known), mesh)
+        with InFloat64():
+            loss = _checked(microbatch_loss(row, Outputs(said.logprobs_T, said.entropy_T), known), mesh)
         loss.backward()
         parts.append(Scalar(loss.detach() / divisor, frozenset({"dp_cp"})))
     sum_gradients(policy.model, policy.shards, mesh)

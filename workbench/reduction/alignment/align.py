@@ -133,6 +133,8 @@ class Alignment:
 
     def count(self, *masks: Tensor) -> Tensor:
         """How much counts on all ranks: of one mask, or of those of all micro-batches of a step. int64, data."""
+        for mask in masks:
+            check_values(mask, mask)
         own = torch.stack([mask.sum() for mask in masks]).sum()
         return summed(own, (self.cp, *self.dp))
 
@@ -157,12 +159,12 @@ class Alignment:
         Args:
             values: this rank's.
             mask: bool, what counts.
-            documents: ids in the shape of the values, 0 to num_documents - 1 over the whole rows; None: each row of
-                [b, t] is a document.
+            documents: ids in the shape of the values, 0 to num_documents - 1 over the whole rows, below 0 on padding;
+                None: each row of [b, t] is a document.
             num_documents: how many there are, on all cp ranks; None: their maximum is asked for, one more collective.
         """
         check_values(values, mask)
-        found = Documents.of(values, documents, num_documents, self.cp)
+        found = Documents.of(mask, documents, num_documents, self.cp)
         return found.on_tokens(found.totals(values, mask=mask)[0])
 
     def sequence_ratios(self, policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *,
@@ -175,7 +177,7 @@ class Alignment:
         Source:   GSPO, arXiv 2507.18071, equation 7.
         """
         check_values(policy_logprobs, mask, old_logprobs)
-        found = Documents.of(policy_logprobs, documents, num_documents, self.cp)
+        found = Documents.of(mask, documents, num_documents, self.cp)
         log_ratios = torch.where(mask, policy_logprobs - old_logprobs, 0.0)
         sums_N, lengths_N = found.totals(log_ratios, torch.ones_like(log_ratios), mask=mask)
         return found.on_tokens((sums_N / lengths_N.detach().clamp_min(1)).exp())
@@ -234,6 +236,9 @@ class Alignment:
 
         Backward: none.
         """
+        if of not in ("tokens", "documents"):
+            raise SpecError(f"advantage_statistics: of = {of!r}", rule='"tokens" or "documents"',
+                            fix="say whether cp ranks share the values out, or all know them")
         mask = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask
         check_values(advantages, mask)
         axes = (self.cp, *self.dp) if of == "tokens" else self.dp

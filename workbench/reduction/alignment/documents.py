@@ -21,7 +21,7 @@ class Documents:
     """The documents of this rank's tokens.
 
     Attributes:
-        ids: in the shape of the tokens, int64, 0 to count - 1; anything on tokens that do not count.
+        ids: in the shape of the tokens, int64, 0 to count - 1.
         count: N, of the whole row or rows; the same on every rank of the axis.
         axis: the ranks that share the row or rows.
     """
@@ -31,22 +31,32 @@ class Documents:
     axis: Axis
 
     @classmethod
-    def of(cls, like: Tensor, ids: Tensor | None, count: int | None, axis: Axis) -> Documents:
+    def of(cls, mask: Tensor, ids: Tensor | None, count: int | None, axis: Axis) -> Documents:
         """Take ids as given; without them each row of [b, t] is a document, and a row of [t] is one.
 
         Collective over the axis (a maximum) if there are ids and nobody says how many documents there are.
 
+        Args:
+            mask: bool, the token counts; one that does not may have an id below 0, of no document.
+            ids: in the shape of the mask, or None.
+            count: of documents of the whole row or rows, or None.
+            axis: the ranks that share them.
+
         Raises:
-            ShapeError: ids of another shape, no whole numbers, or not below the count.
+            ShapeError: ids of another shape, no whole numbers, not below the count, or below 0 on a token that counts.
         """
         if ids is None:
-            rows = like.shape[0] if like.dim() > 1 else 1
-            own = torch.arange(rows, device=like.device)
-            return cls(own.view(-1, *[1] * (like.dim() - 1)).expand(like.shape), rows, axis)
-        if ids.shape != like.shape or ids.dtype.is_floating_point or ids.dtype is torch.bool:
+            rows = mask.shape[0] if mask.dim() > 1 else 1
+            own = torch.arange(rows, device=mask.device)
+            return cls(own.view(-1, *[1] * (mask.dim() - 1)).expand(mask.shape), rows, axis)
+        if ids.shape != mask.shape or ids.dtype.is_floating_point or ids.dtype is torch.bool:
             raise ShapeError("documents", found=f"{ids.dtype} of shape {tuple(ids.shape)}",
-                             rule=f"a whole number for each token, of shape {tuple(like.shape)}",
+                             rule=f"a whole number for each token, of shape {tuple(mask.shape)}",
                              fix="give the id of every token's document")
+        if bool((mask & (ids < 0)).any()):
+            raise ShapeError("documents", found="an id below 0 on a token that counts",
+                             rule="a token that counts has a document; below 0 is padding",
+                             fix="leave padding out of the mask, or number its document")
         highest = ids.max() if ids.numel() else ids.new_tensor(-1)
         if count is None:
             count = max(int(all_max(highest, axis)) + 1, 1)

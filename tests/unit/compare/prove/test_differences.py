@@ -79,6 +79,19 @@ def test_another_gradient_has_no_factor():
     assert held(changed(2.0, (3.0, 0.01), (0.0, 4.0))).words.startswith("the gradient is nearly 1 times the plain one")
 
 
+def test_what_differs_by_little_is_told_apart_in_words():
+    epsilon = 1 - 5e-9
+    found = held(changed(2.0 * epsilon, (3.0 * epsilon, 0.0), (0.0, 4.0 * epsilon)))
+    assert found.words == "the gradient is 1 - 5.0e-09 times the plain one; the loss is 1.99999999, not 2"
+    assert held(changed(2.0 + 1e-11)).words == "the loss is 2.00000000001, not 2: 1 + 5.0e-12 times"
+    assert held(changed(**{"kl/mean": 0.50000001})).words == "kl/mean is 0.50000001, not 0.5"
+
+
+def test_a_gradient_of_rounding_is_none():
+    found = held(changed(2.0, (1e-17, 0.0), (0.0, -1e-16)))
+    assert (found.factor, found.words) == (0.0, "the gradient is 0")
+
+
 def test_a_loss_alone_has_a_factor_too():
     found = held(changed(4.0))
     assert (found.what, found.factor, found.factor_name) == (("loss",), 2.0, "cp")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.trainer_losses import MISTAKES, RIGHT
+from tests.helpers.trainer_losses import MISTAKES, RIGHT, clipped
 from workbench.compare.prove import LAWS, prove
 
 SAMPLE = ("mean of micro-batch means", "gspo without adjoint", "replicated and sliced",
@@ -43,6 +43,18 @@ def test_a_right_loss_is_not_refuted(name):
     proof = prove(right.loss, engine=right.engine, rounds=1, budget_s=60)
     assert proof.ok, proof
     assert set(proof.kept) == set(LAWS)
+
+
+def dp_plus_cp(batch, outputs, totals):
+    """dp ranks right alone, and cp ranks alone: 3 where both are 2."""
+    return clipped(batch, outputs).sum() / totals.tokens * (totals.dp + totals.cp - 1)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_what_is_wrong_only_with_two_axes_at_once_is_refuted_in_any_number_of_rounds(rounds):
+    proof = prove(dp_plus_cp, engine="mean", laws=["dp_split", "together"], rounds=rounds, budget_s=60)
+    assert proof.broken == ("together",), proof
+    assert proof["together"].factor == pytest.approx(3 / 4, rel=1e-9)
 
 
 @pytest.mark.slow

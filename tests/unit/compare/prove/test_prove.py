@@ -100,6 +100,19 @@ def test_arguments_that_do_not_go_together_are_refused():
         prove("grpo", laws=["cp_degre"])
 
 
+def test_a_function_of_other_arguments_is_refused_with_the_form_that_it_has():
+    trainers = RIGHT["token mean, sum"].loss
+    with pytest.raises(SpecError, match=r"token_mean\(batch, outputs, totals\)(?s:.*)engine = 'sum' or 'mean'"):
+        prove(trainers)
+    with pytest.raises(SpecError, match=r"sapo_by_hand\(inputs\)(?s:.*)leave engine out"):
+        prove(sapo_by_hand, engine="sum")
+
+
+def test_no_laws_are_no_proof():
+    with pytest.raises(SpecError, match="at least one law"):
+        prove("grpo", laws=[])
+
+
 def test_a_function_that_gives_no_terms_is_refused():
     def one_number(inputs):
         return inputs.policy_logprobs_T.sum()

@@ -104,6 +104,40 @@ class NeedsWork:
         return self.right.step(policy, rows, totals)
 
 
+@dataclass(frozen=True)
+class Declares(NeedsWork):
+    """The same, on ranks where a part of the layout has several."""
+
+    where: str = "cp"
+    declared: tuple[str, ...] = ("dp", "micro_batch", "packing", "cp")
+
+    def step(self, policy, rows, totals):
+        return (super() if policy.mesh[self.where].size > 1 else self.right).step(policy, rows, totals)
+
+
+def test_no_declaration_excuses_an_error():
+    proof = run(Declares(RunSpec(), subject("bnpo")), "empty_ranks", rounds=3)
+    assert proof.broken == ("empty_ranks",), proof
+    assert proof["empty_ranks"].what == ("error",)
+
+
+def padding_of_the_shard(inputs):
+    """Wrong wherever a shard has more padding, or less."""
+    share = 1 + 1 / (1 + (~inputs.counts_T).sum())
+    return {"policy": Term(-inputs.log_ratio().exp() * inputs.counted_advantages_T * share)}
+
+
+def test_what_is_declared_of_micro_batches_excuses_no_empty_rank():
+    spec = RunSpec(loss={"name": "bnpo"})
+    assert "cp" not in spec.loss.breaks
+    who = WorkbenchSubject("shard", spec, padding_of_the_shard, made_from_spec=False)
+    proof = run(who, "empty_ranks", rounds=3)
+    assert proof.broken == ("empty_ranks",), proof
+    assert "cp=2" in proof["empty_ranks"].counterexample.changed
+    declared = run(subject("bnpo"), "empty_ranks", rounds=3)
+    assert declared["empty_ranks"].verdict == "declared"
+
+
 def test_a_rank_that_has_nothing_to_train_is_the_business_of_one_law():
     proof = run(NeedsWork(RunSpec(), subject("grpo")), "dp_split", "micro_batch_split", "packing_order", "cp_degree",
                 "cp_order", "masked_rows", "empty_ranks", rounds=2)
@@ -116,6 +150,17 @@ def test_a_rank_that_has_nothing_to_train_is_the_business_of_one_law():
 def test_what_has_no_numbers_on_one_rank_is_refused():
     with pytest.raises(SpecError, match="one rank has finite numbers"):
         run(Spoiled(RunSpec(), subject("grpo"), everywhere=True), "padding")
+
+
+def test_a_loss_that_remembers_is_refused():
+    calls = []
+
+    def remembers(inputs):
+        calls.append(0)
+        return {"policy": Term(-len(calls) * inputs.log_ratio().exp())}
+
+    with pytest.raises(SpecError, match="the same numbers each time"):
+        run(WorkbenchSubject("remembers", RunSpec(), remembers, made_from_spec=False), "padding")
 
 
 def test_an_error_that_one_rank_does_not_have_breaks_a_law():

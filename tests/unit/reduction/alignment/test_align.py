@@ -219,5 +219,9 @@ def test_mistakes_are_said():
         align_loss(single_process_mesh(), cp=Axis("cp"), engine="sum")
     with pytest.raises(ShapeError, match="a mask of what counts"):
         ALONE.masked_sum(torch.ones(3), torch.ones(3))
+    with pytest.raises(ShapeError, match="a mask of what counts"):
+        ALONE.count(torch.ones(3))
+    with pytest.raises(SpecError, match="of = 'document'"):
+        ALONE.advantage_statistics(torch.ones(3), of="document")  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="tensors of one rank's tokens"):
         ALONE.masked_mean(torch.ones(3), torch.ones(4, dtype=torch.bool))
