@@ -26,6 +26,7 @@ VERBS = {
     "report": "write an experiment's report page again, from its saved comparison",
     "compare": "print the verdicts of an experiment",
     "prove": "whether a loss keeps the laws of parallel training, or the smallest case in which it does not",
+    "diagnose": "why one run differs from another that is right: ranked causes, and what to try next",
     "export": "write runs for W&B, trackio, MLflow or TensorBoard",
     "rollouts": "import, check or record rollouts",
     "lab": "open JupyterLab on the notebooks",

@@ -25,17 +25,13 @@ import fcntl
 import functools
 import hashlib
 import itertools
-import json
-import math
 import os
 import platform
 import re
 import subprocess
 import sys
-import threading
 import time
 import traceback
-import zlib
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -45,7 +41,18 @@ import psutil
 
 import workbench
 from workbench.errors import RecordError
+from workbench.runs import whole_files
 from workbench.runs.spec import RunSpec, parse_spec
+from workbench.runs.whole_files import (
+    append_line,
+    checked_line,
+    damaged,
+    drop_torn_tail,
+    from_json,
+    read_lines,
+    to_json,
+    write_whole,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,8 +74,7 @@ CAUSES = ("exception", "out of memory", "killed", "hang", "start", "peer")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a run may be called: a folder name everywhere, and no option of a command."""
 
-_NOT_FINITE = [{"float": name} for name in ("nan", "inf", "-inf")]
-_CHECK = re.compile(r'\{"crc32": "([0-9a-f]{8})", ')
+_MEND = "run the configuration again; the run's other files are not affected"
 _ABSOLUTE = re.compile(r"(?<![\w./:~*-])/(?:[\w.@+-]+/)+[\w.@+-]+")
 _LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
 _PEER_EXCEPTIONS = ("DistNetworkError", "DistBackendError", "ConnectionError", "ConnectionResetError",
@@ -257,20 +263,11 @@ class RunDirectory:
         Raises:
             RecordError: the record is empty, names a key ``crc32``, or does not fit in JSON.
         """
-        if not record or "crc32" in record:
-            raise RecordError(f"append to metrics.jsonl of {self.path.name}",
-                              found=f"keys {sorted(record)}", rule="at least one key, and none named crc32",
-                              fix="rename the key")
         path = self.path / "metrics.jsonl"
         if not self._tail_checked:
-            _drop_torn_tail(path)
+            drop_torn_tail(path)
         self._tail_checked = False  # until this line is whole
-        body = to_json(dict(record), indent=None).rstrip(b"\n")
-        line = b'{"crc32": "%08x", ' % zlib.crc32(body) + body[1:] + b"\n"
-        with path.open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(path, record)
         self._tail_checked = True
 
     def steps(self) -> list[dict[str, Any]]:
@@ -279,40 +276,13 @@ class RunDirectory:
         Raises:
             RecordError: a line before the last is damaged.
         """
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_bytes().split(b"\n")
-        if not lines[-1]:
-            lines.pop()
-        records = []
-        for number, line in enumerate(lines, start=1):
-            record = _checked_line(line)
-            if record is not None:
-                records.append(record)
-            elif number < len(lines):
-                raise _damaged(self, f"line {number} of {len(lines)}")
-        return records
+        return read_lines(self.path / "metrics.jsonl", fix=_MEND)
 
     # ---- tensors and other files ---------------------------------------------------------------------
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Path:
         """Write tensors/<name>.safetensors, whole or not at all."""
-        from safetensors.torch import save_file
-
-        plain: dict[str, Tensor] = {}
-        storages: set[int] = set()
-        for key, tensor in tensors.items():
-            value = tensor.detach().cpu().contiguous()
-            storage = value.untyped_storage().data_ptr()
-            plain[key] = value.clone() if storage in storages else value
-            storages.add(storage)
-        path = self._tensor_path(name)
-        path.parent.mkdir(exist_ok=True)
-        temporary = _temporary(path)
-        save_file(plain, temporary)
-        _flush_and_rename(temporary, path)
-        return path
+        return whole_files.write_tensors(self._tensor_path(name), tensors)
 
     def read_tensors(self, name: str) -> dict[str, Tensor]:
         """Read tensors/<name>.safetensors.
@@ -320,17 +290,9 @@ class RunDirectory:
         Raises:
             RecordError: missing or damaged.
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
         path = self._tensor_path(name)
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise RecordError(f"read {self.path.name}/tensors/{path.name}",
-                              found=f"{type(error).__name__}: {error}",
-                              rule="a safetensors file written by this run",
-                              fix="run again, with record settings that keep these tensors") from None
+        return whole_files.read_tensors(path, asked=f"read {self.path.name}/tensors/{path.name}",
+                                        fix="run again, with record settings that keep these tensors")
 
     def has_tensors(self, name: str) -> bool:
         """Say whether tensors/<name>.safetensors is there."""
@@ -431,10 +393,10 @@ class StepTail:
         records = []
         *whole, rest = content.split(b"\n")
         for index, line in enumerate(whole):
-            record = _checked_line(line)
+            record = checked_line(line)
             if record is None:
                 if rest or index < len(whole) - 1:
-                    raise _damaged(self.run)
+                    raise damaged(self.run.path / "metrics.jsonl", "a line before the last", fix=_MEND)
                 break  # torn, and its writer will cut it off before the next record
             records.append(record)
             self._offset += len(line) + 1
@@ -612,43 +574,6 @@ def _machine() -> dict[str, str]:
 # ---- files, whole or absent ----------------------------------------------------------------------------
 
 
-def to_json(value: Any, *, indent: int | None = 1, sort_keys: bool = False) -> bytes:
-    """Standard JSON with a last newline, which `from_json` gives back.
-
-    JSON has no word for NaN and the infinities: they are written as ``{"float": "nan"}``, "inf" and "-inf".
-
-    Raises:
-        RecordError: something that is no JSON data.
-    """
-    try:
-        return (json.dumps(_finite(value), indent=indent, sort_keys=sort_keys, allow_nan=False) + "\n").encode()
-    except (TypeError, ValueError) as error:
-        raise RecordError("write a record as JSON", found=str(error),
-                          rule="text, numbers, booleans, None, lists and mappings of them",
-                          fix="turn tensors into numbers with .item() or float()") from None
-
-
-def from_json(content: bytes | str) -> Any:
-    """What `to_json` wrote.
-
-    Raises:
-        ValueError: not JSON.
-    """
-    return json.loads(content, object_hook=_with_floats)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(float(value))}
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _with_floats(read: dict[str, Any]) -> Any:
-    return float(read["float"]) if read in _NOT_FINITE else read
-
-
 def _read_json(path: Path, *, what: str) -> Any:
     try:
         return from_json(path.read_bytes())
@@ -666,60 +591,3 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def write_whole(path: Path, content: bytes) -> Path:
-    """Write a file, whole or not at all, and on disk before this returns; what was there stays until then."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = _temporary(path)
-    try:
-        temporary.write_bytes(content)
-        return _flush_and_rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
-
-
-def _flush_and_rename(temporary: Path, path: Path) -> Path:
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name, too
-    finally:
-        os.close(folder)
-    return path
-
-
-def _checked_line(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl, or None if the line is not what was written."""
-    text = line.decode("utf8", errors="replace")
-    found = _CHECK.match(text)
-    if found is None:
-        return None
-    body = "{" + text[found.end():]
-    return from_json(body) if f"{zlib.crc32(body.encode()):08x}" == found[1] else None
-
-
-def _damaged(run: RunDirectory, which: str = "a line before the last") -> RecordError:
-    return RecordError(f"read {run.path.name}/metrics.jsonl", found=f"{which} is damaged",
-                       rule="every line but a torn last one carries the right checksum",
-                       fix="run the configuration again; the run's other files are not affected")
-
-
-def _drop_torn_tail(path: Path) -> None:
-    """Cut off a last line that an interrupted writer left, so that the next line begins on its own."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    begin = content.rstrip(b"\n").rfind(b"\n") + 1
-    last = content[begin:]
-    if last and (not last.endswith(b"\n") or _checked_line(last.rstrip(b"\n")) is None):
-        with path.open("rb+") as file:
-            file.truncate(begin)
-            os.fsync(file.fileno())

@@ -50,6 +50,11 @@ def axis_of(given: GivenGroup | None, name: str) -> Axis:
     return Axis(name, size, dist.get_rank(given), given, dist.get_process_group_ranks(given))
 
 
+def world_axis() -> Axis:
+    """All ranks of the job that this process has joined; an axis of one where it joined none. No collective."""
+    return axis_of(dist.group.WORLD if dist.is_initialized() else None, "world")
+
+
 def axes_of(mesh: GivenMesh) -> tuple[Axis, tuple[Axis, ...]]:
     """The context-parallel axis of a mesh, and its data-parallel ones.
 

@@ -7,10 +7,12 @@ from html.parser import HTMLParser
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
+from tests.helpers.hand_records import make_record
 from tests.helpers.proofs import make_proof
 from tests.helpers.trials import make_sweep
 from workbench.adapters import explain
 from workbench.compare.comparison import Comparison
+from workbench.compare.diagnose import diagnose
 from workbench.launch.ablation import AblationSpec
 from workbench.report import rich
 from workbench.rollouts.batch import RolloutBatch
@@ -27,7 +29,8 @@ def nouns(tmp_path, comparison):
     sweep = make_sweep(tmp_path / "exp", "a")
     ablation = AblationSpec(question="is it?", reference="a", configurations={"a": {"precision": "float64"}})
     return [batch, ShardPlan.make("zigzag", num_tokens=8, cp=2), RunSpec(), ablation, *sweep.runs, sweep,
-            comparison, explain("fast_llm", {}, "fast_llm", {"type": "gspo"}), make_proof()]
+            comparison, explain("fast_llm", {}, "fast_llm", {"type": "gspo"}), make_proof(),
+            diagnose(make_record(), make_record(scale=0.5))]
 
 
 def test_the_list_names_types_that_are_there(nouns):

@@ -20,6 +20,7 @@ DRAWN = {
     ("workbench.compare.comparison", "Comparison"): "workbench.report.show",
     ("workbench.adapters.explanations", "Explanation"): "workbench.report.rich.explanation",
     ("workbench.compare.prove.proof", "Proof"): "workbench.report.rich.proof",
+    ("workbench.compare.diagnose.diagnosis", "Diagnosis"): "workbench.report.rich.diagnosis",
 }
 """(module, type) -> the module here whose ``as_html`` draws it."""
 

@@ -1,0 +1,33 @@
+"""Records of one small step with and without a fault: what `diagnose` is given in tests."""
+
+from __future__ import annotations
+
+from tests.helpers.planted_faults import BASE, Found, documents, hidden, shown
+from workbench.compare.diagnose.record import Record, RecordedStep, arranged, context_of
+from workbench.runs.faults import load_fault
+from workbench.runs.spec import RunSpec, merge
+
+
+def shown_records(name: str, **more: object) -> tuple[Record, Record]:
+    """Where a fault shows: the right record, and the wrong one."""
+    pair = shown(name, **more)
+    spec = RunSpec.model_validate(merge(merge(BASE, load_fault(name).shows_in), more))
+    return record_of(pair.right, spec, "right"), record_of(pair.wrong, spec, "wrong")
+
+
+def hidden_records(name: str) -> tuple[Record, Record]:
+    """Where it hides."""
+    fault = load_fault(name)
+    pair = hidden(name)
+    spec = RunSpec.model_validate(merge(merge(BASE, fault.shows_in), fault.hidden_in or {}))
+    return record_of(pair.right, spec, "right"), record_of(pair.wrong, spec, "wrong")
+
+
+def record_of(found: Found, spec: RunSpec, name: str) -> Record:
+    """A record of what a step found."""
+    batch = documents(spec)
+    counts, places = arranged(spec, batch, range(batch.num_documents), found.tokens)
+    step = RecordedStep(0, found.numbers["loss/total"],
+                        {key: value for key, value in found.numbers.items() if key != "loss/total"},
+                        found.norms, counts, found.gradients, dict(found.tokens) | places)
+    return Record(context_of(spec, batch), (step,), name)

@@ -1,0 +1,34 @@
+"""Where tokens lie: edges of shards, ends of documents, later documents of a row."""
+
+import pytest
+import torch
+
+from tests.helpers.hand_records import tokens
+from workbench.compare.diagnose.places import agreement, places
+
+
+def numbers(where):
+    return where.nonzero().flatten().tolist()
+
+
+def test_each_place():
+    found = {name: numbers(where) for name, where in places(tokens()).items()}
+    assert found["document beginnings"] == [2, 8, 14]
+    assert found["document ends"] == [5, 11, 16]
+    assert found["document starts"] == [0, 6, 12]
+    assert found["shard edges"] == [10]  # 11 is predicted on the second rank
+    assert found["behind shard edges"] == [11]
+    assert found["later documents"] == [8, 9, 10, 11, 14, 15, 16]
+
+
+def test_what_was_not_recorded_is_left_out():
+    laid = {name: values for name, values in tokens().items() if name not in ("shards", "places")}
+    assert set(places(laid)) == {"document beginnings", "document ends", "document starts"}
+    assert places({"trained": laid["trained"]}) == {}
+
+
+@pytest.mark.parametrize(("where", "place", "expected"), [
+    ([1, 1, 0, 0], [1, 1, 0, 0], 1.0), ([1, 0, 0, 0], [0, 1, 1, 1], 0.0),
+    ([1, 0, 0, 0], [1, 1, 0, 0], 1.25 * 0.5 / 0.75), ([1, 1, 0, 0], [1, 0, 0, 0], 1.25 * 0.5 / 1.125)])
+def test_agreement_counts_precision_more(where, place, expected):
+    assert agreement(torch.tensor(where).bool(), torch.tensor(place).bool()) == pytest.approx(expected)

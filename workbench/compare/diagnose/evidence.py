@@ -1,0 +1,257 @@
+"""What two records say of each other, step by step, before anybody asks why.
+
+The first step in which they differ tells most: until then both had the same weights. What a step shows: loss,
+factor and cosine of the gradient (whole, or from norms alone), parameters and tokens that differ, metrics that differ.
+
+Letters: S tokens of the source batch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from workbench.compare.diagnose.noise import Noise
+from workbench.compare.diagnose.record import Record, RecordedStep, whole
+
+FLOOR = 1e-3
+"""Of the root mean square of the whole gradient: a parameter whose gradient is smaller is judged by this."""
+NOTHING = 1e-12
+PARTS = ("loss", "gradient", "metrics", "tokens")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter's gradient in the suspect, against the trusted one's.
+
+    Attributes:
+        ratio: of the norms.
+        cosine: None where only norms were recorded.
+        distance: ||g_b - g_a|| / ||g_a|| (of the floor where that is next to nothing), or |ratio - 1| from norms.
+        share: of the trusted gradient's whole norm.
+        same: within noise.
+    """
+
+    ratio: float
+    cosine: float | None
+    distance: float
+    share: float
+    same: bool
+
+
+@dataclass(frozen=True)
+class StepEvidence:
+    """One step of both.
+
+    Attributes:
+        number: of the step.
+        noise: what may differ.
+        losses: trusted and suspected; None where one is unknown.
+        loss_same: within noise; None if unknown.
+        parameters: by name; {} if no gradient was recorded.
+        factor: of the whole gradient: its projection, or the median ratio of norms.
+        cosine: of the whole gradient; None if only norms are known.
+        residue: what is left of the suspect's gradient when ``factor`` is taken out, in parts of it; from norms the
+            greatest deviation of a ratio from the factor.
+        gradient_same: within noise; None if unknown.
+        metrics: those that differ, trusted and suspected.
+        compared_metrics: how many were compared.
+        tokens: for each per-token value, [S] bool where it differs, of the tokens that train in both.
+        not_finite: what of the suspect is not a number though the trusted one's is.
+    """
+
+    number: int
+    noise: Noise
+    losses: tuple[float, float] | None = None
+    loss_same: bool | None = None
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    factor: float | None = None
+    cosine: float | None = None
+    residue: float | None = None
+    gradient_same: bool | None = None
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    compared_metrics: int = 0
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    not_finite: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Parts that both records have."""
+        there = (self.losses is not None, self.gradient_same is not None, bool(self.compared_metrics),
+                 bool(self.tokens))
+        return tuple(part for part, is_there in zip(PARTS, there, strict=True) if is_there)
+
+    @property
+    def differs(self) -> tuple[str, ...]:
+        """Parts that differ."""
+        off = (self.loss_same is False, self.gradient_same is False, bool(self.metrics),
+               any(bool(where_S.any()) for where_S in self.tokens.values()))
+        return tuple(part for part, is_off in zip(PARTS, off, strict=True) if is_off or self.not_finite)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether one factor explains the whole gradient."""
+        return self.residue is not None and self.residue <= max(1e-7, 2 * self.noise.gradient)
+
+    def token_same(self, name: str) -> bool | None:
+        """Whether a per-token value is the same everywhere; None if unknown."""
+        return None if name not in self.tokens else not bool(self.tokens[name].any())
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What two records say of each other.
+
+    Attributes:
+        trusted: the one that is taken for right.
+        suspect: the other.
+        steps: those that both have.
+    """
+
+    trusted: Record
+    suspect: Record
+    steps: tuple[StepEvidence, ...]
+
+    @property
+    def first(self) -> StepEvidence:
+        """The first step that differs, or the first of all."""
+        return next((step for step in self.steps if step.differs), self.steps[0])
+
+    @property
+    def pair(self) -> tuple[RecordedStep, RecordedStep]:
+        """Both records of the first step that differs."""
+        number = self.first.number
+        trusted, suspect = (next(step for step in record.steps if step.number == number)
+                            for record in (self.trusted, self.suspect))
+        return trusted, suspect
+
+
+def compare_records(trusted: Record, suspect: Record) -> Evidence:
+    """Lay two records side by side."""
+    theirs = {step.number: step for step in suspect.steps}
+    pairs = [(step, theirs[step.number]) for step in trusted.steps if step.number in theirs]
+    return Evidence(trusted, suspect, tuple(
+        _step(a, b, Noise.between(trusted.context, suspect.context, place)) for place, (a, b) in enumerate(pairs)))
+
+
+def _step(a: RecordedStep, b: RecordedStep, noise: Noise) -> StepEvidence:
+    found: dict = {"number": a.number, "noise": noise}
+    broken = []
+    if a.loss is not None and b.loss is not None:
+        found |= {"losses": (a.loss, b.loss),
+                  "loss_same": abs(a.loss - b.loss) <= noise.loss * max(abs(a.loss), _whole_norm(a))}
+        broken += ["loss"] if math.isfinite(a.loss) and not math.isfinite(b.loss) else []
+    norms = [name for name in a.gradient_norms if name in b.gradient_norms]
+    broken += [name for name in norms if math.isfinite(a.gradient_norms[name])
+               and not math.isfinite(b.gradient_norms[name])]
+    if not broken:
+        found |= _gradient(a, b, norms, noise)
+    shared = [key for key in a.metrics if key in b.metrics]
+    off = {key: (a.metrics[key], b.metrics[key]) for key in shared
+           if _apart(a.metrics[key], b.metrics[key], noise.metric_floor) > noise.metric}
+    if found.get("gradient_same") and found.get("cosine") is not None:  # a norm that differs was reported wrong
+        off |= {f"gradient/norm/{name}": (a.gradient_norms[name], b.gradient_norms[name]) for name in norms
+                if _apart(a.gradient_norms[name], b.gradient_norms[name], _typical(a)) > noise.gradient}
+    return StepEvidence(**found, metrics=off, compared_metrics=len(shared), tokens=_tokens(a, b, noise),
+                        not_finite=tuple(broken))
+
+
+def _whole_norm(step: RecordedStep) -> float:
+    return math.sqrt(sum(norm**2 for norm in step.gradient_norms.values()))
+
+
+def _typical(step: RecordedStep) -> float:
+    """The norm of a parameter, if all had the same."""
+    return _whole_norm(step) / math.sqrt(max(len(step.gradient_norms), 1))
+
+
+def _apart(a: float, b: float, floor: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    far = abs(a - b) / max(abs(a), floor)
+    return math.inf if math.isnan(far) else far
+
+
+def _gradient(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise) -> dict:
+    """Factor, cosine and parameters, from whole gradients if both have them, and else from norms."""
+    mine, theirs = ({name: values.double().flatten() for name, values in whole(step.gradients).items()}
+                    for step in (a, b))
+    shared = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
+    if not shared:
+        return _from_norms(a, b, norms, noise)
+    elements = sum(mine[name].numel() for name in shared)
+    norm = math.sqrt(sum(float(mine[name].square().sum()) for name in shared))
+    other = math.sqrt(sum(float(theirs[name].square().sum()) for name in shared))
+    product = sum(float(mine[name] @ theirs[name]) for name in shared)
+    parameters = {}
+    for name in shared:
+        one, two = float(mine[name].norm()), float(theirs[name].norm())
+        scale = max(one, FLOOR * norm * math.sqrt(mine[name].numel() / elements), NOTHING)
+        far = float((theirs[name] - mine[name]).norm()) / scale
+        cosine = float(mine[name] @ theirs[name]) / (one * two) if one * two else None
+        parameters[name] = Parameter(two / one if one else math.nan, cosine, far, one / norm if norm else 0.0,
+                                     far <= noise.gradient * _weak(one, norm, mine[name].numel(), elements))
+    factor = product / norm**2 if norm else None
+    apart = math.sqrt(sum(float((theirs[name] - mine[name]).square().sum()) for name in shared))
+    rest = None if factor is None or not other else math.sqrt(sum(
+        float((theirs[name] - factor * mine[name]).square().sum()) for name in shared)) / other
+    same = apart <= noise.gradient * norm and all(parameter.same for parameter in parameters.values())
+    return {"parameters": parameters, "factor": factor, "cosine": product / (norm * other) if norm * other else None,
+            "residue": rest, "gradient_same": same}
+
+
+def _weak(norm: float, whole_norm: float, numel: int, elements: int) -> float:
+    """How much more noise a parameter may have whose gradient is small beside the others of its size."""
+    typical = whole_norm * math.sqrt(numel / elements)
+    return max(1.0, 3 * typical / max(norm, FLOOR * typical, NOTHING))
+
+
+def _from_norms(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise) -> dict:
+    norm = math.sqrt(sum(a.gradient_norms[name] ** 2 for name in norms))
+    if not norms or not norm:
+        return {} if not norms else {"factor": None, "gradient_same": not any(b.gradient_norms[n] for n in norms)}
+    typical = norm / math.sqrt(len(norms))
+    parameters = {}
+    for name in norms:
+        one, two = a.gradient_norms[name], b.gradient_norms[name]
+        far = abs(two - one) / max(one, FLOOR * typical)
+        parameters[name] = Parameter(two / one if one else math.nan, None, far, one / norm,
+                                     far <= noise.gradient * max(1.0, 0.3 * typical / max(one, FLOOR * typical)))
+    judged = [p.ratio for p in parameters.values() if p.share > FLOOR and not math.isnan(p.ratio)]
+    factor = statistics.median(judged) if judged else None
+    rest = max((abs(ratio / factor - 1) for ratio in judged), default=0.0) if factor else None
+    return {"parameters": parameters, "factor": factor, "residue": rest,
+            "gradient_same": all(parameter.same for parameter in parameters.values())}
+
+
+def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Per-token values of both, as far as both go: a record may end with the last token that it saw."""
+    held = [whole(step.tokens) for step in (a, b)]
+    end = min((len(values_S) for tokens in held for values_S in tokens.values()), default=0)
+    mine, theirs = ({name: values_S[:end] for name, values_S in tokens.items()} for tokens in held)
+    return mine, theirs
+
+
+def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]:
+    mine, theirs = shared_tokens(a, b)
+    both_S = mine["trained"].bool() & theirs["trained"].bool() if "trained" in mine and "trained" in theirs else None
+    found = {}
+    for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy_nats", "ratios",
+                 "trained"):
+        if name not in mine or name not in theirs:
+            continue
+        if mine[name].dtype == torch.bool:
+            found[name] = mine[name] ^ theirs[name]
+            continue
+        one_S, two_S = mine[name].double(), theirs[name].double()
+        off_S = ~((one_S - two_S).abs() <= noise.logprob_nats * (1 + one_S.abs()))
+        off_S = off_S if both_S is None else off_S & both_S
+        few = int(off_S.sum()) <= noise.outliers * int(off_S.numel() if both_S is None else both_S.sum())
+        found[name] = torch.zeros_like(off_S) if few else off_S
+    return found
+

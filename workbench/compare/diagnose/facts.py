@@ -1,0 +1,303 @@
+"""What the first step that differs says, as the questions that causes ask.
+
+Letters: S tokens of the source batch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.compare.diagnose.denominators import Named, Way, names_of, reproduced, sizes, ways
+from workbench.compare.diagnose.evidence import Evidence, Parameter, StepEvidence, shared_tokens
+from workbench.compare.diagnose.places import agreement, places
+from workbench.compare.diagnose.record import RecordedStep
+from workbench.metrics.gradients import parameter_group, parameter_layer
+
+ADVANTAGES = ("advantage/all/mean", "advantage/all/std", "advantage/all/min", "advantage/all/max")
+"""Metrics of advantages that depend on nothing else."""
+LARGEST_COUNT = 1e5
+"""Beyond this, rounding makes any number a ratio of counts."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The first step that differs, and what the records say of themselves.
+
+    Attributes:
+        evidence: all steps.
+    """
+
+    evidence: Evidence
+
+    @property
+    def step(self) -> StepEvidence:
+        """The first step that differs."""
+        return self.evidence.first
+
+    @cached_property
+    def pair(self) -> tuple[RecordedStep, RecordedStep]:
+        """Both records of it."""
+        return self.evidence.pair
+
+    @property
+    def context(self) -> Mapping[str, Any]:
+        """What the suspect says of itself."""
+        return self.evidence.suspect.context
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """Of the step, from the suspect, or else from the trusted record, which trained the same documents."""
+        return {**self.pair[0].counts, **self.pair[1].counts}
+
+    @cached_property
+    def tokens(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+        """Per-token values of both, as far as both go."""
+        return shared_tokens(*self.pair)
+
+    # ---- does it differ ----------------------------------------------------------------------------------
+
+    @property
+    def loss_same(self) -> bool | None:
+        """Whether the losses agree; None if unknown."""
+        return self.step.loss_same
+
+    @property
+    def gradient_same(self) -> bool | None:
+        """Whether the gradients agree; None if unknown."""
+        return self.step.gradient_same
+
+    @property
+    def forward_same(self) -> bool | None:
+        """Whether the policy said the same of each trained token; from the metrics where no token was recorded."""
+        known = self.step.token_same("policy_logprobs")
+        return known if known is not None else self._metric_same("logprob/policy/mean")
+
+    @property
+    def old_same(self) -> bool | None:
+        """Whether the old log-probabilities agree; from the metrics where no token was recorded."""
+        known = self.step.token_same("old_logprobs")
+        return known if known is not None else self._metric_same("logprob/old/mean")
+
+    @property
+    def mask_same(self) -> bool | None:
+        """Whether the same tokens trained; from the metrics where no token was recorded."""
+        known = self.step.token_same("trained")
+        return known if known is not None else self._metric_same("tokens/trained/sum")
+
+    @property
+    def inputs_same(self) -> bool:
+        """Whether nothing that a loss looks at is known to differ."""
+        return False not in (self.forward_same, self.old_same, self.mask_same) and not self.metrics_off(*ADVANTAGES)
+
+    def _metric_same(self, key: str) -> bool | None:
+        there = all(key in step.metrics for step in self.pair)
+        return key not in self.step.metrics if there else None
+
+    def metrics_off(self, *beginnings: str) -> list[str]:
+        """Metrics that differ and begin so."""
+        return [key for key in self.step.metrics if key.startswith(beginnings)]
+
+    # ---- the gradient as a whole -------------------------------------------------------------------------
+
+    @cached_property
+    def sizes(self) -> dict[str, tuple[float, frozenset[str]]]:
+        """What a factor may come from."""
+        return sizes(self.context, self.counts)
+
+    @property
+    def bar(self) -> float:
+        """How near a factor must be to a number to be it."""
+        return max(1e-6, self.step.noise.gradient / 5)
+
+    @cached_property
+    def factor_names(self) -> list[Named]:
+        """What the factor of the whole gradient equals, if one factor explains it."""
+        factor = self.step.factor
+        return names_of(factor, self.sizes, self.bar) if factor and factor > 0 and self.step.parallel else []
+
+    @cached_property
+    def loss_names(self) -> list[Named]:
+        """What the ratio of the losses equals."""
+        losses = self.step.losses
+        if losses is None or not losses[0] or losses[1] / losses[0] <= 0:
+            return []
+        return names_of(losses[1] / losses[0], self.sizes, max(self.bar, self.step.noise.loss / 5))
+
+    @property
+    def loss_factor(self) -> float | None:
+        """Ratio of the losses."""
+        losses = self.step.losses
+        return losses[1] / losses[0] if losses and losses[0] else None
+
+    @property
+    def norm_factor(self) -> float | None:
+        """Ratio of the whole gradients' norms."""
+        if not self.step.parameters:
+            return None
+        shares = self.step.parameters.values()
+        mine = sum(p.share**2 for p in shares)
+        theirs = sum((p.share * p.ratio) ** 2 for p in shares if not math.isnan(p.ratio))
+        return math.sqrt(theirs / mine) if mine else None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether one factor that is not 1 explains the whole gradient."""
+        factor = self.step.factor
+        return bool(self.step.parallel and factor and abs(factor - 1) > self.step.noise.gradient)
+
+    @property
+    def count_ratio(self) -> tuple[str, int, int] | None:
+        """What was counted, how many there are, and how many instead explain the factor of the gradient; None if none.
+
+        A gradient that is divided by n' where n is right is n / n' of the right one; a whole n' is hardly chance.
+        """
+        factor = self.step.factor
+        if not factor or not self.scaled or not 0.1 < factor < 10:
+            return None
+        for name in ("trained_tokens", "documents"):
+            count = self.counts.get(name)
+            for other in (count / factor, count * factor) if count and count < LARGEST_COUNT else ():
+                if abs(other - round(other)) <= self.bar * other < 0.05 and round(other) != count:
+                    return name.replace("_", " "), int(count), round(other)
+        return None
+
+    @property
+    def terms(self) -> tuple[list[str], list[str]]:
+        """Terms of the loss that differ, and those that agree and are not 0."""
+        a, b = self.pair
+        known = [key for key in a.metrics if key.startswith("loss/") and key in b.metrics]
+        return ([key for key in known if key in self.step.metrics],
+                [key for key in known if key not in self.step.metrics and a.metrics[key]])
+
+    # ---- parameters --------------------------------------------------------------------------------------
+
+    @cached_property
+    def off(self) -> dict[str, Parameter]:
+        """Parameters whose gradients differ."""
+        return {name: p for name, p in self.step.parameters.items() if not p.same}
+
+    @cached_property
+    def right(self) -> dict[str, Parameter]:
+        """Parameters whose gradients agree."""
+        return {name: p for name, p in self.step.parameters.items() if p.same}
+
+    @property
+    def clear(self) -> bool:
+        """Whether parameters that differ stand out: typically thrice as far as any that agrees within noise."""
+        return bool(self.off and self.right) and statistics.median(p.distance for p in self.off.values()) > \
+            3 * max(p.distance for p in self.right.values())
+
+    @property
+    def gone(self) -> list[str]:
+        """Parameters that have a gradient in the trusted record and none in the suspect."""
+        return [name for name, p in self.step.parameters.items() if p.ratio == 0]
+
+    @cached_property
+    def top_off(self) -> set[str]:
+        """What differs in the highest layer in which anything does, by the last module's name.
+
+        Backward runs from the top down, so what is above it is right, and below it everything follows.
+        """
+        layers = {name: parameter_layer(name) for name in self.off}
+        known = [layer for layer in layers.values() if layer is not None]
+        return {short(name) for name, layer in layers.items() if known and layer == max(known)}
+
+    @cached_property
+    def above_right(self) -> bool:
+        """Whether something above the highest layer that differs, or in it, is right."""
+        layers = [layer for name in self.off if (layer := parameter_layer(name)) is not None]
+        if not layers:
+            return bool(self.right)
+        return any(parameter_group(name) in ("head",) or (parameter_layer(name) or 0) >= max(layers)
+                   or (parameter_layer(name) is None and parameter_group(name) == "norm") for name in self.right)
+
+    def groups_off(self) -> set[str]:
+        """Groups of parameters that differ."""
+        return {parameter_group(name) for name in self.off}
+
+    # ---- tokens ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def trained(self) -> Tensor | None:
+        """[S] bool, tokens that train in the trusted record."""
+        return self.tokens[0]["trained"].bool() if "trained" in self.tokens[0] else None
+
+    @cached_property
+    def places(self) -> dict[str, Tensor]:
+        """Places that a mistake may touch, as the suspect's layout has them."""
+        laid = {**self.tokens[0], **{k: v for k, v in self.tokens[1].items() if k != "trained"}}
+        return places(laid) if self.trained is not None else {}
+
+    def off_tokens(self, *names: str) -> Tensor | None:
+        """[S] bool, tokens of which one of these values differs; None if none was recorded."""
+        there = [self.step.tokens[name] for name in names if name in self.step.tokens]
+        return torch.stack(there).any(0) if there else None
+
+    def share_off(self, name: str) -> float:
+        """Share of the trained tokens of which a value differs."""
+        off = self.off_tokens(name)
+        if off is None or self.trained is None:
+            return 0.0
+        return int((off & self.trained).sum()) / max(int(self.trained.sum()), 1)
+
+    def agree(self, place: str, *names: str) -> float:
+        """How much better the tokens that differ agree with a place than with all trained tokens; 0 if unknown."""
+        off = self.off_tokens(*names)
+        if off is None or self.trained is None or place not in self.places:
+            return 0.0
+        everywhere, there = agreement(off, self.trained), agreement(off, self.places[place])
+        return (there - everywhere) / (1 - everywhere) if there > everywhere else 0.0
+
+    def all_lie_in(self, place: str) -> bool:
+        """Whether every trained token lies in a place, so that it cannot be told from everywhere."""
+        return self.trained is not None and place in self.places and bool((self.places[place] == self.trained).all())
+
+    def change(self, name: str = "policy_logprobs") -> tuple[Tensor, Tensor] | None:
+        """A value of the tokens that train in both, as trusted, and by how much the suspect's is more."""
+        if any(name not in tokens or "trained" not in tokens for tokens in self.tokens):
+            return None
+        both = self.tokens[0]["trained"].bool() & self.tokens[1]["trained"].bool()
+        mine, theirs = (tokens[name].double()[both] for tokens in self.tokens)
+        return mine, theirs - mine
+
+    # ---- the loss, divided otherwise ---------------------------------------------------------------------
+
+    @cached_property
+    def ways(self) -> list[Way]:
+        """Ways of dividing that give the suspect's loss and are not how the trusted one divides, nearest first."""
+        if self.step.losses is None:
+            return []
+        (a, b), context = self.pair, self.context
+        mine, right = ways(b, context), ways(a, self.evidence.trusted.context)
+        trusted, suspect = self.step.losses
+        if not right or not mine:
+            return []
+        values = self.tokens[0]["losses"][self.trained].double()
+        sized = 0.1 * float(values.abs().mean())  # a loss may cancel, what rounding does to its terms does not
+        bar = max(1e-9, self.step.noise.loss / 20)
+        usual = {way.words for way in reproduced(right, trusted, bar * max(abs(trusted), sized))}
+        hits = reproduced(mine, suspect, bar * max(abs(suspect), sized))
+        nearest = sorted(hits, key=lambda way: abs(way.loss - suspect))
+        return [way for way in nearest if way.words not in usual] if usual else []
+
+
+def short(name: str) -> str:
+    """The module that a parameter belongs to: ``q_proj`` of ``model.layers.0.self_attn.q_proj.weight``."""
+    parts = name.split(".")
+    return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
+
+
+def fit(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Slope of y on x through the origin, and what share of y's squares it leaves."""
+    if not float(x.square().sum()) or not float(y.square().sum()):
+        return 0.0, 1.0
+    slope = float(x @ y) / float(x.square().sum())
+    return slope, float((y - slope * x).square().sum()) / float(y.square().sum())

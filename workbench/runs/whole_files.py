@@ -1,0 +1,201 @@
+"""Files that are whole or absent, and lines that carry their own check.
+
+A file is written under a temporary name, flushed and renamed. A line of JSON is appended with a checksum, so that one
+which a crash tore is known and left out. JSON is standard JSON, NaN too. Nothing is ever unpickled.
+
+This module imports no torch until a tensor is read or written, and nothing that is not part of Python or safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import threading
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import RecordError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NOT_FINITE = [{"float": name} for name in ("nan", "inf", "-inf")]
+_CHECK = re.compile(r'\{"crc32": "([0-9a-f]{8})", ')
+
+
+def to_json(value: Any, *, indent: int | None = 1, sort_keys: bool = False) -> bytes:
+    """Standard JSON with a last newline, which `from_json` gives back.
+
+    JSON has no word for NaN and the infinities: they are written as ``{"float": "nan"}``, "inf" and "-inf".
+
+    Raises:
+        RecordError: something that is no JSON data.
+    """
+    try:
+        return (json.dumps(_finite(value), indent=indent, sort_keys=sort_keys, allow_nan=False) + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise RecordError("write a record as JSON", found=str(error),
+                          rule="text, numbers, booleans, None, lists and mappings of them",
+                          fix="turn tensors into numbers with .item() or float()") from None
+
+
+def from_json(content: bytes | str) -> Any:
+    """What `to_json` wrote.
+
+    Raises:
+        ValueError: not JSON.
+    """
+    return json.loads(content, object_hook=_with_floats)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(float(value))}
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _with_floats(read: dict[str, Any]) -> Any:
+    return float(read["float"]) if read in _NOT_FINITE else read
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    """Write a file, whole or not at all, and on disk before this returns; what was there stays until then."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = _temporary(path)
+    try:
+        temporary.write_bytes(content)
+        return _flush_and_rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """Write a safetensors file, whole or not at all. Tensors that share memory are written each by itself."""
+    from safetensors.torch import save_file
+
+    plain: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for key, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        plain[key] = value.clone() if storage in storages else value
+        storages.add(storage)
+    path.parent.mkdir(exist_ok=True)
+    temporary = _temporary(path)
+    save_file(plain, temporary)
+    return _flush_and_rename(temporary, path)
+
+
+def read_tensors(path: Path, *, asked: str, fix: str) -> dict[str, Tensor]:
+    """Read a safetensors file.
+
+    Args:
+        path: of the file.
+        asked: what the error says was asked for.
+        fix: what it says to do.
+
+    Raises:
+        RecordError: missing or damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RecordError(asked, found=f"{type(error).__name__}: {error}",
+                          rule="a safetensors file written by this run", fix=fix) from None
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+
+
+def _flush_and_rename(temporary: Path, path: Path) -> Path:
+    with temporary.open("rb+") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name, too
+    finally:
+        os.close(folder)
+    return path
+
+
+# ---- lines -----------------------------------------------------------------------------------------------
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record, one line with its checksum, on disk before this returns. There is one writer.
+
+    Raises:
+        RecordError: the record is empty, names a key ``crc32``, or does not fit in JSON.
+    """
+    if not record or "crc32" in record:
+        raise RecordError(f"append to {path.name} of {path.parent.name}",
+                          found=f"keys {sorted(record)}", rule="at least one key, and none named crc32",
+                          fix="rename the key")
+    body = to_json(dict(record), indent=None).rstrip(b"\n")
+    line = b'{"crc32": "%08x", ' % zlib.crc32(body) + body[1:] + b"\n"
+    with path.open("ab") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path, *, fix: str) -> list[dict[str, Any]]:
+    """All records that were appended, [] if there is no file; a last line that a crash tore is left out.
+
+    Raises:
+        RecordError: a line before the last is damaged.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        record = checked_line(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines):
+            raise damaged(path, f"line {number} of {len(lines)}", fix=fix)
+    return records
+
+
+def checked_line(line: bytes) -> dict[str, Any] | None:
+    """The record in a line, or None if the line is not what was written."""
+    text = line.decode("utf8", errors="replace")
+    found = _CHECK.match(text)
+    if found is None:
+        return None
+    body = "{" + text[found.end():]
+    return from_json(body) if f"{zlib.crc32(body.encode()):08x}" == found[1] else None
+
+
+def damaged(path: Path, which: str, *, fix: str) -> RecordError:
+    """The error to raise for a file of lines of which one is not what was written."""
+    return RecordError(f"read {path.parent.name}/{path.name}", found=f"{which} is damaged",
+                       rule="every line but a torn last one carries the right checksum", fix=fix)
+
+
+def drop_torn_tail(path: Path) -> None:
+    """Cut off a last line that an interrupted writer left, so that the next line begins on its own."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    begin = content.rstrip(b"\n").rfind(b"\n") + 1
+    last = content[begin:]
+    if last and (not last.endswith(b"\n") or checked_line(last.rstrip(b"\n")) is None):
+        with path.open("rb+") as file:
+            file.truncate(begin)
+            os.fsync(file.fileno())
