@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
@@ -30,6 +28,7 @@ def tiny_qwen3(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen3For
         tied: the output head is the embedding.
         seed: of the weights. The global random state is left as it was.
     """
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(vocab_size=vocab_size, intermediate_size=192, tie_word_embeddings=tied, **SIZES)
@@ -46,6 +45,7 @@ def tiny_qwen3_moe(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen
         tied: the output head is the embedding.
         seed: of the weights. The global random state is left as it was.
     """
+    import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(vocab_size=vocab_size, intermediate_size=192, tie_word_embeddings=tied, num_experts=4,

@@ -46,7 +46,8 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     """
     both = torch.logaddexp(lse, other_lse)
     finite = both.masked_fill(both == -torch.inf, 0)
-    return (out * (lse - finite).exp()[..., None] + other * (other_lse - finite).exp()[..., None]), both
+    weight, other_weight = ((one - finite).exp().to(out.dtype)[..., None] for one in (lse, other_lse))
+    return out * weight + other * other_weight, both
 
 
 class _Ring(Function):
@@ -61,9 +62,9 @@ class _Ring(Function):
                 continue
             kernel = choose(shard.kernel, query, its_key, block)
             its_out, its_lse = kernel.forward(query, its_key, its_value, block, scale)
-            its_out = its_out.to(wide)
+            its_out, its_lse = its_out.to(wide), its_lse.double()  # rounded once at the end, not at every hop
             out, lse = merge(out, lse, its_out, its_lse) if step else (its_out, its_lse)
-        out = out.to(query.dtype)
+        out, lse = out.to(query.dtype), lse.to(wide)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 
