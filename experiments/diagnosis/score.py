@@ -1,0 +1,133 @@
+"""Score diagnose on every fault, where faults hide, and on right pairs: `python experiments/diagnosis/score.py`.
+
+Writes results.json and report.md. What was run before with the same code is not run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+import yaml
+from page import page
+from recorded import HERE, PRECISIONS, acts, drawn_pair, hidden, of_pairs, recorded, recorded_once, shown
+
+from workbench.compare.diagnose import Diagnosis, Record, diagnose
+from workbench.compare.diagnose.evidence import compare_records
+from workbench.errors import SpecError
+from workbench.runs.faults import fault_names, load_fault
+
+PAIRS = 200
+RIGHT = "right"
+"""Stands in a class for the record without a fault."""
+
+
+def names() -> list[str]:
+    """Faults that change a number; the others only stall a run."""
+    return [name for name in fault_names() if load_fault(name).changes_numbers]
+
+
+def read_expected() -> dict[str, list[str]]:
+    """The right causes of every fault.
+
+    Raises:
+        SpecError: a fault without any, or causes of a fault that is not there.
+    """
+    found = yaml.safe_load((HERE / "expected.yaml").read_text())
+    if off := sorted(set(found) ^ set(names())):
+        raise SpecError("score diagnose", found=f"{', '.join(off)} in expected.yaml or among the faults, not in both",
+                        rule="what a fault is called is written before it is diagnosed",
+                        fix="write its causes from what it does")
+    return found
+
+
+def read_blind() -> list[str]:
+    """Faults that were written when diagnose was finished."""
+    file = HERE / "blind.txt"
+    return file.read_text().split() if file.is_file() else []
+
+
+def score_shown(expected: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """A row for every fault and precision."""
+    rows, blind = [], read_blind()
+    own = {name: not _acts(name, own_sizes=False) for name in expected}
+    for precision in PRECISIONS:
+        records: dict[str, dict[str, Record]] = {}  # by settings, of every fault that was recorded in them
+        for name in expected:
+            settings = shown(load_fault(name), precision, own_sizes=own[name])
+            there = records.setdefault(json.dumps(settings, sort_keys=True), {RIGHT: recorded(settings)})
+            there[name] = recorded(settings, name)
+        for there in records.values():
+            for name, record in there.items():
+                if name == RIGHT:
+                    continue
+                alike = sorted(other for other, theirs in there.items() if other == name or agree(theirs, record))
+                right = sorted({cause for other in alike for cause in expected.get(other, ["no_difference"])})
+                causes = told(diagnose(there[RIGHT], record))
+                rows.append({"fault": name, "family": load_fault(name).family, "blind": name in blind,
+                             "precision": precision, "own_sizes": own[name], "expected": expected[name],
+                             "class": alike, "right_causes": right, "causes": causes, "rank": rank(causes, right)})
+        print(f"{precision}: {len(expected)} faults")
+    return sorted(rows, key=lambda row: (row["fault"], PRECISIONS.index(row["precision"])))
+
+
+def _acts(name: str, *, own_sizes: bool) -> bool:
+    settings = shown(load_fault(name), "float64", own_sizes=own_sizes)
+    return acts(recorded(settings), recorded(settings, name))
+
+
+def agree(one: Record, other: Record) -> bool:
+    """Whether two records agree within noise."""
+    return not any(step.differs for step in compare_records(one, other).steps)
+
+
+def score_hidden() -> list[dict[str, Any]]:
+    """A row for every fault that has a place to hide, and precision: what it leaves as it is must be called equal."""
+    rows = []
+    for name in names():
+        fault = load_fault(name)
+        for precision in PRECISIONS if fault.hidden_in is not None else ():
+            settings = hidden(fault, precision)
+            right, wrong = recorded(settings), recorded(settings, name)
+            found = diagnose(right, wrong)
+            rows.append({"fault": name, "precision": precision, "touched": acts(right, wrong), "equal": found.equal,
+                         "causes": told(found)})
+    print(f"hidden: {len(rows)}")
+    return rows
+
+
+def score_pairs() -> list[dict[str, Any]]:
+    """A row for every right pair: it must be called equal."""
+    file = of_pairs()
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    for number in range(len(rows), PAIRS):
+        one, other, drawn = drawn_pair(number)
+        found = diagnose(recorded_once(one), recorded_once(other))
+        rows.append({"pair": number, **drawn, "equal": found.equal, "causes": told(found)})
+        with file.open("a") as lines:
+            lines.write(json.dumps(rows[-1]) + "\n")
+        if number % 20 == 19:
+            print(f"right pairs: {number + 1}")
+    return rows
+
+
+def told(found: Diagnosis) -> list[list[Any]]:
+    """All causes as they are ranked, each with its score."""
+    return [[cause.name, round(cause.score, 3)] for cause in found.causes]
+
+
+def rank(causes: list[list[Any]], right: list[str]) -> int | None:
+    """Place of the first right cause, from 1; None if it is not told."""
+    return next((place for place, (name, _) in enumerate(causes, 1) if name in right), None)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the decoder is tiny
+    expected = read_expected()
+    results = {"expected_sha256": hashlib.sha256((HERE / "expected.yaml").read_bytes()).hexdigest(),
+               "shown": score_shown(expected), "hidden": score_hidden(), "pairs": score_pairs()}
+    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    (HERE / "report.md").write_text(page(results))
+    print("report: experiments/diagnosis/report.md")

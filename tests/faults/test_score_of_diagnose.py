@@ -1,0 +1,89 @@
+"""The saved score of diagnose is of every fault that there is, follows from what was told, and the page says so."""
+
+import hashlib
+import importlib.util
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from workbench.compare.diagnose.causes import CAUSES
+from workbench.runs.faults import fault_names, load_fault
+
+FOLDER = Path(__file__).parents[2] / "experiments/diagnosis"
+PRECISIONS = ("float64", "float32", "bfloat16")
+NAMES = [name for name in fault_names() if load_fault(name).changes_numbers]
+EXPECTED = yaml.safe_load((FOLDER / "expected.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def results():
+    return json.loads((FOLDER / "results.json").read_text())
+
+
+def module_of_the_page():
+    found = importlib.util.spec_from_file_location("page", FOLDER / "page.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_the_saved_page_is_the_page_of_the_saved_results(results):
+    assert module_of_the_page().page(results) == (FOLDER / "report.md").read_text()
+
+
+def test_every_fault_has_expected_causes_that_there_are():
+    assert set(EXPECTED) == set(NAMES)
+    assert {cause for causes in EXPECTED.values() for cause in causes} <= {cause.name for cause in CAUSES}
+
+
+def test_every_fault_is_scored_in_every_precision_against_what_is_written(results):
+    shown = results["shown"]
+    assert sorted((row["fault"], row["precision"]) for row in shown) == sorted(itertools.product(NAMES, PRECISIONS))
+    assert results["expected_sha256"] == hashlib.sha256((FOLDER / "expected.yaml").read_bytes()).hexdigest()
+    assert [row["expected"] for row in shown] == [EXPECTED[row["fault"]] for row in shown]
+
+
+def test_a_place_follows_from_the_class_and_what_was_told(results):
+    for row in results["shown"]:
+        assert row["fault"] in row["class"], row
+        right = {cause for name in row["class"] for cause in EXPECTED.get(name, ["no_difference"])}
+        places = [place for place, (name, _) in enumerate(row["causes"], 1) if name in right]
+        assert row["rank"] == (places[0] if places else None), row
+        scores = [score for _, score in row["causes"]]
+        assert scores == sorted(scores, reverse=True), row
+
+
+def test_in_float64_every_fault_is_seen(results):
+    unseen = [row["fault"] for row in results["shown"] if row["precision"] == "float64" and "right" in row["class"]]
+    assert unseen == []
+
+
+def test_a_third_was_written_when_diagnose_was_finished(results):
+    blind = (FOLDER / "blind.txt").read_text().split()
+    assert sorted({row["fault"] for row in results["shown"] if row["blind"]}) == sorted(blind)
+    assert len(blind) >= len(NAMES) / 3
+
+
+def test_every_fault_that_hides_was_tried_where_it_does(results):
+    hiding = [name for name in NAMES if load_fault(name).hidden_in is not None]
+    found = [(row["fault"], row["precision"]) for row in results["hidden"]]
+    assert sorted(found) == sorted(itertools.product(hiding, PRECISIONS))
+    assert [row["equal"] for row in results["hidden"]] == [row["causes"][0][0] == "no_difference"
+                                                           for row in results["hidden"]]
+
+
+def test_two_hundred_right_pairs_were_held_against_each_other(results):
+    pairs = results["pairs"]
+    assert [row["pair"] for row in pairs] == list(range(200))
+    assert {row["precision"] for row in pairs} == {"float32", "bfloat16"}
+    assert all(row["layouts"][0] != row["layouts"][1] for row in pairs)
+    assert [row["equal"] for row in pairs] == [row["causes"][0][0] == "no_difference" for row in pairs]
+
+
+@pytest.mark.parametrize("name", ["results.json", "report.md", "expected.yaml", "blind.txt"])
+def test_nothing_saved_names_a_machine(name):
+    assert re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", (FOLDER / name).read_text()) == []
