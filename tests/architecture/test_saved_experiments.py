@@ -7,6 +7,7 @@ import pytest
 
 from workbench.compare.comparison import Comparison
 from workbench.launch.ablation import load_ablation
+from workbench.report import gpu_layouts
 from workbench.report.head import page
 from workbench.report.page import write_report
 from workbench.runs.spec import RunSpec, parse_spec
@@ -31,7 +32,8 @@ def test_the_saved_page_is_the_page_of_the_saved_comparison(folder, tmp_path):
     assert written.read_bytes() == (folder / "report.html").read_bytes()
 
 
-@pytest.mark.parametrize("folder", [*SAVED, EXPERIMENTS / "head"], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [*SAVED, *(EXPERIMENTS / name for name in ("head", "gpu_layouts", "benchmarks"))],
+                         ids=lambda folder: folder.name)
 def test_nothing_saved_names_a_machine(folder):
     for path in tracked(folder):
         found = re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", path.read_text())
@@ -74,6 +76,39 @@ def test_the_readme_says_of_the_head_what_its_record_says():
         assert [cell.strip() for cell in lines[said].split("|")[2:-1]] == cells
     held = sum(bar["holds"] for bar in record["bars"].values())
     assert f"{held} of {len(record['bars'])} bars hold." in (PROJECT / "README.md").read_text()
+
+
+def test_the_saved_page_of_layouts_on_gpus_is_that_of_its_record():
+    record = from_json((EXPERIMENTS / "gpu_layouts/layouts.json").read_text())
+    assert gpu_layouts.page(record) == (EXPERIMENTS / "gpu_layouts/report.html").read_text()
+
+
+def test_the_readme_says_of_layouts_on_gpus_what_their_record_says():
+    record = from_json((EXPERIMENTS / "gpu_layouts/layouts.json").read_text())
+    readme = (PROJECT / "README.md").read_text()
+    measured = record["workloads"]["bfloat16_32k"]
+    lines = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+)k \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
+    assert {name for name, *_ in lines} >= {"one_rank", "dp4", "cp4_zigzag", "cp4_ring", "tp4_sequence_parallel"}
+    for name, *cells in lines:
+        found = measured[name]
+        assert cells == [f"{found['step_ms']:.0f}", f"{found['tokens_per_second'] / 1e3:.0f}",
+                         f"{found['efficiency']:.2f}", f"{found['peak_gib']:.1f}",
+                         f"{found['parity']['distance_in_one_ranks']:.2f}"], name
+    entries = [found for workload in record["workloads"].values() for found in workload.values()]
+    within = sum(found["parity"]["within"] for found in entries if "parity" in found)
+    assert f"All {within} layouts measured" in readme
+    assert within == sum("parity" in found for found in entries)
+    assert f"{sum('left_out' in found for found in entries)} of float32 were not reached" in readme
+
+
+def test_the_readme_says_of_verify_what_its_record_says():
+    record = from_json((EXPERIMENTS / "benchmarks/verify.json").read_text())
+    runs = [run for name, run in record["runs"].items() if name.startswith(("torch", "ours"))]
+    assert len(runs) == 4
+    most = max(run["over_one_rank"] for run in runs)
+    assert f"at most {most:.2f} times as far" in (PROJECT / "README.md").read_text()
+    assert all(run["bytes"][kind]["growth"] == 0 for run in runs for kind in ("allocated", "reserved"))
+    assert all(bar["holds"] for bar in record["bars"].values())
 
 
 def test_the_figure_of_the_readme_is_saved():

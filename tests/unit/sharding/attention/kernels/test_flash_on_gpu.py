@@ -22,14 +22,14 @@ def held_against_plain(its, *, queries=16, keys=8, d=128, dtype=torch.bfloat16):
     assert kernel.refusal(query, key, its) is None
     out, lse = kernel.forward(query, key, value, its, SCALE)
     right, right_lse = plain.forward(query, key, value, its, SCALE)
-    assert error(out, right) < 4e-3
+    assert error(out, right) < 4.5e-3  # bars: twice what an H200 shows
     assert torch.equal(lse.isneginf(), right_lse.isneginf())
     torch.testing.assert_close(lse, right_lse, rtol=0, atol=1e-4)
     final, d_out = right_lse.masked_fill(right_lse.isneginf(), 0) + 0.4, heads(queries, its.shape[0], d, dtype)
     mixed = (right.to(dtype) * 0.6).to(dtype)
     found = kernel.backward(d_out, query, key, value, mixed, final, its, SCALE)
     for one, other in zip(found, plain.backward(d_out, query, key, value, mixed, final, its, SCALE), strict=True):
-        assert error(one, other) < 1e-2
+        assert error(one, other) < 6.5e-3
         assert one.isfinite().all()
 
 
@@ -57,6 +57,7 @@ def test_segments_of_one_query_and_keys_that_nobody_sees():
     held_against_plain(block([3, 1500, 4], [2, 1, 0, *range(1400, 2100)], documents))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_waits_for_nothing_on_the_host_and_copies_no_keys():
     its = blocks_of("contiguous", 4, packed(8192), at_once=True)[2][2]
     query, key, value = heads(16, 2048), heads(8, 8192), heads(8, 8192)

@@ -8,9 +8,11 @@ from tests.helpers.gpu_attention import blocks_of, heads, packed
 from workbench.sharding.attention.kernels.flex import FlexKernel
 from workbench.sharding.attention.kernels.plain import PlainKernel
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu,
+              pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's compiler loads old parts of torch,
+              pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]  # and advises TF32
 SCALE = 0.09
-BARS = {torch.bfloat16: (4e-3, 1e-2), torch.float32: (1e-5, 2e-5)}
+BARS = {torch.bfloat16: (4.5e-3, 7.5e-3), torch.float32: (1e-6, 1e-6)}  # twice what an H200 shows
 
 
 def held_against_plain(its, *, queries=16, keys=8, d=128, dtype=torch.bfloat16):
