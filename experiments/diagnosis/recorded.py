@@ -6,10 +6,13 @@ Runs are kept under ``runs/``, by a digest of the code that made them, and are n
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import os
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +26,7 @@ from workbench.compare.diagnose.record import RecordedStep, whole
 from workbench.compare.prove.documents import draw_documents, to_batch
 from workbench.policy.model import load_policy
 from workbench.rollouts import files
-from workbench.runs.faults import Fault
+from workbench.runs.faults import Fault, load_fault
 from workbench.runs.spec import RunSpec, merge
 from workbench.runs.store import RunDirectory
 from workbench.runs.worker import run_here
@@ -40,6 +43,8 @@ SMALL = {
 """What the settings of a fault are laid over."""
 COPRIME = {"layout": {"dp": 3, "cp": 2}, "data": {"micro_batches": 5}}
 """Sizes of which no product of some is that of others."""
+OTHER_SIZES = {"denominator_of_another_batch": {"layout": {"dp": 1, "cp": 3}}}
+"""Of faults with a number of their own that is one of those: its two steps a generation would pass for two ranks."""
 PRECISIONS = ("float64", "float32", "bfloat16")
 
 LOSSES = ("dapo", "grpo", "dual_clip", "dr_grpo", "cispo", "gspo", "gmpo", "luspo", "sapo", "reinforce", "dppo_tv",
@@ -54,15 +59,17 @@ SEEDS = 20
 """Of weights and documents of right pairs."""
 
 
-def shown(fault: Fault, precision: str, *, own_sizes: bool) -> dict[str, Any]:
+def shown(name: str, precision: str, *, own_sizes: bool) -> dict[str, Any]:
     """Settings in which a fault acts: its own, with coprime sizes; or coprime sizes, with its own."""
+    fault, sizes = load_fault(name), merge(COPRIME, OTHER_SIZES.get(name, {}))
     small = merge(SMALL, {"precision": precision, "data": {"path": _documents(3, _temperature(fault))}})
-    order = (COPRIME, fault.shows_in) if own_sizes else (fault.shows_in, COPRIME)
+    order = (sizes, fault.shows_in) if own_sizes else (fault.shows_in, sizes)
     return merge(merge(small, order[0]), order[1])
 
 
-def hidden(fault: Fault, precision: str) -> dict[str, Any]:
+def hidden(name: str, precision: str) -> dict[str, Any]:
     """Settings in which a fault acts, with the change under which it does nothing."""
+    fault = load_fault(name)
     small = merge(SMALL, {"precision": precision, "data": {"path": _documents(1, _temperature(fault))}})
     return merge(merge(small, fault.shows_in), fault.hidden_in or {})
 
@@ -94,24 +101,51 @@ def words(layout: Mapping[str, Any]) -> str:
                     else f"{name}={value}" for name, value in layout.items()) or "one rank"
 
 
+Job = tuple[Mapping[str, Any], str | None]
+"""Settings of a run, and the fault that is planted in it."""
+
+
+def make(jobs: Sequence[Job]) -> None:
+    """Do the runs that are not there yet, as many at a time as there are cores."""
+    distinct = {json.dumps(job, sort_keys=True): job for job in jobs}.values()
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_made, [job for job in distinct if not _is_there(_place(*job)[0])]))
+
+
 def recorded(settings: Mapping[str, Any], fault: str | None = None) -> Record:
     """The record of a run, which is made unless it is there. Nothing in it tells which fault was planted."""
+    path = _place(settings, fault)[0]
+    if not _is_there(path):
+        _made((settings, fault))
+    return _read(path)
+
+
+def _place(settings: Mapping[str, Any], fault: str | None) -> tuple[Path, str, RunSpec]:
+    """Where a run lies, and by which name and spec it is made."""
     spec = RunSpec.model_validate(merge(settings, {"faults": [fault] if fault else []}))
     name = f"{fault}-{_of_source(fault)}" if fault else "right"
-    path = _runs() / f"{name}-{spec.content_hash()}"
-    if not (path / "config.json").is_file() or RunDirectory.open(path).status != "succeeded":
-        shutil.rmtree(path, ignore_errors=True)
-        run_here(RunDirectory.create(_runs(), name, spec), PROJECT)
-    return _read(path)
+    return _runs() / f"{name}-{spec.content_hash()}", name, spec
+
+
+def _is_there(path: Path) -> bool:
+    return (path / "config.json").is_file() and RunDirectory.open(path).status == "succeeded"
+
+
+def _made(job: Job) -> None:
+    path, name, spec = _place(*job)
+    shutil.rmtree(path, ignore_errors=True)
+    run_here(RunDirectory.create(_runs(), name, spec), PROJECT)
 
 
 def recorded_once(settings: Mapping[str, Any]) -> Record:
     """The record of a right run that is not kept."""
-    root = _runs() / "once"
+    root = _runs() / f"once-{os.getpid()}"
     shutil.rmtree(root, ignore_errors=True)
     run = RunDirectory.create(root, "right", RunSpec.model_validate(settings))
     run_here(run, PROJECT)
-    return _read(run.path)
+    record = _read(run.path)
+    shutil.rmtree(root)
+    return record
 
 
 @cache

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
 import yaml
 from page import page
-from recorded import HERE, PRECISIONS, acts, drawn_pair, hidden, of_pairs, recorded, recorded_once, shown
+from recorded import HERE, PRECISIONS, acts, drawn_pair, hidden, make, of_pairs, recorded, recorded_once, shown
 
 from workbench.compare.diagnose import Diagnosis, Record, diagnose
 from workbench.compare.diagnose.evidence import compare_records
@@ -52,11 +54,14 @@ def read_blind() -> list[str]:
 def score_shown(expected: dict[str, list[str]]) -> list[dict[str, Any]]:
     """A row for every fault and precision."""
     rows, blind = [], read_blind()
+    make([(shown(name, "float64", own_sizes=False), fault) for name in expected for fault in (None, name)])
     own = {name: not _acts(name, own_sizes=False) for name in expected}
+    make([(shown(name, precision, own_sizes=own[name]), fault)
+          for name in expected for precision in PRECISIONS for fault in (None, name)])
     for precision in PRECISIONS:
         records: dict[str, dict[str, Record]] = {}  # by settings, of every fault that was recorded in them
         for name in expected:
-            settings = shown(load_fault(name), precision, own_sizes=own[name])
+            settings = shown(name, precision, own_sizes=own[name])
             there = records.setdefault(json.dumps(settings, sort_keys=True), {RIGHT: recorded(settings)})
             there[name] = recorded(settings, name)
         for there in records.values():
@@ -74,7 +79,7 @@ def score_shown(expected: dict[str, list[str]]) -> list[dict[str, Any]]:
 
 
 def _acts(name: str, *, own_sizes: bool) -> bool:
-    settings = shown(load_fault(name), "float64", own_sizes=own_sizes)
+    settings = shown(name, "float64", own_sizes=own_sizes)
     return acts(recorded(settings), recorded(settings, name))
 
 
@@ -85,15 +90,14 @@ def agree(one: Record, other: Record) -> bool:
 
 def score_hidden() -> list[dict[str, Any]]:
     """A row for every fault that has a place to hide, and precision: what it leaves as it is must be called equal."""
-    rows = []
-    for name in names():
-        fault = load_fault(name)
-        for precision in PRECISIONS if fault.hidden_in is not None else ():
-            settings = hidden(fault, precision)
-            right, wrong = recorded(settings), recorded(settings, name)
-            found = diagnose(right, wrong)
-            rows.append({"fault": name, "precision": precision, "touched": acts(right, wrong), "equal": found.equal,
-                         "causes": told(found)})
+    rows, hiding = [], [name for name in names() if load_fault(name).hidden_in is not None]
+    places = [(name, precision, hidden(name, precision)) for name in hiding for precision in PRECISIONS]
+    make([(settings, fault) for name, _, settings in places for fault in (None, name)])
+    for name, precision, settings in places:
+        right, wrong = recorded(settings), recorded(settings, name)
+        found = diagnose(right, wrong)
+        rows.append({"fault": name, "precision": precision, "touched": acts(right, wrong), "equal": found.equal,
+                     "causes": told(found)})
     print(f"hidden: {len(rows)}")
     return rows
 
@@ -102,15 +106,23 @@ def score_pairs() -> list[dict[str, Any]]:
     """A row for every right pair: it must be called equal."""
     file = of_pairs()
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    for number in range(len(rows), PAIRS):
-        one, other, drawn = drawn_pair(number)
-        found = diagnose(recorded_once(one), recorded_once(other))
-        rows.append({"pair": number, **drawn, "equal": found.equal, "causes": told(found)})
-        with file.open("a") as lines:
-            lines.write(json.dumps(rows[-1]) + "\n")
-        if number % 20 == 19:
-            print(f"right pairs: {number + 1}")
+    left = range(len(rows), PAIRS)
+    for number in left:
+        drawn_pair(number)  # which draws documents that several pairs train on
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for row in pool.map(score_pair, left):
+            rows.append(row)
+            with file.open("a") as lines:
+                lines.write(json.dumps(row) + "\n")
+    print(f"right pairs: {len(rows)}")
     return rows
+
+
+def score_pair(number: int) -> dict[str, Any]:
+    """The row of a right pair."""
+    one, other, drawn = drawn_pair(number)
+    found = diagnose(recorded_once(one), recorded_once(other))
+    return {"pair": number, **drawn, "equal": found.equal, "causes": told(found)}
 
 
 def told(found: Diagnosis) -> list[list[Any]]:

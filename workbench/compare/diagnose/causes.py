@@ -11,13 +11,15 @@ Letters: S tokens of the source batch.
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from workbench.compare.diagnose.denominators import AXES, NEEDS
-from workbench.compare.diagnose.facts import ADVANTAGES, Facts, fit
+from workbench.compare.diagnose.denominators import AXES, NEEDS, names_of
+from workbench.compare.diagnose.facts import ADVANTAGES, Facts, coarse, fit
 
 Judged = tuple[float, list[str]]
 """A score, and the reasons for it."""
@@ -32,7 +34,7 @@ class Cause:
         words: what it is.
         judge: how well the facts speak for it.
         needs: what there must be more than one of (or other than the usual), so that it can act at all: axes,
-            "micro_batches", "temperature", "precision", ...
+            "micro_batches", "temperature", ...
         uses: parts of a record that it looks at.
     """
 
@@ -44,6 +46,8 @@ class Cause:
 
 
 NOT: Judged = (0.0, [])
+ROUNDED_NATS = 0.05
+"""Eight bits of a logit move a log-probability by less."""
 _AXES = {"dp": "data-parallel ranks", "cp": "context-parallel ranks", "tp": "tensor-parallel ranks",
          "micro_batches": "micro-batches", "accumulation": "accumulation steps"}
 
@@ -64,20 +68,42 @@ def _not_finite(facts: Facts) -> Judged:
 
 
 def _rounding(facts: Facts) -> Judged:
-    """All values a little off, in both directions, with no factor."""
-    step, change = facts.step, facts.change()
-    if step.cosine is None or step.cosine < 0.98 or step.residue is None or not facts.off:
+    """Values a little off, in both directions, with no factor: of the forward pass, or of the gradient alone."""
+    return _rounded_logprobs(facts) if facts.forward_same is False else _rounded_gradient(facts)
+
+
+def _rounded_logprobs(facts: Facts) -> Judged:
+    change = facts.change()
+    if change is None or len(change[1]) < 8 or facts.mask_same is False:
         return NOT
-    small = step.residue < 0.15 and abs((step.factor or 0) - 1) < 0.05
-    everywhere = facts.share_off("policy_logprobs") > 0.9 and change is not None
-    if not small or not everywhere or change is None or facts.mask_same is False:
+    right, moved = change
+    if (name := coarse(right + moved)) is not None and coarse(right) is None:
+        return 0.97, [f"every log-probability has a place in {name}, and the trusted ones have not"]
+    size, mean = float(moved.square().mean().sqrt()), abs(float(moved.mean()))
+    if not size or float((moved != 0).double().mean()) < 0.9 or float(moved.abs().max()) > min(0.3, 8 * size):
         return NOT
-    moved = change[1]
-    one_sided = abs(float(moved.sign().mean()))
-    if float(moved.abs().max()) > 0.3 or one_sided > 0.5:
+    factor, residue = facts.step.factor, facts.step.residue
+    if residue is not None and (residue > 0.15 or abs((factor or 0.0) - 1) > 0.05):
         return NOT
-    return 0.6, [f"log-probabilities of all tokens are off by at most {float(moved.abs().max()):.2g} nats, in both "
-                 f"directions; cosine {step.cosine:.5f}"]
+    if size > ROUNDED_NATS or mean > 4 * size / len(moved) ** 0.5 or abs(float(moved.sign().mean())) > 0.5:
+        return NOT
+    return 0.8, [f"log-probabilities of all tokens are off by {size:.2g} nats, at most {float(moved.abs().max()):.2g}, "
+                 "in both directions, and no other cause leaves them unbiased"]
+
+
+def _rounded_gradient(facts: Facts) -> Judged:
+    step = facts.step
+    if not _gradient_only(facts) or step.residue is None or step.cosine is None or not facts.off:
+        return NOT
+    if step.residue > 8e-3 or abs((step.factor or 0.0) - 1) > 1e-3 or len(facts.off) < 0.7 * len(step.parameters):
+        return NOT
+    right, wrong = facts.elements
+    moved = (wrong - right).abs()
+    if (name := coarse(wrong)) is not None and coarse(right) is None:
+        return 0.97, [f"every element of the gradient has a place in {name}, and the trusted ones have not"]
+    near = float((moved <= right.abs() / 100).double().mean())
+    return (0.75 if near > 0.85 else 0.3), [
+        f"{near:.0%} of the gradient's elements are right to a hundredth of themselves, whatever their size"]
 
 
 # ---- one factor on everything ------------------------------------------------------------------------------
@@ -91,6 +117,9 @@ def _factor(name: str, inverse: bool) -> Callable[[Facts], Judged]:
         if not hits:
             return NOT
         found = facts.factor_names[hits[0]]
+        if facts.inexact_power:
+            return 0.45, [f"every gradient is about {facts.step.factor:.6g} times the trusted one, which is "
+                          f"{found.words}; but such a factor rounds nothing, and something was rounded"]
         loss = "the loss is right" if facts.loss_same else f"the loss is {facts.loss_factor or 0:.4g} times"
         return max(0.95 - 0.08 * hits[0], 0.5), [
             f"every gradient is {facts.step.factor:.6g} times the trusted one, which is {found.words}; {loss}"]
@@ -166,10 +195,11 @@ def _step_count(facts: Facts) -> Judged:
         return NOT
     if hits := [way for way in facts.ways if not way.kind]:
         return 0.9, [f"the recorded loss is the sum over {hits[0].words}"]
-    if (found := facts.count_ratio) is not None and not facts.factor_names:
+    if (found := facts.count_ratio) is not None and (facts.loss_follows or not facts.factor_names):
         what, count, other = found
-        return 0.85, [f"every gradient is {facts.step.factor:.6g} times the trusted one, as if there were {other} and "
-                      f"not {count} {what}, or the other way round"]
+        return (0.5 if facts.factor_names else 0.85), [
+            f"every gradient is {facts.step.factor:.6g} times the trusted one, as if there were {other} and not "
+            f"{count} {what}, or the other way round"]
     return NOT
 
 
@@ -228,8 +258,11 @@ def _norm_alone(facts: Facts) -> Judged:
 
 
 def _at(places: tuple[str, ...], *values: str, high: float = 0.95) -> Callable[[Facts], Judged]:
+    """What differs, in one of these values or in any, lies at one of these places."""
+    among = [values, *((value,) for value in values if len(values) > 1)]
+
     def judge(facts: Facts) -> Judged:
-        agreed, place = max((facts.agree(place, *values), place) for place in places)
+        agreed, place = max((facts.agree(place, *chosen), place) for place in places for chosen in among)
         if not agreed and facts.all_lie_in(places[0]) and facts.share_off(values[0]) > 0.98:
             return 0.4, [f"every trained token differs, and all of them lie at {places[0]}"]
         if agreed < 0.2:
@@ -239,13 +272,36 @@ def _at(places: tuple[str, ...], *values: str, high: float = 0.95) -> Callable[[
     return judge
 
 
+def _next_document(facts: Facts) -> Judged:
+    """The last token of a document reads, or trains, the first of the next; one that trains no more is a mask's."""
+    return max(_at(("document ends",), "policy_logprobs")(facts),
+               _at(("document starts",), "policy_logprobs", "trained")(facts), key=lambda judged: judged[0])
+
+
 def _mask_moved(facts: Facts) -> Judged:
     if facts.mask_same is not False:
         return NOT
-    at_places = max(facts.agree(place, "trained") for place in ("shard edges", "document ends", "document starts",
+    at_places = max(facts.agree(place, "trained") for place in ("shard edges", "document starts",
                                                                 "document beginnings"))
     return 0.85 * (1 - 0.7 * at_places), ["other tokens train" + (
         "" if facts.off_tokens("trained") is None else f": {int(facts.off_tokens('trained').sum())} differ")]
+
+
+def _other_targets(facts: Facts) -> Judged:
+    """The distribution at a token is the same, as its entropy says, and what is read of it is not."""
+    change, off, entropies = facts.change(), facts.off_tokens("policy_logprobs"), facts.off_tokens("entropy_nats")
+    if change is None or off is None or entropies is None or not bool(off.any()) or not bool((change[1] != 0).any()):
+        return NOT
+    turned = facts.change("entropy_nats")
+    if turned is None or float((off & ~entropies).sum()) < 0.9 * float(off.sum()) or \
+            float(turned[1].norm()) > 0.05 * float(change[1].norm()):
+        return NOT
+    moved = change[1][change[1].abs() > facts.step.noise.logprob_nats]
+    if len(moved) and abs(float(moved.sign().mean())) > 0.95 and facts.share_off("policy_logprobs") > 0.3:
+        return NOT
+    at_places = max(facts.agree(place, "policy_logprobs") for place in ("shard edges", "document ends"))
+    return 0.8 * (1 - 0.5 * at_places), [f"log-probabilities of {int(off.sum())} tokens differ, and the entropies "
+                                         "there do not: the distributions are right, and other targets are read"]
 
 
 def _old_misaligned(facts: Facts) -> Judged:
@@ -273,11 +329,12 @@ def _old_misaligned(facts: Facts) -> Judged:
 def _temperature(facts: Facts) -> Judged:
     """To first order, d logp / d (1/T) = logp + entropy, so a wrong temperature moves each token along that."""
     change, entropy = facts.change(), facts.change("entropy_nats")
-    if facts.forward_same is not False or change is None or entropy is None or facts.share_off("policy_logprobs") < 0.8:
+    if facts.forward_same is not False or change is None or entropy is None:
         return NOT
     middle = (change[0] + entropy[0]) + (change[1] + entropy[1]) / 2
     slope, rest = fit(middle, change[1])
-    if rest > 0.35:
+    everywhere = facts.share_off("policy_logprobs") >= 0.8 or float((change[1] != 0).double().mean()) > 0.95
+    if rest > 0.35 or not everywhere or abs(slope) < 0.01:
         return NOT
     sharper = float(entropy[1].sum()) < 0
     if (slope > 0) != sharper:
@@ -339,6 +396,22 @@ def _advantages(facts: Facts) -> Judged:
     if not off or facts.forward_same is False or facts.mask_same is False or facts.gradient_same is not False:
         return NOT
     return 0.9, [f"{', '.join(off)} differ, and log-probabilities do not"]
+
+
+def _clipping(facts: Facts) -> Judged:
+    """The ratios are right, and other tokens are clipped, or elsewhere."""
+    if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
+        return NOT
+    if facts.metrics_off("ratio/", "correction/") or facts.step.token_same("ratios") is False:
+        return NOT
+    clipped, told = facts.off_tokens("clipped"), facts.metrics_off("clip/")
+    number = 0 if clipped is None else int(clipped.sum())
+    if (not number and not told) or (facts.gradient_same is not False and facts.loss_same is not False):
+        return NOT
+    said = f"{number} tokens are clipped otherwise" if number else f"{told[0]} differs"
+    if not any(key.startswith("ratio/") and key in facts.pair[1].metrics for key in facts.pair[0].metrics):
+        return 0.4, [said]
+    return (0.6 if facts.clips_documents else 0.85), [said, "ratios of tokens do not differ"]
 
 
 def _ratio(facts: Facts) -> Judged:
@@ -406,6 +479,16 @@ def _norms_only(facts: Facts) -> Judged:
     return _only({"norm"}, 0.95)(facts)
 
 
+def _scaled_together(facts: Facts) -> float | None:
+    """The factor that parameters which differ have in common; None if they have none."""
+    known = [p for p in facts.off.values() if p.cosine is not None and not math.isnan(p.ratio)]
+    if len(known) < len(facts.off) or not known:
+        return None
+    middle, noise = statistics.median(p.ratio for p in known), max(1e-4, facts.step.noise.gradient)
+    alike = all((p.cosine or 0) > 1 - noise and abs(p.ratio / middle - 1) < noise for p in known) if middle else False
+    return middle if alike else None
+
+
 def _head_only(facts: Facts) -> Judged:
     score, why = _only({"head"}, 0.9)(facts)
     if not score and facts.right and facts.off and facts.groups_off() == {"embedding"} \
@@ -430,11 +513,14 @@ def _head_wrong(facts: Facts) -> Judged:
 
 def _below_head(facts: Facts) -> Judged:
     """Everything but the head: what flows back from it into the model is another thing."""
-    if not _gradient_only(facts) or not facts.clear:
+    if not _gradient_only(facts):
         return NOT
+    if not any("lm_head" in name for name in facts.step.parameters) and (
+            factor := facts.all_but_embedding_scaled) is not None:
+        return 0.88, [f"all but the embedding, which is the head too, is {factor:.6g} times the trusted gradient"]
     right = {name for name in facts.right if "lm_head" in name}
     others = [name for name in facts.right if name not in right and facts.right[name].share > 1e-3]
-    if not right or others:
+    if not facts.clear or not right or others:
         return NOT
     return 0.9, ["the head's own gradient is right, and everything below it is wrong"]
 
@@ -455,15 +541,32 @@ def _attention_backward(facts: Facts) -> Judged:
     return NOT
 
 
+def _layer_input(facts: Facts) -> Judged:
+    """In the highest layer that differs, projections are right, and what lies before them is wrong."""
+    if not _gradient_only(facts) or not facts.clear or not facts.top_off or facts.groups_off() == {"norm"}:
+        return NOT
+    mlp = {"down_proj", "gate_proj", "up_proj"}
+    before_mlp = {"post_attention_layernorm", "o_proj"} <= facts.top_off and not facts.top_off & mlp
+    before_attention = facts.top_off == {"input_layernorm"}
+    if not before_mlp and not before_attention:
+        return NOT
+    return 0.85, [f"in the highest layer that differs, {'the MLP' if before_mlp else 'attention'} is right, and what "
+                  "it gives back to its input is not"]
+
+
 def _some_parameters(facts: Facts) -> Judged:
     if not _gradient_only(facts) or not facts.clear or facts.scaled:
         return NOT
+    if (factor := _scaled_together(facts)) is not None:
+        named = names_of(factor, facts.sizes, max(1e-4, facts.step.noise.gradient / 5))
+        return 0.5, [f"{len(facts.off)} of {len(facts.step.parameters)} parameters are {factor:.6g} times the trusted "
+                     f"ones{', which is ' + named[0].words if named else ''}; {next(iter(facts.off))} first"]
     return 0.3, [f"{len(facts.off)} of {len(facts.step.parameters)} parameters differ, {next(iter(facts.off))} first"]
 
 
 def _another_gradient(facts: Facts) -> str:
     """In words, that every gradient is another one although the loss is right; "" if that is not so."""
-    if not _gradient_only(facts) or facts.scaled:
+    if not _gradient_only(facts) or (facts.scaled and not facts.inexact_power):
         return ""
     if facts.clear and any(p.share > 0.05 for p in facts.right.values()):
         return ""
@@ -474,10 +577,30 @@ def _another_gradient(facts: Facts) -> str:
 
 def _ranks_lost(facts: Facts) -> Judged:
     """Only a part of the tokens reaches the gradient: another direction, and shorter."""
+    if facts.lost_pieces:
+        return 0.88, [f"no token of some {facts.lost_pieces} trains, and all of the others do"]
     said = _another_gradient(facts)
     if not said:
         return NOT
-    return (0.55 if (facts.norm_factor or 1) < 0.75 else 0.3), [f"{said}: a part of the tokens does not reach it"]
+    return (0.6 if _partial(facts) else 0.3), [f"{said}: a part of the tokens does not reach it"]
+
+
+def _partial(facts: Facts) -> bool:
+    """Whether a gradient may be that of some ranks and micro-batches.
+
+    Gradients of other tokens are nearly orthogonal to it, so what is left is neither along nor against what was lost,
+    and a share q of n like parts is sqrt(q) times as long, q at least 1 / n.
+    """
+    norm, factor = facts.norm_factor, facts.step.factor
+    if norm is None:
+        return False
+    parts = math.prod(int(facts.context.get(axis) or 1) for axis in ("dp", "cp", "micro_batches", "accumulation"))
+    if not norm or norm**2 < 1 / (4 * max(parts, 2)):
+        return False
+    if facts.step.cosine is None or factor is None:
+        return norm < 0.85
+    lost = math.sqrt(max(1 - 2 * factor + norm**2, 0.0))
+    return norm < 1.05 and lost > 0.2 and abs(factor - norm**2) < 0.35 * norm * lost
 
 
 def _repeated(facts: Facts) -> Judged:
@@ -485,7 +608,8 @@ def _repeated(facts: Facts) -> Judged:
     said = _another_gradient(facts)
     if not said or (facts.norm_factor or 1) < 1.25:
         return NOT
-    return (0.45 if (facts.step.cosine or 0) > 0.97 else 0.55), [f"{said}: parts of it are added more than once"]
+    likely = (facts.step.cosine or 0) <= 0.97 and (facts.step.factor or 1) > 1.25
+    return (0.55 if likely else 0.45), [f"{said}: parts of it are added more than once"]
 
 
 def _term_gradient(facts: Facts) -> Judged:
@@ -511,6 +635,15 @@ def _update(facts: Facts) -> Judged:
                  "policy is another one: the update differs"]
 
 
+def _not_cleared(facts: Facts) -> Judged:
+    """A later step's gradient holds that of the step before as well."""
+    found = facts.kept_of_earlier_step
+    if found is None or found[1] > max(0.02, 2 * facts.step.noise.gradient):
+        return NOT
+    return 0.97, [f"what is too much in step {facts.step.number} is {found[0]:.4g} times the gradient of the step "
+                  "before"]
+
+
 def _settings(facts: Facts) -> Judged:
     mine, theirs = facts.evidence.trusted.context, facts.context
     names = ("temperature", "learning_rate", "denominator", "max_grad_norm", "optimizer")
@@ -527,7 +660,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("not_finite", "something became infinite or not a number: a mask that multiplies, or an empty division",
           _not_finite),
     Cause("lower_precision", "somewhere numbers were rounded to a lower precision", _rounding,
-          frozenset({"precision"}), ("gradient", "tokens")),
+          uses=("gradient", "tokens")),
     *_factor_causes(),
     Cause("unnamed_factor", "every gradient is multiplied with the same wrong number", _some_factor),
     *(Cause(f"mean_per_{kind.replace(' ', '_')}", words, _local(kind), NEEDS[kind], ("loss", "tokens"))
@@ -546,8 +679,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("norm_alone", "the gradient's norm is reported wrong: replicas counted, or parts merged wrong", _norm_alone),
     Cause("targets_at_shard_edges", "each rank shifts the targets of its own shard", _at(
         ("shard edges",), "policy_logprobs", "trained"), _CP, ("tokens",)),
-    Cause("targets_at_document_ends", "targets are taken from the next document", _at(
-        ("document ends", "document starts"), "policy_logprobs", "trained"), uses=("tokens",)),
+    Cause("targets_at_document_ends", "targets are taken from the next document", _next_document, uses=("tokens",)),
     Cause("first_tokens", "the first trained token of each document is treated otherwise", _at(
         ("document beginnings",), "policy_logprobs", "trained", "old_logprobs", high=0.9), uses=("tokens",)),
     Cause("positions_of_shards", "positions or keys of earlier ranks are wrong behind a shard's edge", _at(
@@ -555,6 +687,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause("attention_across_documents", "tokens attend to other documents of their row", _at(
         ("later documents",), "policy_logprobs"), _ROWS, ("tokens",)),
     Cause("other_mask", "other tokens train", _mask_moved, uses=("tokens",)),
+    Cause("other_targets", "log-probabilities are those of other tokens of the same distributions", _other_targets,
+          uses=("tokens",)),
     Cause("old_logprobs", "the old policy's log-probabilities are not those of these tokens", _old_misaligned,
           uses=("tokens",)),
     Cause("temperature", "logits are divided by another temperature", _temperature, frozenset({"temperature"}),
@@ -566,6 +700,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("entropy_alone", "the entropy is computed wrong", _entropy_alone, uses=("tokens",)),
     Cause("advantages", "advantages are other ones: grouped, centred or whitened otherwise", _advantages,
           uses=("metrics",)),
+    Cause("clipping", "other tokens are clipped, by the same ratios", _clipping, uses=("metrics", "tokens")),
     Cause("ratio", "importance ratios are made otherwise from the same log-probabilities", _ratio, uses=("metrics",)),
     Cause("one_term", "one term of the loss is weighed or made otherwise", _one_term, uses=("metrics",)),
     Cause("other_loss", "the per-token loss is another one", _other_loss),
@@ -581,6 +716,8 @@ CAUSES: tuple[Cause, ...] = (
           _keys_values, uses=("gradient",)),
     Cause("attention_backward", "attention is right forward and wrong backward", _attention_backward, _CP,
           ("gradient",)),
+    Cause("layer_input_gradient", "what flows back from a layer's projections into its input is wrong", _layer_input,
+          uses=("gradient",)),
     Cause("some_parameters", "a part of the model has another gradient", _some_parameters, uses=("gradient",)),
     Cause("ranks_lost", "gradients of some ranks or micro-batches are not added", _ranks_lost,
           frozenset({"dp * cp * micro_batches"}), ("loss", "gradient")),
@@ -588,6 +725,7 @@ CAUSES: tuple[Cause, ...] = (
           frozenset({"dp * cp * tp * micro_batches"}), ("loss", "gradient")),
     Cause("term_without_gradient", "a term of the loss is detached, or differentiates what it should not",
           _term_gradient),
+    Cause("gradients_not_cleared", "gradients of the step before are added again", _not_cleared, uses=("gradient",)),
     Cause("update", "optimizer, learning rate or clipping differ", _update, uses=("gradient", "tokens")),
     Cause("other_settings", "the two runs were told different things", _settings, uses=()),
 )

@@ -41,11 +41,17 @@ class Way(NamedTuple):
     loss: float
 
 
-def ways(step: RecordedStep, context: Mapping[str, Any]) -> list[Way]:
+def ways(step: RecordedStep, context: Mapping[str, Any], *, exact: bool = False) -> list[Way]:
     """What each way of dividing makes of a step's per-token values; [] if the record does not have them.
 
-    Formula: with s_p and n_p the sum and count of trained tokens of piece p of P: sum s / sum n;
-             sum_p (s_p / n_p) and 1 / P of it; sum s over other counts.
+    Formula: with s_p, n_p and a_p the sum, the count of trained and of all tokens of piece p of P: sum s / sum n;
+             sum_p (s_p / n_p) and 1 / P of it; sum s over other counts. If exact: sum_p (s_p / n_p),
+             sum_p (s_p / a_p) and sum_p s_p n_p over 1, P, P with empty pieces, sum n, documents, and each axis.
+
+    Args:
+        step: whose values.
+        context: what the record says of its layout.
+        exact: losses are known so well that one of many ways is not met by chance.
     """
     tokens = whole(step.tokens)
     if not {"losses", "trained"} <= set(tokens):
@@ -55,14 +61,36 @@ def ways(step: RecordedStep, context: Mapping[str, Any]) -> list[Way]:
     total, count = float(values.sum()), max(int(trained.sum()), 1)
     found = [Way("", "all trained tokens of the step", total / count), Way("", "nothing", total)]
     found += [Way("", words, total / other) for words, other in _other_counts(step.counts, count).items()]
-    for kind, piece in _pieces(tokens, context).items():
+    for kind, piece in pieces(tokens, context).items():
         _, place = torch.unique(piece[trained], return_inverse=True)
         sums = torch.zeros(int(place.max()) + 1, dtype=torch.float64).index_add_(0, place, values)
-        means = sums / torch.bincount(place)
-        one = PIECES[kind]
-        found += [Way(kind, f"the mean over each {one}'s tokens, averaged", float(means.mean())),
-                  Way(kind, f"the mean over each {one}'s tokens, summed", float(means.sum()))]
+        one, counts = PIECES[kind], torch.bincount(place)
+        kinds, everywhere = torch.unique(piece, return_counts=True)
+        whole_counts = everywhere[torch.isin(kinds, piece[trained])]
+        divisors = _divisors(step.counts, context, kind, len(sums), count)
+        by_count = {f"the mean over each {one}'s tokens": float((sums / counts).sum())}
+        if exact:
+            by_count |= {f"each {one}'s sum over all its tokens, prompts too": float((sums / whole_counts).sum()),
+                         f"each {one}'s sum times its tokens": float((sums * counts).sum())}
+        else:
+            divisors = {by: divisors[by] for by in ("averaged", "summed")}
+        found += [Way(kind, f"{words}, {by}", value / other) for words, value in by_count.items()
+                  for by, other in divisors.items()]
     return found
+
+
+def _divisors(counts: Mapping[str, float], context: Mapping[str, Any], kind: str, pieces: int,
+              trained: int) -> dict[str, float]:
+    """By what a sum over pieces may be divided."""
+    documents, masked = counts.get("documents", 0.0), counts.get("masked_documents", 0.0)
+    axes = {name: float(context.get(name) or 1) for name in AXES}
+    every = {"documents": documents + masked, "ranks": axes["dp"], "rows": axes["dp"] * axes["micro_batches"],
+             "shards": axes["dp"] * axes["cp"], "row shards": axes["dp"] * axes["micro_batches"] * axes["cp"]}[kind]
+    known = {"summed": 1.0, "averaged": float(pieces), "averaged, empty ones too": every,
+             "over all trained tokens": float(trained), "over the documents": documents,
+             "over all documents": documents + masked, "over the square of the trained tokens": float(trained) ** 2,
+             **{f"over {name}": size for name, size in axes.items() if size > 1}}
+    return {words: other for words, other in known.items() if other}
 
 
 def _other_counts(counts: Mapping[str, float], trained: int) -> dict[str, float]:
@@ -74,7 +102,7 @@ def _other_counts(counts: Mapping[str, float], trained: int) -> dict[str, float]
     return {words: count for words, count in known.items() if count}
 
 
-def _pieces(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> dict[str, Tensor]:
+def pieces(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> dict[str, Tensor]:
     """[S] number of the piece that a token lies in, by kind; of one piece, or of another's pieces, there is no kind."""
     known = {"documents": tokens["documents"]} if "documents" in tokens else {}
     if "rows" in tokens:

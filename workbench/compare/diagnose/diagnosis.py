@@ -86,7 +86,6 @@ EXPERIMENTS = (
         "layout": {"dp": 1, "cp": 1, "tp": 1, "order": "contiguous", "ulysses": 1, "sequence_parallel": False},
         "data": {"micro_batches": 1}}),
     Experiment("temperature", "temperature 1", {"policy": {"temperature": 1.0}}),
-    Experiment("precision", "float64", {"precision": "float64"}),
 )
 
 
@@ -240,8 +239,6 @@ def _there(need: str, context: Mapping[str, Any], counts: Mapping[str, float] | 
     known = {**context, **(counts or {})}
     if need == "one rank":
         return any((known.get(axis) or 1) > 1 for axis in _AXES)
-    if need == "precision":
-        return None if "precision" not in known else known["precision"] != "float64"
     if need == "packing":
         return None if "documents" not in known or "micro_batches" not in known else \
             known["documents"] > known["micro_batches"] * known.get("dp", 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ from workbench.compare.diagnose.record import Record, RecordedStep, whole
 FLOOR = 1e-3
 """Of the root mean square of the whole gradient: a parameter whose gradient is smaller is judged by this."""
 NOTHING = 1e-12
+MEASURED = 1e-9
+"""Nearer than this, gradients agree."""
+UNKNOWN = 1.0
+"""A gradient that may lie this far off, in parts of itself, may be any other."""
+EXACTLY_SAME = 0.1
+"""If more tokens than this share are bit for bit the same, those that are not are held to a hundredth of the bar."""
+GAP = 10.0
+"""How many times farther off than all others a group of parameters must be to stand out."""
 PARTS = ("loss", "gradient", "metrics", "tokens")
 
 
@@ -96,7 +104,8 @@ class StepEvidence:
     @property
     def parallel(self) -> bool:
         """Whether one factor explains the whole gradient."""
-        return self.residue is not None and self.residue <= max(1e-7, 2 * self.noise.gradient)
+        return self.residue is not None and self.residue <= max(1e-7, (2 - self.noise.same_forward) *
+                                                                self.noise.gradient)
 
     def token_same(self, name: str) -> bool | None:
         """Whether a per-token value is the same everywhere; None if unknown."""
@@ -132,19 +141,43 @@ class Evidence:
 
 
 def compare_records(trusted: Record, suspect: Record) -> Evidence:
-    """Lay two records side by side."""
+    """Lay two records side by side, as far as both may have the same weights.
+
+    A step in which rounding turned so many clip decisions that a right gradient may be any other is the last: weights
+    after it differ by a whole step.
+    """
     theirs = {step.number: step for step in suspect.steps}
     pairs = [(step, theirs[step.number]) for step in trusted.steps if step.number in theirs]
-    return Evidence(trusted, suspect, tuple(
-        _step(a, b, Noise.between(trusted.context, suspect.context, place)) for place, (a, b) in enumerate(pairs)))
+    steps, largest = [], 0.0
+    for place, (a, b) in enumerate(pairs):
+        norm, largest = _whole_norm(a), max(largest, _whole_norm(a))
+        noise = Noise.between(trusted.context, suspect.context, place, same_forward=_same_forward(a, b))
+        steps.append(_step(a, b, noise.as_tokens_cancel(largest / norm if norm else 1.0)))
+        if not noise.same_forward and noise.with_flips(_flipped(a, b)).gradient >= UNKNOWN > noise.gradient:
+            break
+    return Evidence(trusted, suspect, tuple(steps))
+
+
+def _same_forward(a: RecordedStep, b: RecordedStep) -> bool:
+    """Whether both policies said bit for bit the same of every token that trains in both."""
+    mine, theirs = shared_tokens(a, b)
+    if any(not {"policy_logprobs", "trained"} <= set(tokens) for tokens in (mine, theirs)):
+        return False
+    both = mine["trained"].bool() & theirs["trained"].bool()
+    return bool(both.any()) and torch.equal(mine["policy_logprobs"][both].double(),
+                                            theirs["policy_logprobs"][both].double())
 
 
 def _step(a: RecordedStep, b: RecordedStep, noise: Noise) -> StepEvidence:
+    tokens = _tokens(a, b, noise)
+    if not noise.same_forward and "policy_logprobs" in tokens and not tokens["policy_logprobs"].any():
+        noise = noise.with_flips(_flipped(a, b))
     found: dict = {"number": a.number, "noise": noise}
     broken = []
     if a.loss is not None and b.loss is not None:
         found |= {"losses": (a.loss, b.loss),
-                  "loss_same": abs(a.loss - b.loss) <= noise.loss * max(abs(a.loss), _whole_norm(a))}
+                  "loss_same": abs(a.loss - b.loss) <= noise.loss * max(abs(a.loss), _whole_norm(a), (
+                      _summed_size(a) if noise.same_forward else 0.0))}
         broken += ["loss"] if math.isfinite(a.loss) and not math.isfinite(b.loss) else []
     norms = [name for name in a.gradient_norms if name in b.gradient_norms]
     broken += [name for name in norms if math.isfinite(a.gradient_norms[name])
@@ -153,12 +186,30 @@ def _step(a: RecordedStep, b: RecordedStep, noise: Noise) -> StepEvidence:
         found |= _gradient(a, b, norms, noise)
     shared = [key for key in a.metrics if key in b.metrics]
     off = {key: (a.metrics[key], b.metrics[key]) for key in shared
-           if _apart(a.metrics[key], b.metrics[key], noise.metric_floor) > noise.metric}
+           if _apart(a.metrics[key], b.metrics[key], noise.metric_floor) > noise.of_metric(key)}
     if found.get("gradient_same") and found.get("cosine") is not None:  # a norm that differs was reported wrong
         off |= {f"gradient/norm/{name}": (a.gradient_norms[name], b.gradient_norms[name]) for name in norms
                 if _apart(a.gradient_norms[name], b.gradient_norms[name], _typical(a)) > noise.gradient}
-    return StepEvidence(**found, metrics=off, compared_metrics=len(shared), tokens=_tokens(a, b, noise),
+    return StepEvidence(**found, metrics=off, compared_metrics=len(shared), tokens=tokens,
                         not_finite=tuple(broken))
+
+
+def _flipped(a: RecordedStep, b: RecordedStep) -> float:
+    """Tokens that one of two policies clips and the other does not, in parts of those that neither clips."""
+    mine, theirs = shared_tokens(a, b)
+    if any(not {"clipped", "trained"} <= set(tokens) for tokens in (mine, theirs)):
+        return 0.0
+    both = mine["trained"].bool() & theirs["trained"].bool()
+    one, other = mine["clipped"].bool()[both], theirs["clipped"].bool()[both]
+    return int((one ^ other).sum()) / max(int((~one & ~other).sum()), 1)
+
+
+def _summed_size(step: RecordedStep) -> float:
+    """Mean size of what a loss is the mean of: it may cancel, and what rounding does to sums of it does not."""
+    tokens = whole(step.tokens)
+    if not {"losses", "trained"} <= set(tokens) or not bool(tokens["trained"].any()):
+        return 0.0
+    return float(tokens["losses"].double()[tokens["trained"].bool()].abs().mean())
 
 
 def _whole_norm(step: RecordedStep) -> float:
@@ -196,6 +247,7 @@ def _gradient(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise) 
         cosine = float(mine[name] @ theirs[name]) / (one * two) if one * two else None
         parameters[name] = Parameter(two / one if one else math.nan, cosine, far, one / norm if norm else 0.0,
                                      far <= noise.gradient * _weak(one, norm, mine[name].numel(), elements))
+    parameters = _stand_out(parameters, noise)
     factor = product / norm**2 if norm else None
     apart = math.sqrt(sum(float((theirs[name] - mine[name]).square().sum()) for name in shared))
     rest = None if factor is None or not other else math.sqrt(sum(
@@ -203,6 +255,23 @@ def _gradient(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise) 
     same = apart <= noise.gradient * norm and all(parameter.same for parameter in parameters.values())
     return {"parameters": parameters, "factor": factor, "cosine": product / (norm * other) if norm * other else None,
             "residue": rest, "gradient_same": same}
+
+
+def _stand_out(parameters: dict[str, Parameter], noise: Noise) -> dict[str, Parameter]:
+    """The parameters, judged by each other where a gap parts those that agree from those that do not.
+
+    Where some agree far better than noise would have it, that is how much was rounded here: one that is ten times
+    farther off than any of those, together with some that are beyond noise, differs too.
+    """
+    ranked = sorted(parameters, key=lambda name: parameters[name].distance)
+    far = [max(parameters[name].distance, MEASURED) for name in ranked]
+    gaps = [(far[at] / far[at - 1], at) for at in range(1, len(ranked)) if far[at - 1] <= noise.gradient]
+    if all(parameter.same for parameter in parameters.values()) or not gaps or max(gaps)[0] < GAP:
+        return parameters
+    above = set(ranked[max(gaps)[1]:])
+    if any(not parameters[name].same for name in ranked if name not in above):
+        return parameters
+    return {name: replace(parameter, same=name not in above) for name, parameter in parameters.items()}
 
 
 def _weak(norm: float, whole_norm: float, numel: int, elements: int) -> float:
@@ -242,15 +311,18 @@ def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]
     both_S = mine["trained"].bool() & theirs["trained"].bool() if "trained" in mine and "trained" in theirs else None
     found = {}
     for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy_nats", "ratios",
-                 "trained"):
+                 "trained", *(["clipped"] if noise.same_forward else [])):
         if name not in mine or name not in theirs:
             continue
         if mine[name].dtype == torch.bool:
             found[name] = mine[name] ^ theirs[name]
             continue
         one_S, two_S = mine[name].double(), theirs[name].double()
-        off_S = ~((one_S - two_S).abs() <= noise.logprob_nats * (1 + one_S.abs()))
+        apart_S = (one_S - two_S).abs()
+        off_S = ~(apart_S <= noise.logprob_nats * (1 + one_S.abs()))
         off_S = off_S if both_S is None else off_S & both_S
+        if off_S.any() and both_S is not None and float((apart_S == 0)[both_S].double().mean()) > EXACTLY_SAME:
+            off_S = both_S & ~(apart_S <= noise.logprob_nats / 100 * (1 + one_S.abs()))
         few = int(off_S.sum()) <= noise.outliers * int(off_S.numel() if both_S is None else both_S.sum())
         found[name] = torch.zeros_like(off_S) if few else off_S
     return found

@@ -15,14 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.compare.diagnose.denominators import Named, Way, names_of, reproduced, sizes, ways
+from workbench.compare.diagnose.denominators import AXES, PIECES, Named, Way, names_of, pieces, reproduced, sizes, ways
 from workbench.compare.diagnose.evidence import Evidence, Parameter, StepEvidence, shared_tokens
 from workbench.compare.diagnose.places import agreement, places
-from workbench.compare.diagnose.record import RecordedStep
+from workbench.compare.diagnose.record import RecordedStep, whole
 from workbench.metrics.gradients import parameter_group, parameter_layer
 
 ADVANTAGES = ("advantage/all/mean", "advantage/all/std", "advantage/all/min", "advantage/all/max")
 """Metrics of advantages that depend on nothing else."""
+LEFT_BY_SCALING = 1e-5
+"""Residue of a gradient that was multiplied with a power of two, whatever its precision, but for sums in float32."""
+EXACT = 1e-5
+"""A loss that is known better than this, relatively, tells one way of dividing from a hundred others."""
 LARGEST_COUNT = 1e5
 """Beyond this, rounding makes any number a ratio of counts."""
 
@@ -113,15 +117,40 @@ class Facts:
         return sizes(self.context, self.counts)
 
     @property
+    def loss_follows(self) -> bool:
+        """Whether the loss is wrong by the factor of the gradient."""
+        factor, of_loss = self.step.factor, self.loss_factor
+        return bool(self.loss_same is False and factor and of_loss
+                    and abs(of_loss / factor - 1) <= self.step.noise.gradient)
+
+    @property
+    def factor(self) -> float | None:
+        """Of the whole gradient; the loss's if it is the same, which is rounded less."""
+        return self.loss_factor if self.loss_follows and self.step.noise.same_forward else self.step.factor
+
+    @property
     def bar(self) -> float:
-        """How near a factor must be to a number to be it."""
-        return max(1e-6, self.step.noise.gradient / 5)
+        """How near a factor must be to a number to be it; what rounding did to a gradient's elements averages out."""
+        noise = self.step.noise
+        if self.loss_follows and noise.same_forward:
+            return max(1e-6, noise.loss / 2)
+        return max(1e-6, noise.gradient / (15 if noise.same_forward else 5))
 
     @cached_property
     def factor_names(self) -> list[Named]:
         """What the factor of the whole gradient equals, if one factor explains it."""
-        factor = self.step.factor
+        factor = self.factor
         return names_of(factor, self.sizes, self.bar) if factor and factor > 0 and self.step.parallel else []
+
+    @property
+    def inexact_power(self) -> bool:
+        """Whether a factor is a power of two, which rounds nothing, and yet something of the gradient was rounded."""
+        factor, noise = self.step.factor, self.step.noise
+        same_layout = all(self.context.get(axis) == self.evidence.trusted.context.get(axis) for axis in AXES)
+        if not factor or factor <= 0 or not noise.same_forward or not same_layout or not self.scaled:
+            return False
+        power = math.log2(factor)
+        return abs(power - round(power)) <= noise.gradient and (self.step.residue or 0.0) > LEFT_BY_SCALING
 
     @cached_property
     def loss_names(self) -> list[Named]:
@@ -159,7 +188,7 @@ class Facts:
 
         A gradient that is divided by n' where n is right is n / n' of the right one; a whole n' is hardly chance.
         """
-        factor = self.step.factor
+        factor = self.factor
         if not factor or not self.scaled or not 0.1 < factor < 10:
             return None
         for name in ("trained_tokens", "documents"):
@@ -174,8 +203,10 @@ class Facts:
         """Terms of the loss that differ, and those that agree and are not 0."""
         a, b = self.pair
         known = [key for key in a.metrics if key.startswith("loss/") and key in b.metrics]
-        return ([key for key in known if key in self.step.metrics],
-                [key for key in known if key not in self.step.metrics and a.metrics[key]])
+        off = [key for key in known if key in self.step.metrics]
+        moved = {key: abs(b.metrics[key] / a.metrics[key] - 1) for key in known if a.metrics[key]}
+        least = min((moved[key] for key in off if key in moved), default=math.inf)
+        return off, [key for key in moved if key not in off and moved[key] <= least / 10]
 
     # ---- parameters --------------------------------------------------------------------------------------
 
@@ -223,6 +254,44 @@ class Facts:
         """Groups of parameters that differ."""
         return {parameter_group(name) for name in self.off}
 
+    @property
+    def all_but_embedding_scaled(self) -> float | None:
+        """The factor that all parameters but the embedding share, if it is not 1 and not the embedding's; else None."""
+        rest = {name: p for name, p in self.step.parameters.items() if parameter_group(name) != "embedding"}
+        own = [p for name, p in self.step.parameters.items() if name not in rest]
+        noise = max(1e-6, self.step.noise.gradient)
+        if not own or len(rest) < 2 or any(p.cosine is None or p.cosine < 1 - noise for p in rest.values()):
+            return None
+        factor = statistics.median(p.ratio for p in rest.values())
+        if factor <= 0 or abs(factor - 1) <= noise or any(abs(p.ratio / factor - 1) > noise for p in rest.values()):
+            return None
+        apart = any((p.cosine is not None and p.cosine < 1 - noise) or abs(p.ratio / factor - 1) > noise for p in own)
+        return factor if apart else None
+
+    @cached_property
+    def elements(self) -> tuple[Tensor, Tensor]:
+        """All elements of both gradients that are not 0 in the trusted one."""
+        mine, theirs = (whole(step.gradients) for step in self.pair)
+        shared = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
+        one, two = (torch.cat([held[name].double().flatten() for name in shared]) if shared else torch.zeros(0).double()
+                    for held in (mine, theirs))
+        return one[one != 0], two[one != 0]
+
+    @property
+    def kept_of_earlier_step(self) -> tuple[float, float] | None:
+        """How often the trusted gradient of the step before is in what the suspect's has too much, and what is left."""
+        number = self.step.number
+        before = next((step for step in self.evidence.suspect.steps if step.number == number - 1), None)
+        if before is None or self.gradient_same is not False or self.forward_same is False:
+            return None
+        earlier, (mine, theirs) = whole(before.gradients), (whole(step.gradients) for step in self.pair)
+        shared = [name for name in mine if name in theirs and name in earlier]
+        if not shared:
+            return None
+        old, one, two = (torch.cat([held[name].double().flatten() for name in shared]) for held in (
+            earlier, mine, theirs))
+        return fit(old, two - one)
+
     # ---- tokens ------------------------------------------------------------------------------------------
 
     @cached_property
@@ -233,8 +302,10 @@ class Facts:
     @cached_property
     def places(self) -> dict[str, Tensor]:
         """Places that a mistake may touch, as the suspect's layout has them."""
-        laid = {**self.tokens[0], **{k: v for k, v in self.tokens[1].items() if k != "trained"}}
-        return places(laid) if self.trained is not None else {}
+        if self.trained is None:
+            return {}
+        laid = {**self.tokens[0], **self.tokens[1]}
+        return places(laid | {"trained": self.trained | laid["trained"].bool()})
 
     def off_tokens(self, *names: str) -> Tensor | None:
         """[S] bool, tokens of which one of these values differs; None if none was recorded."""
@@ -256,6 +327,29 @@ class Facts:
         everywhere, there = agreement(off, self.trained), agreement(off, self.places[place])
         return (there - everywhere) / (1 - everywhere) if there > everywhere else 0.0
 
+    @property
+    def lost_pieces(self) -> str:
+        """What the tokens that no longer train are the whole of, where none is new; "" if they are no such pieces."""
+        lost, laid = self.off_tokens("trained"), {**self.tokens[0], **self.tokens[1]}
+        if lost is None or self.trained is None or not bool((lost & self.trained).any()) or bool(
+                (lost & ~self.trained).any()):
+            return ""
+        for kind, piece in pieces(laid | {"trained": self.trained}, self.context).items():
+            gone = torch.isin(piece, piece[lost]) & self.trained
+            if kind != "documents" and torch.equal(gone, lost) and int(gone.sum()) < int(self.trained.sum()):
+                return f"{PIECES[kind]}s"
+        return ""
+
+    @property
+    def clips_documents(self) -> bool:
+        """Whether the trusted policy is clipped by whole documents, as a ratio of the document has it."""
+        tokens, trained = self.tokens[0], self.trained
+        if trained is None or not {"clipped", "documents"} <= set(tokens):
+            return False
+        clipped, documents = tokens["clipped"].bool() & trained, tokens["documents"]
+        several = any(int(clipped[documents == one].sum()) > 1 for one in documents[clipped].unique())
+        return several and torch.equal(torch.isin(documents, documents[clipped]) & trained, clipped)
+
     def all_lie_in(self, place: str) -> bool:
         """Whether every trained token lies in a place, so that it cannot be told from everywhere."""
         return self.trained is not None and place in self.places and bool((self.places[place] == self.trained).all())
@@ -276,17 +370,26 @@ class Facts:
         if self.step.losses is None:
             return []
         (a, b), context = self.pair, self.context
-        mine, right = ways(b, context), ways(a, self.evidence.trusted.context)
+        bar = max(1e-9, self.step.noise.loss / (5 if self.step.noise.same_forward else 20))
+        mine, right = (ways(step, said, exact=bar < EXACT) for step, said in (
+            (b, context), (a, self.evidence.trusted.context)))
         trusted, suspect = self.step.losses
         if not right or not mine:
             return []
         values = self.tokens[0]["losses"][self.trained].double()
         sized = 0.1 * float(values.abs().mean())  # a loss may cancel, what rounding does to its terms does not
-        bar = max(1e-9, self.step.noise.loss / 20)
         usual = {way.words for way in reproduced(right, trusted, bar * max(abs(trusted), sized))}
         hits = reproduced(mine, suspect, bar * max(abs(suspect), sized))
         nearest = sorted(hits, key=lambda way: abs(way.loss - suspect))
         return [way for way in nearest if way.words not in usual] if usual else []
+
+
+def coarse(values: Tensor) -> str | None:
+    """The lower precision in which every one of these numbers has a place; None if there is none."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if len(values) and torch.equal(values.to(dtype).to(values.dtype), values):
+            return str(dtype).removeprefix("torch.")
+    return None
 
 
 def short(name: str) -> str:

@@ -64,6 +64,8 @@ WRONG = {
     "positions_of_shards": {"tokens": values(policy_logprobs=put(11, -2.0))},
     "attention_across_documents": {"context": {"dp": 1}, "tokens": values(policy_logprobs=put(slice(6, 18), -2.0))},
     "old_logprobs": {"tokens": values(old_logprobs=lambda old: old.roll(1))},
+    "lower_precision": {"tokens": values(policy_logprobs=lambda p: p.bfloat16().double())},
+    "other_targets": {"tokens": values(policy_logprobs=lambda p: p.flip(0))},
     "other_mask": {"tokens": values(trained=put([3, 9, 10, 15], False))},
     "temperature": {"tokens": values(policy_logprobs=lambda p: p + 0.2 * ENTROPY,
                                      entropy_nats=lambda h: h - 0.1)},
@@ -81,10 +83,12 @@ WRONG = {
     "gradient_below_head": {"changes": mixed(["model."])},
     "keys_values_not_summed": {"changes": mixed(["embed", ".0.", "1.self_attn.k_proj", "1.self_attn.v_proj",
                                                  "1.input_layernorm"])},
+    "layer_input_gradient": {"changes": mixed(["embed", ".0.", "1.input_layernorm"])},
+    "some_parameters": {"changes": changed(["0.mlp"], 7)},
     "attention_backward": {"changes": mixed(["embed", ".0.", "1.self_attn.q", "1.self_attn.k", "1.self_attn.v",
                                              "1.input_layernorm"])},
     "ranks_lost": {"changes": {name: 0.2 * each for name, each in mixed([""]).items()}},
-    "added_repeatedly": {"changes": {name: 3 * each for name, each in mixed([""]).items()}},
+    "added_repeatedly": {"changes": {name: 3 * (each + gradients(9)[name]) for name, each in gradients().items()}},
     "term_without_gradient": {"changes": mixed([""])},
 }
 """Cause -> what differs in the suspect."""
@@ -155,3 +159,103 @@ def test_causes_are_data_of_distinct_names(trusted):
     assert all(cause.words and name.replace("_", "").isalnum() for cause, name in zip(CAUSES, names, strict=True))
     same = Facts(compare_records(trusted, trusted))
     assert [cause.name for cause in CAUSES if cause.judge(same)[0]] == ["no_difference"]
+
+
+def first_of(trusted, suspect):
+    return diagnose_records(trusted, suspect).causes[0].name
+
+
+def clipped(*which):
+    return tokens() | {"clipped": torch.isin(torch.arange(18), torch.tensor(which))}
+
+
+@pytest.mark.parametrize(("right", "wrong", "name"), [
+    ((3, 9), (3,), "clipping"), ((8, 9, 10, 11), (2, 3, 4, 5), "ratio")])
+def test_what_is_clipped_by_documents_hangs_on_more_than_the_ratios_of_tokens(right, wrong, name):
+    there = {"metrics": METRICS | {"clip/region/fraction": 0.3}, "tokens": clipped(*right)}
+    other = {"metrics": METRICS | {"clip/region/fraction": 0.1}, "tokens": clipped(*wrong)}
+    assert first_of(make_record(**there), make_record(**other, loss=0.3, changes=mixed([""]))) == name
+
+
+def test_a_gradient_that_was_not_cleared():
+    def two(kept):
+        later = {name: each + kept * gradients()[name] for name, each in gradients(4).items()}
+        return replace(make_record(), steps=(make_record().steps[0], replace(
+            make_record(changes=later).steps[0], number=1)))
+
+    found = diagnose_records(two(0.0), two(1.0))
+    assert found.causes[0].name == "gradients_not_cleared"
+    assert "1 times the gradient of the step before" in found.causes[0].evidence[0]
+
+
+def test_all_tokens_of_a_rank_that_do_not_train_are_a_lost_rank():
+    lost = values(trained=lambda trained: trained & (tokens()["shards"] == 0))
+    assert first_of(make_record(), make_record(tokens=lost, loss=0.2, changes=mixed([""]))) == "ranks_lost"
+
+
+def test_what_is_shorter_than_any_part_is_no_part():
+    part, less = ({name: size * each for name, each in mixed([""]).items()} for size in (0.2, 0.005))
+    assert first_of(make_record(), make_record(changes=part)) == "ranks_lost"
+    assert first_of(make_record(), make_record(changes=less)) == "term_without_gradient"
+
+
+def test_what_is_against_what_was_lost_is_no_part_of_it():
+    other = gradients(9)
+    against = {name: 0.8 * each - 0.1 * other[name] for name, each in gradients().items()}
+    assert first_of(make_record(), make_record(changes=against)) == "term_without_gradient"
+
+
+def test_a_power_of_two_rounds_nothing():
+    def twice(noise):
+        return make_record({"precision": "bfloat16"}, changes={
+            name: 2 * each + noise * gradients(7)[name] for name, each in gradients().items()})
+
+    right = make_record({"precision": "bfloat16"})
+    assert first_of(right, twice(0.0)) == "times_cp"
+    found = diagnose_records(right, twice(0.01))
+    assert found.causes[0].name == "term_without_gradient"
+    assert "rounds nothing" in found["times_cp"].evidence[0]
+
+
+@pytest.mark.parametrize("count", [149, 142])
+def test_a_loss_that_follows_the_gradient_names_its_factor_better(count):
+    rounded = {name: 130 / count * each + 0.005 * gradients(7)[name] for name, each in gradients().items()}
+    right, wrong = (make_record({"precision": "bfloat16"}, **more) for more in (
+        {}, {"changes": rounded, "loss": 0.25 * 130 / count}))
+    found = diagnose_records(right, wrong)
+    assert found.causes[0].name == "other_count"
+    assert f"{count} and not 130 trained tokens" in found.causes[0].evidence[0]
+
+
+def test_twice_as_many_tokens_stay_a_suspect_beside_two_ranks():
+    found = diagnose_records(make_record(), make_record(scale=0.5, loss=0.125))
+    assert [cause.name for cause in found.causes[:2]] == ["over_cp", "other_count"]
+    alone = diagnose_records(make_record(), make_record(scale=0.5))
+    assert "other_count" not in [cause.name for cause in alone.causes]
+
+
+def test_a_gradient_in_a_lower_precision():
+    rounded = {name: each.bfloat16().double() for name, each in gradients().items()}
+    summed = {name: (each + 3).bfloat16().double() - 3 for name, each in gradients().items()}
+    near = {name: each * (1 + 0.004 * torch.linspace(-1, 1, 40).roll(9).double()) for name, each in gradients().items()}
+    assert first_of(make_record(), make_record(changes=rounded)) == "lower_precision"
+    assert first_of(make_record(), make_record(changes=near)) == "lower_precision"
+    assert first_of(make_record(), make_record(changes=summed)) == "term_without_gradient"
+
+
+def test_below_a_tied_head_everything_is_scaled_but_the_embedding():
+    own = gradients(9)["model.embed_tokens.weight"]
+    step = make_record().steps[0]
+    right = {name: each for name, each in step.gradients.items() if name != "lm_head.weight"}
+    wrong = {name: 7 * each for name, each in right.items()} | {
+        "model.embed_tokens.weight": 7 * right["model.embed_tokens.weight"] + own}
+    assert first_of(*(replace(make_record(), steps=(replace(step, gradients=each),)) for each in (right, wrong))
+                    ) == "gradient_below_head"
+
+
+def test_one_term_is_told_only_beside_terms_that_are_right():
+    right = make_record(metrics={"loss/policy": 0.2, "loss/kl": 1e-3})
+    both = make_record(metrics={"loss/policy": 0.4, "loss/kl": 2e-3}, loss=0.4, changes=mixed([""]))
+    bf16 = {"precision": "bfloat16"}
+    found = diagnose_records(replace(right, context=right.context | bf16), replace(both, context=both.context | bf16))
+    assert "one_term" not in [cause.name for cause in found.causes]

@@ -52,3 +52,21 @@ def test_sizes_of_one_and_unknown_sizes_explain_nothing():
     assert sizes({"cp": 1}, {}) == {}
     assert names_of(1.5, sizes(CONTEXT, COUNTS), 1e-9)[0].words == "dp / cp"
     assert names_of(0.123456, sizes(CONTEXT, COUNTS), 1e-6) == []
+
+
+def test_a_loss_that_is_known_well_tells_more_ways():
+    step, context = make_record().steps[0], CONTEXT | {"micro_batches": 1}
+    found = {(way.kind, way.words): way.loss for way in ways(step, context, exact=True)}
+    usual = {(way.kind, way.words): way.loss for way in ways(step, context)}
+    assert usual.items() <= found.items()
+    assert len(usual) < len(found) == len(ways(step, context, exact=True)), "no way twice"
+    values, labels = tokens()["losses"], tokens()["documents"]
+    sums = [float(values[TRAINED & (labels == one)].sum()) for one in range(3)]
+    assert found["documents", "the mean over each document's tokens, over all trained tokens"] == pytest.approx(
+        (sums[0] / 4 + sums[1] / 4 + sums[2] / 3) / 11)
+    assert found["documents", "each document's sum over all its tokens, prompts too, averaged"] == pytest.approx(
+        sum(sums) / 6 / 3)
+    assert found["documents", "each document's sum times its tokens, over all trained tokens"] == pytest.approx(
+        (4 * sums[0] + 4 * sums[1] + 3 * sums[2]) / 11)
+    assert found["documents", "the mean over each document's tokens, averaged, empty ones too"] == pytest.approx(
+        (sums[0] / 4 + sums[1] / 4 + sums[2] / 3) / (COUNTS["documents"] + COUNTS["masked_documents"]))

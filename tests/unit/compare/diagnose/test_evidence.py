@@ -112,3 +112,81 @@ def test_metrics_that_differ(right):
     step = compare_records(right, make_record(metrics=changed)).first
     assert step.metrics == {"loss/kl": (0.05, 0.1)}
     assert step.compared_metrics == 3
+
+
+def bf16(**how):
+    return make_record({"precision": "bfloat16"}, **how)
+
+
+def noisy(size):
+    return {name: values * (1 + size) for name, values in gradients().items()}
+
+
+@pytest.mark.parametrize(("agreeing", "apart"), [(1e-6, True), (0.01, False)])
+def test_a_group_that_stands_out_differs_as_a_whole(agreeing, apart):
+    close, far = "model.layers.0.input_layernorm.weight", "model.norm.weight"
+    wrong = noisy(agreeing) | {close: gradients()[close] * 1.025, far: gradients()[far] * 1.5}
+    step = compare_records(bf16(), bf16(changes=wrong)).first
+    assert not step.parameters[far].same
+    assert step.parameters[close].same != apart
+    assert sum(not p.same for p in step.parameters.values()) == (2 if apart else 1)
+
+
+def test_tokens_are_judged_by_those_that_are_the_same_to_the_last_bit():
+    few, all_ = tokens(), tokens()
+    few["policy_logprobs"][[3, 9]] += torch.tensor([1.0, 0.05], dtype=torch.float64)
+    all_["policy_logprobs"] += 0.05
+    all_["policy_logprobs"][3] += 1.0
+    assert int(compare_records(bf16(), bf16(tokens=few)).first.tokens["policy_logprobs"].sum()) == 2
+    assert int(compare_records(bf16(), bf16(tokens=all_)).first.tokens["policy_logprobs"].sum()) == 1
+
+
+def test_clip_decisions_count_where_they_hang_on_the_same_numbers():
+    mine, theirs, rounded = (tokens() | {"clipped": torch.zeros(18).bool()} for _ in range(3))
+    for turned in (theirs, rounded):
+        turned["clipped"][8] = True
+    rounded["policy_logprobs"] = rounded["policy_logprobs"] + 0.01
+    right, other = bf16(tokens=mine), noisy(0.9)
+    said = compare_records(right, bf16(tokens=theirs, changes=other)).first
+    assert int(said.tokens["clipped"].sum()) == 1
+    assert said.differs == ("gradient", "tokens")
+    hanging = compare_records(right, bf16(tokens=rounded, changes=other)).first
+    assert "clipped" not in hanging.tokens
+    assert hanging.differs == ()
+    assert compare_records(right, bf16(tokens=rounded | {"clipped": mine["clipped"]}, changes=other)
+                           ).first.differs == ("gradient",)
+
+
+def test_a_gradient_that_has_shrunk_is_held_to_what_it_was():
+    def two(size, wrong):
+        first = bf16()
+        later = replace(bf16(changes={name: size * each for name, each in noisy(wrong).items()}).steps[0], number=1,
+                        tokens={})
+        return replace(first, steps=(first.steps[0], later))
+
+    assert compare_records(two(1.0, 0), two(1.0, 1.0)).steps[1].differs == ("gradient",)
+    assert compare_records(two(0.1, 0), two(0.1, 1.0)).steps[1].differs == ()
+
+
+def test_a_loss_that_cancels_is_held_to_what_it_sums():
+    one, far = (make_record({"precision": "float32"}, loss=loss, changes={
+        name: 0 * values for name, values in gradients().items()}) for loss in (1e-4, 2e-4))
+    near = replace(one, steps=(replace(one.steps[0], loss=1e-4 + 2e-6),))
+    assert compare_records(one, near).first.loss_same
+    assert compare_records(one, far).first.loss_same is False
+    bare, apart = (replace(record, steps=(replace(record.steps[0], tokens={
+        name: each for name, each in tokens().items() if name != "losses"}),)) for record in (one, near))
+    assert compare_records(bare, apart).first.loss_same is False, "what it sums is not known"
+
+
+@pytest.mark.parametrize(("turned", "compared"), [((8, 9, 10), 1), ((), 2)])
+def test_weights_after_a_step_that_rounding_made_another_are_not_compared(turned, compared):
+    def two(clipped, moved, later):
+        said = tokens() | {"clipped": torch.isin(torch.arange(18), torch.tensor(clipped).long())}
+        said["policy_logprobs"] = said["policy_logprobs"] + moved
+        first = bf16(tokens=said)
+        return replace(first, steps=(first.steps[0], replace(first.steps[0], number=1, metrics={"reward": later})))
+
+    found = compare_records(two((), 0.0, 1.0), two(turned, 0.01, 5.0))
+    assert len(found.steps) == compared
+    assert (found.first.differs == ("metrics",)) == (compared == 2)

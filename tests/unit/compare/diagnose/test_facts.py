@@ -47,7 +47,7 @@ def test_what_barely_exceeds_the_noise_does_not_stand_out(far, clear):
     bf16 = {"precision": "bfloat16"}
     noisy = {name: values * 1.2 for name, values in gradients().items()}
     other = {"lm_head.weight": gradients()["lm_head.weight"] * (1 + far)}
-    found = facts(make_record(bf16, changes=noisy | other), make_record(bf16))
+    found = facts(make_record(bf16, changes=noisy | other, tokens={}), make_record(bf16, tokens={}))
     assert list(found.off) == ["lm_head.weight"]
     assert found.clear == clear
 
