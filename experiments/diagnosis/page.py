@@ -21,21 +21,22 @@ def page(results: dict[str, Any]) -> str:
         "",
         "`python experiments/diagnosis/score.py` writes this page and results.json, which holds every row.",
         "",
-        f"{len(faults)} faults, {len(blind)} of which were written when diagnose was finished, each in one step of a "
-        "tiny decoder on simulated ranks: cp 2, dp 3, 5 micro-batches (tp 2 and other settings where a fault needs "
-        "them). Diagnose is given the right record and the wrong one. What counts as the right cause was written from "
-        "what each fault does (expected.yaml), before it was diagnosed here. Diagnose was written with the earlier "
-        "faults on view: how it meets what it has not seen, only the later ones measure. Faults whose records agree "
-        "within noise under the same settings form a class, and a cause of any of the class is right. A fault that is "
-        "within noise of the right record at a precision is not scored there.",
+        f"{len(faults)} faults, {len(blind)} of which were written by people who had not seen diagnose and were not "
+        "seen by who wrote it, each in one step of a tiny decoder on simulated ranks: cp 2, dp 3, 5 micro-batches "
+        "(tp 2 and other settings where a fault needs them). Diagnose is given the right record and the wrong one. "
+        "What counts as the right cause was written from what each fault does (expected.yaml), before it was diagnosed "
+        "here. Diagnose was written with the other faults on view: how it meets what it has not seen, only the unseen "
+        "ones measure. Faults whose records agree within noise under the same settings form a class, and a cause of "
+        "any of the class is right. A fault that is within noise of the right record at a precision is not scored "
+        "there.",
         "",
         "## True cause",
         "",
         "| faults | precision | scored | first | in the first three | within noise |",
         "|---|---|---:|---:|---:|---:|",
         *_scores("all", shown),
-        *_scores("written before", [row for row in shown if not row["blind"]]),
-        *_scores("written after", [row for row in shown if row["blind"]]),
+        *_scores("on view", [row for row in shown if not row["blind"]]),
+        *_scores("unseen", [row for row in shown if row["blind"]]),
         "",
         f"Asked for: first in 90 %, in the first three in all. {_verdict(shown)}",
         "",
@@ -66,7 +67,7 @@ def page(results: dict[str, Any]) -> str:
         "",
         "## Every fault",
         "",
-        "Place of the true cause; - is within noise; * was written when diagnose was finished.",
+        "Place of the true cause; - is within noise; * was unseen.",
         "",
         "| fault | right causes | " + " | ".join(PRECISIONS) + " |",
         "|---|---|" + "---:|" * len(PRECISIONS),
@@ -101,7 +102,7 @@ def _share(some: int, of: int) -> str:
 
 def _verdict(shown: Sequence[Row]) -> str:
     said = []
-    for words, rows in (("all faults", shown), ("those written after", [row for row in shown if row["blind"]])):
+    for words, rows in (("all faults", shown), ("the unseen", [row for row in shown if row["blind"]])):
         counted = scored(rows)
         if counted:
             most, every = first(counted) >= 0.9 * len(counted), first(counted, 3) == len(counted)

@@ -46,7 +46,7 @@ def read_expected() -> dict[str, list[str]]:
 
 
 def read_blind() -> list[str]:
-    """Faults that were written when diagnose was finished."""
+    """Faults that who wrote diagnose had not seen, by people who had not seen diagnose."""
     file = HERE / "blind.txt"
     return file.read_text().split() if file.is_file() else []
 

@@ -62,7 +62,7 @@ def test_in_float64_every_fault_is_seen(results):
     assert unseen == []
 
 
-def test_a_third_was_written_when_diagnose_was_finished(results):
+def test_a_third_was_unseen(results):
     blind = (FOLDER / "blind.txt").read_text().split()
     assert sorted({row["fault"] for row in results["shown"] if row["blind"]}) == sorted(blind)
     assert len(blind) >= len(NAMES) / 3

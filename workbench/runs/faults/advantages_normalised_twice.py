@@ -30,5 +30,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"data": {"advantages": {"name": "grpo"}}},
     hidden_in={"data": {"advantages": {"name": "recorded"}}},
-    detected_by="tests/faults/test_second_blind.py::test_twice_normalised_advantages_have_mean_0_and_deviation_1",
+    detected_by="tests/faults/test_unseen.py::test_twice_normalised_advantages_have_mean_0_and_deviation_1",
 )

@@ -31,6 +31,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2}},
     hidden_in={"layout": {"cp": 1}},
-    detected_by="tests/faults/test_second_blind.py::test_copies_of_attention_inflate_what_lies_before_it",
+    detected_by="tests/faults/test_unseen.py::test_copies_of_attention_inflate_what_lies_before_it",
     changes_metrics=False,
 )

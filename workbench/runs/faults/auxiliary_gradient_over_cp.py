@@ -30,6 +30,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2}, "loss": {"squared_logit_coefficient": 0.05}},
     hidden_in={"layout": {"cp": 1}},
-    detected_by="tests/faults/test_second_blind.py::test_an_auxiliary_gradient_is_one_over_cp_of_itself",
+    detected_by="tests/faults/test_unseen.py::test_an_auxiliary_gradient_is_one_over_cp_of_itself",
     changes_metrics=False,
 )

@@ -29,5 +29,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"mean_squared_logit_coefficient": 0.5}},
     hidden_in={"loss": {"mean_squared_logit_coefficient": 0.0}},
-    detected_by="tests/faults/test_second_blind.py::test_a_dropped_auxiliary_loss_leaves_the_other_terms",
+    detected_by="tests/faults/test_unseen.py::test_a_dropped_auxiliary_loss_leaves_the_other_terms",
 )

@@ -34,5 +34,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}, "loss": {"squared_logit_coefficient": 0.01}},
     hidden_in={"data": {"micro_batches": 1}},
-    detected_by="tests/faults/test_blind_third.py::test_an_auxiliary_loss_is_the_micro_batches_too_big",
+    detected_by="tests/faults/test_unseen_at_first.py::test_an_auxiliary_loss_is_the_micro_batches_too_big",
 )

@@ -27,5 +27,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"data": {"micro_batches": 3, "advantages": {"name": "grpo"}}},
     hidden_in={"data": {"keep_groups": True}},
-    detected_by="tests/faults/test_blind_third.py::test_baselines_of_micro_batches_turn_the_policy_term_alone",
+    detected_by="tests/faults/test_unseen_at_first.py::test_baselines_of_micro_batches_turn_the_policy_term_alone",
 )

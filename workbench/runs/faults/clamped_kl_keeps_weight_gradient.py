@@ -36,6 +36,6 @@ FAULT = Fault(
     shows_in={"loss": {"kl": {"coefficient": 0.5, "estimator": "k1", "importance": "old", "gradient": "score",
                               "input_clamp": 0.1}}},
     hidden_in={"loss": {"kl": {"input_clamp": None}}},
-    detected_by="tests/faults/test_second_blind.py::test_a_weight_beyond_the_clamp_is_all_that_is_wrong",
+    detected_by="tests/faults/test_unseen.py::test_a_weight_beyond_the_clamp_is_all_that_is_wrong",
     changes_metrics=False,
 )

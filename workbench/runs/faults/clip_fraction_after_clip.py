@@ -35,6 +35,6 @@ FAULT = Fault(
     seam="policy_metrics",
     broken=_broken,
     hidden_in={"loss": {"name": "reinforce"}},
-    detected_by="tests/faults/test_second_blind.py::test_after_the_clip_no_ratio_is_outside",
+    detected_by="tests/faults/test_unseen.py::test_after_the_clip_no_ratio_is_outside",
     changes_gradient=False,
 )

@@ -29,5 +29,5 @@ FAULT = Fault(
     seam="workbench.losses.surrogates.clipped:clip_ratio",
     broken=_broken,
     hidden_in={"loss": {"name": "reinforce"}},
-    detected_by="tests/faults/test_second_blind.py::test_a_clip_that_is_never_applied_is_an_importance_weight",
+    detected_by="tests/faults/test_unseen.py::test_a_clip_that_is_never_applied_is_an_importance_weight",
 )

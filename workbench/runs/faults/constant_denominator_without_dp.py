@@ -31,5 +31,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"dp": 2}, "loss": {"name": "dr_grpo", "denominator_constant": 16.0}},
     hidden_in={"loss": {"denominator": "token", "denominator_constant": None}},
-    detected_by="tests/faults/test_blind_third.py::test_a_factor_of_the_layout_is_one_factor",
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_factor_of_the_layout_is_one_factor",
 )

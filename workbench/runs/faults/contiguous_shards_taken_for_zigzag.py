@@ -29,5 +29,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2}, "data": {"multiple_of": 4}},
     hidden_in={"layout": {"order": "zigzag"}},
-    detected_by="tests/faults/test_second_blind.py::test_shards_in_another_order_spare_what_comes_before_the_first_cut",
+    detected_by="tests/faults/test_unseen.py::test_shards_in_another_order_spare_what_comes_before_the_first_cut",
 )

@@ -27,5 +27,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"correction": {"kind": "importance_sampling"}}},
     hidden_in={"loss": {"old_policy": "current"}},
-    detected_by="tests/faults/test_blind_third.py::test_a_weight_of_the_live_policy_spares_the_penalty",
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_weight_of_the_live_policy_spares_the_penalty",
 )

@@ -26,5 +26,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2}},
     hidden_in={"layout": {"cp": 1}},
-    detected_by="tests/faults/test_blind_third.py::test_a_factor_of_the_layout_is_one_factor",
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_factor_of_the_layout_is_one_factor",
 )

@@ -33,5 +33,5 @@ FAULT = Fault(
     seam="step_weights",
     broken=_broken,
     hidden_in={"loss": {"denominator": "document"}},
-    detected_by="tests/faults/test_blind_third.py::test_tokens_of_another_batch_are_one_factor_in_every_layout",
+    detected_by="tests/faults/test_unseen_at_first.py::test_tokens_of_another_batch_are_one_factor_in_every_layout",
 )

@@ -35,5 +35,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 4, "order": "zigzag"}},
     hidden_in={"layout": {"order": "contiguous"}},
-    detected_by="tests/faults/test_second_blind.py::test_documents_read_off_positions_end_at_the_seams",
+    detected_by="tests/faults/test_unseen.py::test_documents_read_off_positions_end_at_the_seams",
 )

@@ -29,6 +29,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"data": {"micro_batches": 10}},
     hidden_in={"data": {"micro_batches": 1}},
-    detected_by="tests/faults/test_blind_third.py::test_an_empty_micro_batch_makes_gradients_nan",
+    detected_by="tests/faults/test_unseen_at_first.py::test_an_empty_micro_batch_makes_gradients_nan",
     changes_metrics=False,
 )

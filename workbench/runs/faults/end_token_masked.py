@@ -29,5 +29,5 @@ FAULT = Fault(
               "of one token no longer trains; log-probabilities right",
     seam="shift_targets",
     broken=_broken,
-    detected_by="tests/faults/test_second_blind.py::test_a_masked_end_costs_each_finished_document_one_token",
+    detected_by="tests/faults/test_unseen.py::test_a_masked_end_costs_each_finished_document_one_token",
 )

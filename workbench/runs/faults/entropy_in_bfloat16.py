@@ -27,6 +27,6 @@ FAULT = Fault(
     seam="workbench.policy.model:token_logprobs",
     broken=_broken,
     hidden_in={"record": {"metrics": "none", "tokens": False}},
-    detected_by="tests/faults/test_second_blind.py::test_a_rounded_entropy_is_the_only_wrong_quantity",
+    detected_by="tests/faults/test_unseen.py::test_a_rounded_entropy_is_the_only_wrong_quantity",
     changes_gradient=False,
 )

@@ -26,6 +26,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"entropy_coefficient": 0.3}},
     hidden_in={"loss": {"entropy_coefficient": 0.0}},
-    detected_by="tests/faults/test_blind_third.py::test_a_bonus_without_gradient_is_that_of_no_bonus",
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_bonus_without_gradient_is_that_of_no_bonus",
     changes_metrics=False,
 )

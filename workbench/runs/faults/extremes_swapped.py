@@ -29,6 +29,6 @@ FAULT = Fault(
     signature="gradient, loss and all other metrics right; every minimum is its maximum and above its mean",
     seam="finish_metrics",
     broken=_broken,
-    detected_by="tests/faults/test_blind_third.py::test_swapped_extremes_are_each_other",
+    detected_by="tests/faults/test_unseen_at_first.py::test_swapped_extremes_are_each_other",
     changes_gradient=False,
 )

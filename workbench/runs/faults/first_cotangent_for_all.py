@@ -49,6 +49,6 @@ FAULT = Fault(
     seam="loss_inputs",
     broken=_broken,
     hidden_in={"loss": {"name": "sft", "kl": {"coefficient": 0.0}}},
-    detected_by="tests/faults/test_second_blind.py::test_every_token_pulls_as_the_first",
+    detected_by="tests/faults/test_unseen.py::test_every_token_pulls_as_the_first",
     changes_metrics=False,
 )

@@ -45,6 +45,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"dp": 2}, "data": {"micro_batches": 3}},
     hidden_in={"data": {"micro_batches": 1}},
-    detected_by="tests/faults/test_second_blind.py::test_later_micro_batches_of_other_ranks_are_lost",
+    detected_by="tests/faults/test_unseen.py::test_later_micro_batches_of_other_ranks_are_lost",
     changes_metrics=False,
 )

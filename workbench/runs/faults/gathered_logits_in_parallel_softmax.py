@@ -29,5 +29,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"tp": 2}},
     hidden_in={"layout": {"tp": 1}},
-    detected_by="tests/faults/test_second_blind.py::test_copies_of_the_vocabulary_cost_every_token_log_tp",
+    detected_by="tests/faults/test_unseen.py::test_copies_of_the_vocabulary_cost_every_token_log_tp",
 )

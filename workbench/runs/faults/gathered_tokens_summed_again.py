@@ -29,6 +29,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"tp": 2, "sequence_parallel": True}, "model": {"tied": False}},
     hidden_in={"layout": {"sequence_parallel": False}},
-    detected_by="tests/faults/test_second_blind.py::test_tokens_summed_again_are_tp_times_too_big_below_the_head",
+    detected_by="tests/faults/test_unseen.py::test_tokens_summed_again_are_tp_times_too_big_below_the_head",
     changes_metrics=False,
 )

@@ -28,6 +28,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}},
     hidden_in={"data": {"micro_batches": 1}},
-    detected_by="tests/faults/test_second_blind.py::test_sums_in_bfloat16_are_off_by_thousandths_in_the_gradient_alone",
+    detected_by="tests/faults/test_unseen.py::test_sums_in_bfloat16_are_off_by_thousandths_in_the_gradient_alone",
     changes_metrics=False,
 )

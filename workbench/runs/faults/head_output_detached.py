@@ -29,6 +29,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"policy": {"logprobs": "chunked"}},
     hidden_in={"policy": {"logprobs": "reference"}},
-    detected_by="tests/faults/test_blind_third.py::test_a_detached_head_output_trains_nothing",
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_detached_head_output_trains_nothing",
     changes_metrics=False,
 )

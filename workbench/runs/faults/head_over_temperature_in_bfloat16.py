@@ -31,5 +31,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"policy": {"temperature": 0.7}},
     hidden_in={"policy": {"temperature": 1.0}},
-    detected_by="tests/faults/test_blind_third.py::test_eight_bits_of_a_head_move_every_log_probability_by_thousandths",
+    detected_by="tests/faults/test_unseen_at_first.py::test_eight_bits_of_a_head_move_every_log_probability_by_thousandths",
 )

@@ -27,5 +27,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 4, "attention": "ulysses"}},
     hidden_in={"layout": {"cp": 2}},
-    detected_by="tests/faults/test_second_blind.py::test_tiled_heads_move_every_token",
+    detected_by="tests/faults/test_unseen.py::test_tiled_heads_move_every_token",
 )

@@ -27,6 +27,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2}},
     hidden_in={"layout": {"cp": 1}},
-    detected_by="tests/faults/test_blind_third.py::test_keys_without_their_gradient_spare_queries_in_the_last_layer",
+    detected_by="tests/faults/test_unseen_at_first.py::test_keys_without_their_gradient_spare_queries_in_the_last_layer",
     changes_metrics=False,
 )

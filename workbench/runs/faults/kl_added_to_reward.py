@@ -27,5 +27,5 @@ FAULT = Fault(
     shows_in={"data": {"advantages": {"name": "reinforce_plus_plus"}},
               "loss": {"kl": {"coefficient": 0.5, "estimator": "k1", "placement": "reward"}}},
     hidden_in={"loss": {"kl": {"coefficient": 0.0}}},
-    detected_by="tests/faults/test_second_blind.py::test_a_penalty_of_the_other_sign_moves_advantages_alone",
+    detected_by="tests/faults/test_unseen.py::test_a_penalty_of_the_other_sign_moves_advantages_alone",
 )

@@ -42,6 +42,6 @@ FAULT = Fault(
     seam="policy_metrics",
     broken=_broken,
     hidden_in={"loss": {"kl": {"coefficient": 0.0}}},
-    detected_by="tests/faults/test_blind_third.py::test_a_kl_changed_in_place_is_its_coefficient_too_small",
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_kl_changed_in_place_is_its_coefficient_too_small",
     changes_gradient=False,
 )

@@ -27,6 +27,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"kl": {"coefficient": 0.3, "gradient": "score", "estimator": "k1"}}},
     hidden_in={"loss": {"kl": {"gradient": "path"}}},
-    detected_by="tests/faults/test_blind_third.py::test_without_the_score_a_penalty_has_the_gradient_of_its_path",
+    detected_by="tests/faults/test_unseen_at_first.py::test_without_the_score_a_penalty_has_the_gradient_of_its_path",
     changes_metrics=False,
 )

@@ -28,6 +28,6 @@ FAULT = Fault(
     seam="transformers.models.qwen3.modeling_qwen3:Qwen3DecoderLayer.forward",
     broken=_broken,
     shows_in={"model": {"tied": False}},
-    detected_by="tests/faults/test_second_blind.py::test_without_layers_the_head_and_the_last_norm_train",
+    detected_by="tests/faults/test_unseen.py::test_without_layers_the_head_and_the_last_norm_train",
     changes_metrics=False,
 )

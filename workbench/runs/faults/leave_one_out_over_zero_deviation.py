@@ -28,5 +28,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"data": {"advantages": {"name": "leave_one_out"}}},
     hidden_in={"data": {"advantages": {"name": "rloo"}}},
-    detected_by="tests/faults/test_blind_third.py::test_a_deviation_of_zero_makes_advantages_of_millions",
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_deviation_of_zero_makes_advantages_of_millions",
 )

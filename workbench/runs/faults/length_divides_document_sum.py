@@ -26,5 +26,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"denominator": "document_sum"}},
     hidden_in={"loss": {"denominator": "document"}},
-    detected_by="tests/faults/test_second_blind.py::test_weights_of_documents_are_what_each_fault_says",
+    detected_by="tests/faults/test_unseen.py::test_weights_of_documents_are_what_each_fault_says",
 )

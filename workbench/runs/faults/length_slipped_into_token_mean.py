@@ -29,5 +29,5 @@ FAULT = Fault(
     seam="step_weights",
     broken=_broken,
     hidden_in={"loss": {"denominator": "document"}},
-    detected_by="tests/faults/test_blind_third.py::test_other_means_are_the_sums_that_their_weights_say",
+    detected_by="tests/faults/test_unseen_at_first.py::test_other_means_are_the_sums_that_their_weights_say",
 )

@@ -27,5 +27,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"policy": {"logprobs": "chunked"}},
     hidden_in={"policy": {"logprobs": "reference"}},
-    detected_by="tests/faults/test_blind_third.py::test_eight_bits_of_a_head_move_every_log_probability_by_thousandths",
+    detected_by="tests/faults/test_unseen_at_first.py::test_eight_bits_of_a_head_move_every_log_probability_by_thousandths",
 )

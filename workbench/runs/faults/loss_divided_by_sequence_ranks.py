@@ -26,5 +26,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2}},
     hidden_in={"layout": {"cp": 1}},
-    detected_by="tests/faults/test_second_blind.py::test_a_mean_over_sequence_ranks_is_one_factor_in_loss_and_gradient",
+    detected_by="tests/faults/test_unseen.py::test_a_mean_over_sequence_ranks_is_one_factor_in_loss_and_gradient",
 )

@@ -28,5 +28,5 @@ FAULT = Fault(
               "one; log-probabilities of those that stay right; loss and gradient wrong by no constant",
     seam="shift_targets",
     broken=_broken,
-    detected_by="tests/faults/test_blind_third.py::test_a_mask_one_late_trains_the_token_after_each_trained_one",
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_mask_one_late_trains_the_token_after_each_trained_one",
 )

@@ -25,5 +25,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"surrogate": {"clip_low": 0.02}}},
     hidden_in={"loss": {"surrogate": {"clip_low": 0.5}}},
-    detected_by="tests/faults/test_second_blind.py::test_a_lower_bound_at_epsilon_frees_tokens_of_negative_advantage",
+    detected_by="tests/faults/test_unseen.py::test_a_lower_bound_at_epsilon_frees_tokens_of_negative_advantage",
 )

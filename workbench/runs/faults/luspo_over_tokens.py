@@ -27,5 +27,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"name": "luspo"}},
     hidden_in={"loss": {"denominator": "token"}},
-    detected_by="tests/faults/test_second_blind.py::test_weights_of_documents_are_what_each_fault_says",
+    detected_by="tests/faults/test_unseen.py::test_weights_of_documents_are_what_each_fault_says",
 )

@@ -35,5 +35,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}, "loss": {"name": "gmpo", "kl": {"coefficient": 0.0}}},
     hidden_in={"loss": {"name": "gspo"}},
-    detected_by="tests/faults/test_second_blind.py::test_weights_of_documents_are_what_each_fault_says",
+    detected_by="tests/faults/test_unseen.py::test_weights_of_documents_are_what_each_fault_says",
 )

@@ -30,6 +30,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"dp": 2}},
     hidden_in={"layout": {"dp": 1}},
-    detected_by="tests/faults/test_blind_third.py::test_scaled_means_are_too_big_by_dp",
+    detected_by="tests/faults/test_unseen_at_first.py::test_scaled_means_are_too_big_by_dp",
     changes_gradient=False,
 )

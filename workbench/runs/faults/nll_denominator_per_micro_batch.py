@@ -30,5 +30,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}, "loss": {"name": "vapo"}},
     hidden_in={"data": {"micro_batches": 1}},
-    detected_by="tests/faults/test_second_blind.py::test_a_likelihood_counted_in_micro_batches_is_the_only_wrong_term",
+    detected_by="tests/faults/test_unseen.py::test_a_likelihood_counted_in_micro_batches_is_the_only_wrong_term",
 )

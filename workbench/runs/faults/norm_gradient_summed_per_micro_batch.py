@@ -30,6 +30,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"tp": 2}, "data": {"micro_batches": 3}},
     hidden_in={"data": {"micro_batches": 1}},
-    detected_by="tests/faults/test_blind_third.py::test_norms_summed_once_a_micro_batch_are_the_only_wrong_parameters",
+    detected_by="tests/faults/test_unseen_at_first.py::test_norms_summed_once_a_micro_batch_are_the_only_wrong_parameters",
     changes_metrics=False,
 )

@@ -34,5 +34,5 @@ FAULT = Fault(
     seam="shift_targets",
     broken=_broken,
     hidden_in={"loss": {"old_policy": "current"}},
-    detected_by="tests/faults/test_blind_third.py::test_a_prefix_of_zeros_spares_documents_without_holes",
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_prefix_of_zeros_spares_documents_without_holes",
 )

@@ -26,5 +26,5 @@ FAULT = Fault(
     seam="shift_targets",
     broken=_broken,
     hidden_in={"loss": {"old_policy": "current"}},
-    detected_by="tests/faults/test_second_blind.py::test_rounded_old_logprobs_are_off_by_their_last_bit",
+    detected_by="tests/faults/test_unseen.py::test_rounded_old_logprobs_are_off_by_their_last_bit",
 )

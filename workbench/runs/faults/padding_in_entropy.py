@@ -34,6 +34,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"data": {"multiple_of": 160}},
     hidden_in={"data": {"multiple_of": None}},
-    detected_by="tests/faults/test_blind_third.py::test_padding_moves_the_entropy_alone",
+    detected_by="tests/faults/test_unseen_at_first.py::test_padding_moves_the_entropy_alone",
     changes_gradient=False,
 )

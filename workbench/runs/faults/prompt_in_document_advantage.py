@@ -34,5 +34,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"name": "gspo", "surrogate": {"advantage_level": "document"}}},
     hidden_in={"loss": {"surrogate": {"advantage_level": "token"}}},
-    detected_by="tests/faults/test_second_blind.py::test_a_document_advantage_over_all_tokens_spares_the_penalty",
+    detected_by="tests/faults/test_unseen.py::test_a_document_advantage_over_all_tokens_spares_the_penalty",
 )

@@ -37,6 +37,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"name": "truncated_reinforce"}},
     hidden_in={"loss": {"name": "reinforce"}},
-    detected_by="tests/faults/test_second_blind.py::test_truncated_ratios_are_reported_as_ratios",
+    detected_by="tests/faults/test_unseen.py::test_truncated_ratios_are_reported_as_ratios",
     changes_gradient=False,
 )

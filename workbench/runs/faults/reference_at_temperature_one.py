@@ -30,5 +30,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"policy": {"temperature": 0.7}, "loss": {"kl": {"coefficient": 0.3}}},
     hidden_in={"policy": {"temperature": 1.0}},
-    detected_by="tests/faults/test_second_blind.py::test_a_reference_without_temperature_moves_the_penalty_alone",
+    detected_by="tests/faults/test_unseen.py::test_a_reference_without_temperature_moves_the_penalty_alone",
 )

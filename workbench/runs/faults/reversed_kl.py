@@ -27,5 +27,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"kl": {"coefficient": 0.5}}},
     hidden_in={"loss": {"kl": {"estimator": "k2"}}},
-    detected_by="tests/faults/test_second_blind.py::test_a_reversed_kl_is_the_only_wrong_term",
+    detected_by="tests/faults/test_unseen.py::test_a_reversed_kl_is_the_only_wrong_term",
 )

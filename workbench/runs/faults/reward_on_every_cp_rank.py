@@ -31,5 +31,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2}, "data": {"advantages": {"name": "rloo"}}},
     hidden_in={"layout": {"cp": 1}},
-    detected_by="tests/faults/test_second_blind.py::test_a_reward_on_every_rank_multiplies_the_policy_term",
+    detected_by="tests/faults/test_unseen.py::test_a_reward_on_every_rank_multiplies_the_policy_term",
 )

@@ -24,5 +24,5 @@ FAULT = Fault(
               "sees itself alone; all gradients by some 1e-3 of themselves",
     seam="transformers.models.qwen3.modeling_qwen3:apply_rotary_pos_emb",
     broken=_broken,
-    detected_by="tests/faults/test_second_blind.py::test_rounded_rotary_tables_spare_the_first_step_of_a_document",
+    detected_by="tests/faults/test_unseen.py::test_rounded_rotary_tables_spare_the_first_step_of_a_document",
 )

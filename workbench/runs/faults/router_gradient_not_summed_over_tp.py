@@ -29,6 +29,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"model": {"source": "tiny-qwen3-moe"}, "layout": {"tp": 2, "sequence_parallel": True}},
     hidden_in={"layout": {"sequence_parallel": False}},
-    detected_by="tests/faults/test_second_blind.py::test_routers_alone_have_their_ranks_part",
+    detected_by="tests/faults/test_unseen.py::test_routers_alone_have_their_ranks_part",
     changes_metrics=False,
 )

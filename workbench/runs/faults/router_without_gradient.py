@@ -30,6 +30,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"model": {"source": "tiny-qwen3-moe"}},
     hidden_in={"model": {"source": "tiny-qwen3"}},
-    detected_by="tests/faults/test_second_blind.py::test_a_detached_router_spares_the_last_experts",
+    detected_by="tests/faults/test_unseen.py::test_a_detached_router_spares_the_last_experts",
     changes_metrics=False,
 )

@@ -25,5 +25,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"denominator": "document"}},
     hidden_in={"loss": {"denominator": "token"}},
-    detected_by="tests/faults/test_blind_third.py::test_rows_without_signal_shrink_a_mean_over_documents",
+    detected_by="tests/faults/test_unseen_at_first.py::test_rows_without_signal_shrink_a_mean_over_documents",
 )

@@ -43,5 +43,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"policy": {"temperature": 0.7}, "loss": {"correction": {"kind": "tis"}}},
     hidden_in={"policy": {"temperature": 1.0}},
-    detected_by="tests/faults/test_second_blind.py::test_other_logprobs_of_the_sampler_move_weights_and_the_policy_term",
+    detected_by="tests/faults/test_unseen.py::test_other_logprobs_of_the_sampler_move_weights_and_the_policy_term",
 )

@@ -26,5 +26,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"denominator": "rollout"}},
     hidden_in={"loss": {"denominator": "token"}},
-    detected_by="tests/faults/test_blind_third.py::test_other_means_are_the_sums_that_their_weights_say",
+    detected_by="tests/faults/test_unseen_at_first.py::test_other_means_are_the_sums_that_their_weights_say",
 )

@@ -27,5 +27,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2}, "loss": {"name": "gspo"}},
     hidden_in={"layout": {"cp": 1}},
-    detected_by="tests/faults/test_second_blind.py::test_numbers_of_a_shard_spare_losses_on_tokens",
+    detected_by="tests/faults/test_unseen.py::test_numbers_of_a_shard_spare_losses_on_tokens",
 )

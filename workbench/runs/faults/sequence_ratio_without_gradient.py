@@ -25,6 +25,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"loss": {"name": "gspo"}},
     hidden_in={"loss": {"name": "gspo_token"}},
-    detected_by="tests/faults/test_blind_third.py::test_a_detached_sequence_ratio_leaves_the_penalty",
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_detached_sequence_ratio_leaves_the_penalty",
     changes_metrics=False,
 )

@@ -31,5 +31,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2, "order": "zigzag"}, "loss": {"name": "gspo"}},
     hidden_in={"layout": {"order": "contiguous"}},
-    detected_by="tests/faults/test_blind_third.py::test_wrong_offsets_of_sequence_sums_spare_losses_on_tokens",
+    detected_by="tests/faults/test_unseen_at_first.py::test_wrong_offsets_of_sequence_sums_spare_losses_on_tokens",
 )

@@ -45,6 +45,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2, "attention": "ring"}},
     hidden_in={"layout": {"attention": "gathered"}},
-    detected_by="tests/faults/test_second_blind.py::test_stale_keys_spare_what_stands_behind_attention",
+    detected_by="tests/faults/test_unseen.py::test_stale_keys_spare_what_stands_behind_attention",
     changes_metrics=False,
 )

@@ -32,5 +32,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2, "order": "document_zigzag"}},
     hidden_in={"layout": {"order": "contiguous"}},
-    detected_by="tests/faults/test_second_blind.py::test_positions_that_count_on_spare_heads_of_documents",
+    detected_by="tests/faults/test_unseen.py::test_positions_that_count_on_spare_heads_of_documents",
 )

@@ -39,5 +39,5 @@ FAULT = Fault(
               "second token of a document trains no longer; no constant",
     seam="shift_targets",
     broken=_broken,
-    detected_by="tests/faults/test_second_blind.py::test_targets_shifted_twice_are_those_after_the_next",
+    detected_by="tests/faults/test_unseen.py::test_targets_shifted_twice_are_those_after_the_next",
 )

@@ -39,5 +39,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2}},
     hidden_in={"layout": {"cp": 1}},
-    detected_by="tests/faults/test_second_blind.py::test_tokens_counted_over_dp_only_are_cp_times_too_few",
+    detected_by="tests/faults/test_unseen.py::test_tokens_counted_over_dp_only_are_cp_times_too_few",
 )

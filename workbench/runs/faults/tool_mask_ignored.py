@@ -29,5 +29,5 @@ FAULT = Fault(
               "those with holes gain tokens; log-probabilities right",
     seam="shift_targets",
     broken=_broken,
-    detected_by="tests/faults/test_second_blind.py::test_an_ignored_tool_mask_fills_the_holes",
+    detected_by="tests/faults/test_unseen.py::test_an_ignored_tool_mask_fills_the_holes",
 )

@@ -33,5 +33,5 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"cp": 2, "order": "document_zigzag"}},
     hidden_in={"layout": {"order": "contiguous"}},
-    detected_by="tests/faults/test_second_blind.py::test_borders_without_padding_spare_the_first_document",
+    detected_by="tests/faults/test_unseen.py::test_borders_without_padding_spare_the_first_document",
 )

@@ -28,6 +28,6 @@ FAULT = Fault(
     broken=_broken,
     shows_in={"layout": {"tp": 2}},
     hidden_in={"layout": {"sequence_parallel": True}},
-    detected_by="tests/faults/test_second_blind.py::test_norms_that_were_whole_are_tp_times_too_big",
+    detected_by="tests/faults/test_unseen.py::test_norms_that_were_whole_are_tp_times_too_big",
     changes_metrics=False,
 )

@@ -1,4 +1,4 @@
-"""What the faults do that were written after `diagnose` was done, in the numbers that they state.
+"""What the faults do that a first version of `diagnose` had not seen, in the numbers that they state.
 
 Weighted sums are told by gradients of other specs and from the documents themselves.
 """
