@@ -5,10 +5,12 @@
 # PYTHON=python3.12       another interpreter (3.11 to 3.13)
 # TORCH_INDEX=<address>   where torch comes from, such as an index of CPU builds (a fifth of the size)
 # PYTEST="-k sharding"    more arguments for pytest
+# WORKERS=0               make test in this process; 2 if nothing is said, which take whole files in turn
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+WORKERS ?= 2
 ABLATION ?= experiments/layout_parity/ablation.yaml
 
 .PHONY: report test test-all lab bench lint clean
@@ -24,7 +26,7 @@ bench: .venv/.installed
 	$(BIN)/python -m workbench bench
 
 test: .venv/.installed-dev browser
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
 
 test-all: .venv/.installed-dev browser
 	$(BIN)/python -m pytest -m "" $(PYTEST)

@@ -4,10 +4,11 @@ Two bars, by the precision of the run:
 
 * float64: every parameter's gradient within 1e-12 of the reference's, of its own norm or of a stated floor where
   that norm is nearly nothing. What passes is *equal*.
-* below: no further from the float64 truth than the reference of the same precision is, times 1.5 for the whole
-  gradient and 2 for one parameter. One run is one sample of rounding, and a reference can be lucky in a small
-  parameter, so a parameter's own error counts as at least the reference's relative error of the whole gradient.
-  What passes is *within budget*; what is bit for bit the reference's is *equal*.
+* below: no further from the float64 truth than the reference of the same precision is, times 2.5 for the whole
+  gradient and 3.5 for one parameter. A run and its reference are one sample of rounding each, and the reference can be
+  lucky: a parameter's own error counts as at least the reference's relative error of the whole gradient, and the
+  factors are what right layouts keep in 99 of 100 reports (measured, `tests/parity/rounding.py`). A fault is
+  further off by orders of magnitude. What passes is *within budget*; what is bit for bit the reference's is *equal*.
 
 Everything else is *different*, and the first step and parameter that differ are named, with the factor between the
 gradients if there is one.
@@ -31,8 +32,8 @@ from workbench.runs.store import RunDirectory, failure_in_short
 
 FLOAT64_BAR = 1e-12
 FLOOR = 1e-3
-WHOLE_FACTOR = 1.5
-PARAMETER_FACTOR = 2.0
+WHOLE_FACTOR = 2.5
+PARAMETER_FACTOR = 3.5
 
 Gradients = Mapping[str, Tensor]
 
@@ -189,7 +190,7 @@ def _float64_budgets(reference: Gradients) -> dict[str, tuple[float, str]]:
 
 
 def _measured_budgets(reference: Gradients, truth: Gradients) -> dict[str, tuple[float, str]]:
-    """Twice the reference's own error in a parameter, taken as at least its relative error of the whole gradient."""
+    """Multiples of the reference's error in a parameter, which counts as at least its relative error of the whole."""
     whole = math.sqrt(sum(_distance(reference[name], truth[name]) ** 2 for name in reference))
     relative = _ratio(whole, math.sqrt(sum(float(g.double().square().sum()) for g in truth.values())))
     budgets = {}

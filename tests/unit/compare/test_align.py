@@ -65,10 +65,10 @@ def test_a_half_gradient_is_named_after_cp(tmp_path):
 
 
 @pytest.mark.parametrize(("noise", "verdict"), [
-    (1e-6, "within budget"), (2.9e-6, "within budget"), (3.2e-6, "different"), (5e-6, "different")])
+    (1e-6, "within budget"), (4.9e-6, "within budget"), (5.2e-6, "different"), (8e-6, "different")])
 def test_float32_is_held_to_the_references_own_error(tmp_path, noise, verdict):
     truth = [gradient(small=1.0)]
-    # The float32 reference is 2e-6 from the truth; what is compared may be 1.5 times that (2 for one parameter).
+    # The float32 reference is 2e-6 from the truth; what is compared may be 2.5 times that (3.5 for one parameter).
     subjects = [Subject("truth", run(tmp_path, "truth", truth)),
                 Subject("ref", run(tmp_path, "ref", [gradient(noise=2e-6, small=1.0)], precision="float32"), "",
                         "truth"),
@@ -79,19 +79,19 @@ def test_float32_is_held_to_the_references_own_error(tmp_path, noise, verdict):
 
 
 def test_below_float64_the_distance_is_to_the_truth_and_not_to_the_reference(tmp_path):
-    # On the other side of the truth: 1.25 times as far from it as the reference, 2.25 times from the reference.
+    # On the other side of the truth: 2.25 times as far from it as the reference, 3.25 times from the reference.
     subjects = [Subject("truth", run(tmp_path, "truth", [gradient(small=1.0)])),
                 Subject("ref", run(tmp_path, "ref", [gradient(noise=2e-6, small=1.0)], precision="float32"), "",
                         "truth"),
-                Subject("mine", run(tmp_path, "mine", [gradient(noise=-2.5e-6, small=1.0)], precision="float32"),
+                Subject("mine", run(tmp_path, "mine", [gradient(noise=-4.5e-6, small=1.0)], precision="float32"),
                         "ref", "truth")]
     found = compare_runs(subjects, experiment="demo", question="?")["mine"]
     assert found.verdict == "within budget"
 
 
-def test_one_parameter_may_be_twice_as_far_from_the_truth_and_no_further(tmp_path):
+def test_one_parameter_may_be_further_from_the_truth_by_its_own_factor_and_no_more(tmp_path):
     truth, reference = gradient(small=0.01), gradient(noise=2e-6, small=0.01)
-    for factor, verdict in ((1.9, "within budget"), (2.1, "different")):
+    for factor, verdict in ((3.4, "within budget"), (3.6, "different")):
         mine = {"big": truth["big"], "small": truth["small"] + factor * (reference["small"] - truth["small"])}
         subjects = [Subject("truth", run(tmp_path / verdict, "truth", [truth])),
                     Subject("ref", run(tmp_path / verdict, "ref", [reference], precision="float32"), "", "truth"),

@@ -89,7 +89,7 @@ class TestExpansion:
 
     def test_the_ablation_that_we_ship(self):
         planned = load_ablation(project_root() / "experiments/layout_parity/ablation.yaml").expand()
-        assert len(planned) == 34
+        assert len(planned) == 35
         assert {run.reference for run in planned} == {"", "one_rank-float64", "one_rank-float32"}
         assert max(run.world_size for run in planned) == 4
 

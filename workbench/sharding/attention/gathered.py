@@ -42,7 +42,7 @@ class _Gathered(Function):
         all_keys, all_values = _everybodys(key, value, shard.outer, ctx.caller)
         ctx.kernel = choose(shard.kernel, query, all_keys, block)
         out, lse = ctx.kernel.forward(query, all_keys, all_values, block, scale)
-        out = out.to(query.dtype)
+        out, lse = out.to(query.dtype), lse.to(torch.promote_types(query.dtype, torch.float32))
         ctx.save_for_backward(query, key, value, out, lse)
         return out
 

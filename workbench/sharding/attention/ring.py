@@ -62,7 +62,7 @@ class _Ring(Function):
                 continue
             kernel = choose(shard.kernel, query, its_key, block)
             its_out, its_lse = kernel.forward(query, its_key, its_value, block, scale)
-            its_out, its_lse = its_out.to(wide), its_lse.double()  # rounded once at the end, not at every hop
+            its_out, its_lse = its_out.to(wide), its_lse.double()  # rounded once, at the end
             out, lse = merge(out, lse, its_out, its_lse) if step else (its_out, its_lse)
         out, lse = out.to(query.dtype), lse.to(wide)
         ctx.save_for_backward(query, key, value, out, lse)

@@ -5,9 +5,12 @@ import threading
 import pytest
 import torch
 
-from tests.helpers.attention_case import ORDERS, assert_right, by_ranks, expected
+from tests.helpers.attention_case import DOCUMENTS, ORDERS, STRETCHES, D, T, assert_right, by_ranks, expected, plan
+from tests.helpers.threads import axes, on_threads
+from tests.oracles.attention import normaliser
 from workbench.sharding.attention import kernels, ring
 from workbench.sharding.attention.kernels.plain import PlainKernel
+from workbench.sharding.attention.shard import AttentionShard
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -33,6 +36,36 @@ def test_merging_is_attention_over_both_sets_of_keys_also_where_one_or_both_are_
     torch.testing.assert_close(merged, right, rtol=0, atol=1e-15)
     torch.testing.assert_close(both, torch.stack([0.5 - share.log(), *torch.tensor([0.25, 2.0, nothing])]).double(),
                                rtol=0, atol=1e-15)
+
+
+def rms(errors):
+    return float(errors.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("order", ["striped", "document_zigzag"])
+def test_a_normaliser_is_rounded_once_however_many_blocks_a_row_meets(order, monkeypatch):
+    """A normaliser of 8 to 16 is rounded by up to 5e-7, and every probability of the row with it."""
+    generator = torch.Generator().manual_seed(7)
+    query, key = (torch.randint(-4, 5, (heads, T, D), generator=generator).float() for heads in (4, 2))
+    query[..., 0], key[..., 0] = 8, 8  # scores are large, and exact in float32: nothing else is rounded
+    lay, lines, kept = plan(order, 4), axes(4), {}
+
+    class Watched(PlainKernel):
+        def backward(self, d_out, query, key, value, out, lse, block, *more):
+            kept[lay.owners_T[block.query_positions_q[0]].item()] = lse[0]
+            return super().backward(d_out, query, key, value, out, lse, block, *more)
+
+    def rank(number):
+        shard = AttentionShard.make(lay, torch.tensor(DOCUMENTS), lines[number][0], algorithm="ring")
+        mine = [x[None, :, lay.positions(number)].requires_grad_() for x in (query, key)]
+        ring.attend(*mine, mine[1], shard, None, 0.125).sum().backward()
+
+    monkeypatch.setattr(kernels, "KERNELS", (Watched(),))
+    on_threads(rank, 4)
+    found = lay.merge(torch.cat([kept[number] for number in range(4)], dim=1).movedim(1, 0)).movedim(0, 1)
+    right = normaliser(query.double(), key.double(), STRETCHES, scale=0.125)
+    assert found.dtype == torch.float32
+    assert rms(found - right) < 1.05 * rms(right.float() - right)
 
 
 def test_the_oracle_sees_backward_with_the_keys_of_the_first_step(monkeypatch):

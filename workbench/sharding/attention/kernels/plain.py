@@ -30,14 +30,14 @@ class PlainKernel:
         return None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`. Output in the dtype in which it computes."""
+        """See `Kernel.forward`. Output in the dtype in which it computes, normalisers unrounded, in float64."""
         key_hkd, value_hkd = _computed(key[0]), _computed(value[0])
         query_hgqd = _grouped(query, key_hkd)
         outs, lses = [], []
         for queries, mask_nk in _pieces(query_hgqd, block):
             scores_hnk = torch.baddbmm(mask_nk, _rows(query_hgqd, queries), key_hkd.mT, alpha=scale)
             p_hnk = torch.softmax(scores_hnk, -1)
-            lse_hn = scores_hnk.amax(-1) - p_hnk.amax(-1).log()
+            lse_hn = scores_hnk.amax(-1).double() - p_hnk.amax(-1).double().log()
             if not block.all_see:
                 blind_n = _blind(block, queries, query_hgqd)
                 p_hnk.masked_fill_(blind_n[:, None], 0)
