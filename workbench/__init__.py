@@ -36,6 +36,8 @@ _PLACES = {
     "assert_proved": "workbench.compare.prove.asserted",
     "align_loss": "workbench.reduction.alignment.align",
     "attach": "workbench.report.panel",
+    "bisect": "workbench.compare.bisect",
+    "compare_certificates": "workbench.compare.certificates",
     "compare_runs": "workbench.compare.align",
     "conclude": "workbench.cli.run",
     "launch_ablation": "workbench.cli.run",
@@ -70,6 +72,7 @@ _PLACES = {
     "explain": "workbench.adapters.explanations",
     "loss_spec": "workbench.adapters.translate",
     "replay": "workbench.adapters.replays",
+    "reproducibly": "workbench.reproducible",
     "scaling_contract": "workbench.adapters.contracts",
     "settings_for": "workbench.adapters.translate",
 }

@@ -389,20 +389,26 @@ class Rank:
 
 
 def draw_rollouts(workload: Workload, plan: Plan) -> RolloutBatch:
+    """The documents of a workload; see `draw_documents`."""
+    return draw_documents(workload.rows, workload.row_tokens, workload.document_tokens,
+                          19 if plan.model == "tiny-qwen3" else 151936, plan.seed)
+
+
+def draw_documents(rows: int, row_tokens: int, document_tokens: tuple[int, int], vocabulary: int,
+                   seed: int) -> RolloutBatch:
     """Documents of random tokens that fill rows: the first quarter is a prompt, advantages are of either sign.
 
     A row is full once every document is padded to 16 tokens, and begins with the longest document there can be, which
     does not fit into what that padding takes, so that every layout cuts the step into the same rows.
     """
-    rng = random.Random(plan.seed)
-    vocabulary = 19 if plan.model == "tiny-qwen3" else 151936
-    low, high = workload.document_tokens
+    rng = random.Random(seed)
+    low, high = document_tokens
     lengths: list[int] = []
-    for _ in range(workload.rows):
-        left = workload.row_tokens
+    for _ in range(rows):
+        left = row_tokens
         while left >= low + _PADDED:
             drawn = round(math.exp(rng.uniform(math.log(low), math.log(high))))
-            length = high if left == workload.row_tokens else min(drawn, left)
+            length = high if left == row_tokens else min(drawn, left)
             if left - length < low + 2 * _PADDED and left <= high:
                 length = left
             lengths.append(length)

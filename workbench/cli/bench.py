@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -24,6 +24,8 @@ class BenchOptions:
     folder: Annotated[Path | None, tyro.conf.arg(
         help="Where records are written; if left out a folder of experiments/ of the project.")] = None
     pairs: Annotated[int | None, tyro.conf.arg(help="Samples of each kind, where a benchmark takes pairs.")] = None
+    only: Annotated[tuple[str, ...], tyro.conf.arg(
+        help="Workloads, of a benchmark that can measure some and keep its record of the others.")] = ()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     for name in options.names or BENCHMARKS:
         benchmark = importlib.import_module(f"workbench.bench.{name}")
         folder = options.folder or project_root() / "experiments" / getattr(benchmark, "FOLDER", "benchmarks")
-        wanted = {} if options.pairs is None else {"pairs": options.pairs}
+        wanted: dict[str, Any] = {} if options.pairs is None else {"pairs": options.pairs}
+        wanted |= {"only": options.only} if options.only else {}
         record = benchmark.measure(told=lambda line: print(f"  {line}", flush=True), **wanted)
         record["command"] = " ".join(["workbench bench", *map(without_machine_paths, arguments)])
         folder.mkdir(parents=True, exist_ok=True)

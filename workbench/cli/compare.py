@@ -1,17 +1,19 @@
-"""`workbench compare`: the verdicts of an experiment, printed."""
+"""`workbench compare`: the verdicts of an experiment, or whether two runs are the same bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from workbench.cli.run import verdict_table
+from workbench.cli.terminal import safe_lines, say
 
 
-def saved_verdicts(experiment_dir: tyro.conf.Positional[Path]) -> tuple[str, int]:
-    """Print the verdicts of an experiment, from its saved comparison.
+def saved_verdicts(experiment_dir: Path) -> tuple[str, int]:
+    """The verdicts of an experiment, from its saved comparison.
 
     Args:
         experiment_dir: folder that holds comparison.json.
@@ -26,8 +28,49 @@ def saved_verdicts(experiment_dir: tyro.conf.Positional[Path]) -> tuple[str, int
     return verdict_table(comparison), failed
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Do `workbench compare`: exit code 1 if a run failed."""
-    text, failed = tyro.cli(saved_verdicts, args=list(arguments), prog="workbench compare")
+def certified(run: str, reference: str) -> tuple[str, bool]:
+    """Whether two runs are the same bit for bit, by their certificates, in a line; and the first tensor that differs.
+
+    Args:
+        run: as `workbench status` finds it.
+        reference: likewise.
+
+    Raises:
+        RecordError: not one run each, or runs without certificates.
+    """
+    from workbench.compare.certificates import compare_certificates
+    from workbench.errors import RecordError
+    from workbench.runs.lookup import look_up
+
+    runs = [run for asked in (run, reference) for run in look_up(asked).opened()]
+    found = compare_certificates(runs[0], runs[1]) if len(runs) == 2 else None
+    if found is None:
+        raise RecordError(f"compare {run} with {reference}",
+                          found="no certificates in one of them" if len(runs) == 2 else f"{len(runs)} runs",
+                          rule="two runs, each with a certificate of its steps",
+                          fix="set record: {certificate: true} and run again; the reproducible mode does by itself")
+    return str(found), found.equal
+
+
+def _compare(experiment_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")],
+             reference: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REFERENCE")] = "") -> int:
+    """Print the verdicts of an experiment; or, given two runs, whether their certificates agree.
+
+    Exit code 1 if a run failed, or if the two differ.
+
+    Args:
+        experiment_dir: Folder that holds comparison.json; or a run.
+        reference: The run that the first is held against.
+    """
+    if reference:
+        text, equal = certified(experiment_dir, reference)
+        say(safe_lines(text))
+        return 0 if equal else 1
+    text, failed = saved_verdicts(Path(experiment_dir))
     print(text)
     return 1 if failed else 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do `workbench compare`: exit code 1 if a run failed, or if two runs differ."""
+    return tyro.cli(_compare, args=list(arguments), prog="workbench compare")

@@ -10,6 +10,9 @@ Two bars, by the precision of the run:
   factors are what right layouts keep in 99 of 100 reports (measured, `tests/parity/rounding.py`). A fault is
   further off by orders of magnitude. What passes is *within budget*; what is bit for bit the reference's is *equal*.
 
+Two runs in the reproducible mode have a third bar, their certificates: every bit of loss, log-probabilities, gradients
+and weights. It needs no truth, and no gradients on disk; where these are, they are measured all the same.
+
 Everything else is *different*, and the first step and parameter that differ are named, with the factor between the
 gradients if there is one.
 """
@@ -19,15 +22,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from workbench.compare.certificates import CertificateComparison, compare_certificates
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
 from workbench.compare.factors import SAME, name_factor
 from workbench.errors import RecordError
+from workbench.runs.certificate import held_by_bits
 from workbench.runs.store import RunDirectory, failure_in_short
 
 FLOAT64_BAR = 1e-12
@@ -91,13 +96,54 @@ def _configuration(subject: Subject, by_name: Mapping[str, Subject]) -> Configur
         base["ratios"] = _ratio_histograms(run, run)
         return Configuration(**base, verdict="reference", why=f"what the others are held against{_not_finite(run)}")
     try:
+        other = by_name[subject.reference].run
+        certified = compare_certificates(run, other) if other and other.state["state"] == "succeeded" else None
+        if other and certified and _held_by_bits(subject, run, other, certified):
+            base["ratios"] = _ratio_histograms(run, other)
+            return _judge_bits(base, run, other, certified)
         reference, truth = _standards(subject, run, by_name)
         base["ratios"] = _ratio_histograms(run, reference)
-        return _judge(base, run, reference, truth)
+        judged = _judge(base, run, reference, truth)
+        return replace(judged, why=f"{judged.why}; {certified.why}") if certified else judged
     except RecordError as error:
         why = f"{error.parts['asked']}: {error.parts['found']}"
         failure = {"exception": "RecordError", "message": str(error)}
         return Configuration(**base, verdict="failed", why=why, failure=failure)
+
+
+def _held_by_bits(subject: Subject, run: RunDirectory, reference: RunDirectory,
+                  certified: CertificateComparison) -> bool:
+    """Whether certificates decide: they must, or they agree and there is nothing to measure budgets with."""
+    measurable = _both_full(run, reference) and (run.spec.precision == "float64" or bool(subject.truth))
+    return held_by_bits(run.spec, reference.spec) or (certified.equal and not measurable)
+
+
+def _both_full(run: RunDirectory, reference: RunDirectory) -> bool:
+    return all(each.spec.record.gradients == "full" for each in (run, reference))
+
+
+def _judge_bits(base: dict[str, Any], run: RunDirectory, reference: RunDirectory,
+                certified: CertificateComparison) -> Configuration:
+    """Equal if all bits are; what gradients there are on disk is measured against the reference's."""
+    if certified.steps != run.spec.steps or run.spec.steps != reference.spec.steps:
+        raise RecordError(f"compare {run.name} with {reference.name} by certificates",
+                          found=f"{certified.steps} certificates, {run.spec.steps} and {reference.spec.steps} steps",
+                          rule="a certificate for each step, and as many steps in both", fix="run both again")
+    whole, parameters = [], []
+    for step in range(run.spec.steps if _both_full(run, reference) else 0):
+        mine, theirs = (_gradients(each, step) for each in (run, reference))
+        if not _unlike(mine, theirs):
+            rows = _differences(step, mine, theirs, theirs, dict.fromkeys(theirs, (0.0, "bits")))
+            parameters += rows
+            whole.append(_whole(step, rows, mine, theirs, theirs, exact=True) | {
+                "flipped_clips": _flipped(run, reference, step),
+                "relative_loss": _relative(_loss(run, step), _loss(reference, step))})
+    base |= {"whole_gradient": whole, "parameters": parameters}
+    if certified.equal:
+        return Configuration(**base, verdict="equal", why=certified.why)
+    first = next((name.removeprefix("gradient/") for name in certified.differing if name.startswith("gradient/")), None)
+    return Configuration(**base, verdict="different", first_step=certified.step, first_parameter=first,
+                         why=certified.why + _not_finite(run))
 
 
 def _standards(subject: Subject, run: RunDirectory,

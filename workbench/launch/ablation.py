@@ -29,6 +29,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from workbench.errors import SpecError
+from workbench.runs.certificate import held_by_bits
 from workbench.runs.faults import fault_names
 from workbench.runs.spec import RunSpec, flatten, merge, parse_spec, read_yaml
 from workbench.runs.store import RUN_NAME
@@ -186,7 +187,9 @@ class AblationSpec(BaseModel):
     def _check_truth(self, where: str, planned: Sequence[Planned]) -> None:
         """Refuse verdicts without something exact to rest on."""
         exact = {run.name: run.configuration for run in planned if run.spec.precision == "float64"}
-        inexact = [run.name for run in planned if run.reference and run.name not in exact]
+        specs = {run.name: run.spec for run in planned}
+        inexact = [run.name for run in planned if run.reference and run.name not in exact
+                   and not held_by_bits(run.spec, specs[run.reference])]
         if self.truth in exact or not (self.truth or inexact):
             return
         fitting = [f"`truth: {name}`" for name, configuration in exact.items() if configuration == self.reference]
@@ -290,11 +293,13 @@ def _check_comparable(where: str, planned: Sequence[Planned]) -> None:
     """Refuse runs whose gradients could not be laid side by side with those of their reference or truth."""
     specs = {run.name: run.spec for run in planned}
     for run in planned:
+        bits = bool(run.reference) and held_by_bits(run.spec, specs[run.reference])  # then nothing is measured
         below = run.spec.precision != "float64"
-        others = {"reference": run.reference, "truth": run.truth if run.reference and below else ""}
+        others = {"reference": run.reference, "truth": run.truth if run.reference and below and not bits else ""}
         for role, other in ((role, specs[name]) for role, name in others.items() if name):
-            facts = {"steps": (run.spec.steps, other.steps),
-                     "record.gradients": (run.spec.record.gradients, other.record.gradients)}
+            facts = {"steps": (run.spec.steps, other.steps)}
+            if not bits:
+                facts["record.gradients"] = (run.spec.record.gradients, other.record.gradients)
             if role == "reference":
                 facts["precision"] = (run.spec.precision, other.precision)
             unequal = [f"{key} {mine} against {theirs}" for key, (mine, theirs) in facts.items()

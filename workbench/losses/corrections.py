@@ -200,7 +200,7 @@ def _statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[str, f
     found = {}
     with torch.no_grad():
         if spec.normalize:
-            total, count, slack = 0.0, 0.0, 0.0
+            weights, shares, slack = [], [], 0.0
             for inputs in (_sampled(row, spec) for row in rows):
                 # A document of L tokens is one document: each of its tokens is 1 / L of it.
                 share_T = torch.ones_like(inputs.policy_logprobs_T, dtype=torch.float64)
@@ -210,8 +210,9 @@ def _statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[str, f
                     mean_T = mean_T / (inputs.document_lengths_T + spec.mean_epsilon)
                 else:
                     slack = spec.mean_epsilon
-                total += float(torch.where(inputs.counts_T, mean_T * _bounded_weights(inputs, spec)[1], 0.0).sum())
-                count += float(torch.where(inputs.counts_T, share_T, 0.0).sum())
+                weights += (mean_T * _bounded_weights(inputs, spec)[1])[inputs.counts_T].tolist()
+                shares += share_T[inputs.counts_T].tolist()
+            total, count = math.fsum(weights), math.fsum(shares)  # rounded once: neither rows nor padding show
             # Nothing trained, or every weight 0: there is nothing to scale.
             found[MEAN_WEIGHT] = total / (count + slack) if total > 0 else 1.0
         if spec.m2_threshold is not None:

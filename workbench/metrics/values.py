@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
+from workbench.reproducible.rows import rows_in_order, sum_in_order
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis
 
@@ -399,6 +400,25 @@ def finish_metrics(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> 
     Raises:
         SpecError: micro-batches with different metrics.
     """
+    return _finished(micro_batches, lambda lines_BK: all_max(lines_BK.amax(0), axis),
+                     lambda lines_BK: all_sum(lines_BK.sum(0), axis))
+
+
+def finish_in_order(rows: Sequence[Mapping[str, Value]], numbers_r: Tensor, axis: Axis) -> dict[str, float]:
+    """The same numbers from one set of metrics a row, with sums that are the same bits whoever holds which row.
+
+    Args:
+        rows: metrics of whole rows.
+        numbers_r: [r] the number of each in the step; see `workbench.reproducible.rows.sum_in_order`.
+        axis: the ranks that hold different rows (dp).
+    """
+    return _finished(rows, lambda lines_rK: rows_in_order(lines_rK, numbers_r, axis).amax(0),
+                     lambda lines_rK: sum_in_order(lines_rK, numbers_r, axis))
+
+
+def _finished(micro_batches: Sequence[Mapping[str, Value]], largest_of: Callable[[Tensor], Tensor],
+              total_of: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Numbers from micro-batches, given how a line of parts from each of them, on all ranks, becomes one."""
     first = micro_batches[0]
     for metrics in micro_batches[1:]:
         differing = sorted(first.keys() ^ metrics.keys()) or [
@@ -409,14 +429,14 @@ def finish_metrics(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> 
                             fix="decide what is measured from the spec, not from the data of a micro-batch")
     largest = _packed([[part for value in metrics.values() for part in value.maxima] for metrics in micro_batches])
     if largest is not None:
-        largest = all_max(largest.amax(0), axis)
+        largest = largest_of(largest)
     # A sum that is relative to a maximum needs the merged maximum, so maxima come first.
     merged = dict(_dealt(largest, {key: value.maxima for key, value in first.items()}))
     total = _packed([[part for key, value in metrics.items()
                       for part in value.reducer.moved(value.sums, value.maxima, merged[key])]
                      for metrics in micro_batches])
     if total is not None:
-        total = all_sum(total.sum(0), axis)
+        total = total_of(total)
     sums = dict(_dealt(None if total is None else total.cpu(), {key: value.sums for key, value in first.items()}))
     maxima = dict(_dealt(None if largest is None else largest.cpu(),
                          {key: value.maxima for key, value in first.items()}))

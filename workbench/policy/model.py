@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,19 @@ ATTENTION = "workbench_sharded"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+class Exact(Protocol):
+    """What computes in place of a policy's own ways, with the same meaning; `workbench.reproducible` has one."""
+
+    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard) -> Tensor:
+        """See `Policy.hidden_states`."""
+        ...
+
+    def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *,
+                       wanted: Iterable[str] = ...) -> TokenLogprobs:
+        """See `Policy.token_logprobs`."""
+        ...
+
+
 @dataclass
 class Policy:
     """A decoder as one rank holds it.
@@ -52,6 +65,7 @@ class Policy:
         keep_bytes: how much the head may keep for backward.
         trunk: what is called for hidden states where parameters are sharded over dp x cp, and gathers them on the way.
             Each call is followed by its backward before the next. None: every rank holds them.
+        exact: what computes instead, where every layout must give the same bits.
     """
 
     model: Any
@@ -64,6 +78,7 @@ class Policy:
     chunk_tokens: int = 4096
     keep_bytes: int = 0
     trunk: nn.Module | None = None
+    exact: Exact | None = None
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard) -> Tensor:
         """Last hidden states of this rank's tokens.
@@ -71,6 +86,12 @@ class Policy:
         Shapes:   tokens_T and positions_T [t] -> [t, D].
         Layout:   cp: sharded(T); tp: replicated.
         """
+        if self.exact is not None:
+            return self.exact.hidden_states(tokens_T, positions_T, shard)
+        return self.through_modules(tokens_T, positions_T, shard)
+
+    def through_modules(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard) -> Tensor:
+        """`hidden_states` of the modules as they stand, with the attention that the shard names."""
         forward = self.model.base_model if self.trunk is None else self.trunk
         out = forward(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, shard=shard)
         return out.last_hidden_state[0]
@@ -90,7 +111,14 @@ class Policy:
             wanted: see `logprobs.token_logprobs`.
 
         Shapes: [t] each.
+        Raises: SpecError: kept sets, or a choice of tokens, where `exact` computes.
         """
+        if self.exact is not None:
+            if kept is not None or active_T is not None:
+                raise SpecError("exact log-probabilities of some tokens, or of kept sets",
+                                rule="all tokens are computed, each against the whole vocabulary",
+                                fix="leave active_T and kept out, or compute without workbench.reproducible")
+            return self.exact.token_logprobs(hidden_TD, targets_T, temperature_T, wanted=wanted)
         return token_logprobs(hidden_TD, targets_T=targets_T, implementation=self.implementation,
                               temperature=self.temperature if temperature_T is None else temperature_T,
                               active_T=active_T, kept=kept, wanted=wanted, **self.head_arguments())

@@ -53,11 +53,14 @@ class StepTotals:
         documents: documents with at least one target that counts.
         statistics: other numbers of the whole step that a loss may look at, by name; see
             `workbench.losses.corrections.step_statistics`.
+        scale: power of two that the loss is multiplied with before backward, and its gradients divided by after it,
+            in the reproducible mode.
     """
 
     tokens: int
     documents: int
     statistics: Mapping[str, float] = field(default_factory=dict)
+    scale: float = 1.0
 
 
 def step_weights(rows: Sequence[TrainingRow], spec: LossSpec,

@@ -7,6 +7,7 @@ out, whose hash names the run's directory.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -185,6 +186,34 @@ class OptimizerSpec(_Model):
     """Clip the global gradient norm to this; None leaves it."""
 
 
+class ReproducibleSpec(_Model):
+    """The same bits in every layout: what must be alike in two runs that are to agree; see `workbench.reproducible`."""
+
+    block_tokens: int | None = Field(None, ge=1)
+    """Tokens of a block: everything is computed block by block, in blocks that no layout cuts. None: the ordinary
+    mode, whose last bits are those of its layout."""
+    weight_chunks: int = Field(1, ge=1)
+    """Pieces in which weights are multiplied: a power of two that divides heads and features, and the most tp ranks
+    of the runs that are to agree."""
+    bits: int = Field(32, ge=1, le=60)
+    """Gradients are summed as multiples of 2^-bits, those of a loss in which tokens weigh 1 in the mean."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the run is in this mode."""
+        return self.block_tokens is not None
+
+    @model_validator(mode="after")
+    def _is_asked_for_by_its_blocks(self) -> ReproducibleSpec:
+        if not self.on and (self.weight_chunks, self.bits) != (1, 32):
+            raise ValueError("weight_chunks and bits are of the reproducible mode, which block_tokens asks for; give "
+                             "reproducible.block_tokens, such as 128")
+        if self.weight_chunks & (self.weight_chunks - 1):
+            raise ValueError(f"weight_chunks = {self.weight_chunks} is no power of two, and sums over chunks are a "
+                             "binary tree")
+        return self
+
+
 class RecordSpec(_Model):
     """What a run keeps on disk beside its step records."""
 
@@ -194,6 +223,12 @@ class RecordSpec(_Model):
     """Per-token log-probabilities, ratios and clip decisions, in the order of the recording."""
     metrics: Literal["none", "basic", "full"] = "basic"
     """Numbers about each step: nothing, what costs next to nothing, or everything that can be measured."""
+    certificate: bool | None = None
+    """A hash of each step's loss, log-probabilities, gradients and weights, bit for bit; see
+    `workbench.runs.certificate`. None: in the reproducible mode."""
+    trace_tokens: int | None = Field(None, ge=1)
+    """Fingerprints of what every module read and made, and of its gradient, for every so many tokens of a row; see
+    `workbench.runs.trace`. None: no trace."""
 
 
 class RunSpec(_Model):
@@ -210,6 +245,7 @@ class RunSpec(_Model):
     loss: LossSpec = LossSpec()
     layout: LayoutSpec = LayoutSpec()
     optimizer: OptimizerSpec = OptimizerSpec()
+    reproducible: ReproducibleSpec = ReproducibleSpec()
     record: RecordSpec = RecordSpec()
     precision: Literal["float64", "float32", "bfloat16"] = "float32"
     """Of weights, activations and gradients. float64 also lifts norms and rotary embeddings."""
@@ -252,14 +288,31 @@ class RunSpec(_Model):
                              f"{self.precision}; take kernel auto or plain, or another precision")
         return self
 
+    @model_validator(mode="after")
+    def _reproducible_mode_is_exact(self) -> RunSpec:
+        if self.reproducible.on and (inexact := list(_inexact(self))):
+            raise ValueError(f"reproducible: {'; '.join(inexact)}")
+        return self
+
     @field_validator("faults", mode="before")
     @classmethod
     def _list_of_names(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
+    @property
+    def certified(self) -> bool:
+        """Whether each step gets a certificate."""
+        return self.reproducible.on if self.record.certificate is None else self.record.certificate
+
     def canonical(self) -> str:
-        """Sorted JSON of every setting, defaults included."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        """Sorted JSON of every setting, defaults included but those of `LATER`."""
+        settings, usual = self.model_dump(mode="json"), RunSpec().model_dump(mode="json")
+        for name in LATER:
+            *inside, last = name.split(".")
+            mine, default = (functools.reduce(dict.__getitem__, inside, of) for of in (settings, usual))
+            if mine[last] == default[last]:
+                del mine[last]
+        return json.dumps(settings, sort_keys=True, separators=(",", ":"))
 
     def content_hash(self) -> str:
         """Eight hex digits of the canonical JSON."""
@@ -272,6 +325,41 @@ class RunSpec(_Model):
         """
         mine = self.model_dump(mode="json") | {"loss": self.loss.overrides()}
         return parse_spec(RunSpec, merge(mine, changes), where="settings")
+
+
+LATER = ("reproducible", "record.certificate", "record.trace_tokens")
+"""Settings that came when there were records already: left as they are by default, they change no run's identity."""
+
+
+def _inexact(spec: RunSpec) -> Iterator[str]:
+    """What of a spec the reproducible mode cannot make exact, or would pass over, and what to do about it."""
+    layout, policy, block = spec.layout, spec.policy, spec.reproducible.block_tokens
+    if spec.precision == "float64":
+        yield "precision float64 has more bits than the exact sums keep; take float32 or bfloat16"
+    if layout.cp > 1 and layout.order in ("striped", "document_zigzag"):
+        yield (f"order {layout.order!r} moves tokens and not whole blocks of {block}; take contiguous, zigzag or "
+               "balanced")
+    if layout.cp > 1 and layout.order == "balanced" and layout.block_tokens % block:
+        yield (f"order 'balanced' moves blocks of layout.block_tokens = {layout.block_tokens}, which "
+               f"reproducible.block_tokens = {block} does not divide")
+    if layout.cp > 1 and layout.attention != "gathered":
+        yield f"attention {layout.attention!r} sums in an order of its ranks; take gathered"
+    if layout.kernel != "auto":
+        yield f"kernel {layout.kernel!r} is not what computes attention in this mode; leave layout.kernel out"
+    if layout.sequence_parallel:
+        yield "sequence_parallel sums activations over tp in an order of its own; leave it out"
+    if spec.reproducible.weight_chunks % layout.tp:
+        yield (f"weight_chunks = {spec.reproducible.weight_chunks} cannot be dealt to tp = {layout.tp} ranks; give a "
+               "power of two that is at least tp, the same in every run that is to agree")
+    ignored = [name for name in ("logprobs", "fused_loss", "fp32_head", "chunk_tokens", "keep_bytes")
+               if getattr(policy, name) != type(policy).model_fields[name].default]
+    if ignored:
+        yield f"{' and '.join(f'policy.{name}' for name in ignored)}: the head has one way in this mode; leave it out"
+    yield from (f"fault {name!r}: known bugs are planted in what this mode mostly does in another way, where they do "
+                "nothing; plant it in the ordinary mode" for name in spec.faults)
+    if spec.optimizer.name == "sgd" and spec.precision == "bfloat16":
+        yield ("sgd in bfloat16: torch rounds the last elements of a shard otherwise than those before them; take "
+               "adamw, or float32")
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

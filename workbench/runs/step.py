@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -44,14 +44,25 @@ from workbench.rollouts.advantages.registry import AdvantageInputs, estimate_adv
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.packing import deal, fill, pack
 from workbench.rollouts.targets import TrainingRow, shift_targets
+from workbench.runs.exact import (
+    WholeRow,
+    in_row_order,
+    power_of_two,
+    row_numbers,
+    unsplit,
+    up_to_last_document,
+    within_range,
+)
 from workbench.runs.fused import fused_row
-from workbench.runs.spec import LayoutSpec, LossSpec, RunSpec
+from workbench.runs.spec import LayoutSpec, LossSpec, ReproducibleSpec, RunSpec
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import all_gather
 from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.orders import Multiples, document_lengths, padding_rule
 from workbench.sharding.plan import ShardPlan
+
+ORDINARY = ReproducibleSpec()
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ class LocalRow:
         attention: who sees whom, and how ranks come to each other's keys and values.
         sums: sums over whole documents, of which this rank may hold a part.
         documents: the names of the row's documents in the whole step, for metrics of documents.
+        whole: the row before it was split, on which the loss is evaluated in the reproducible mode.
     """
 
     row: TrainingRow
@@ -71,6 +83,7 @@ class LocalRow:
     attention: AttentionShard
     sums: ShardedSums
     documents: DocumentSlots
+    whole: WholeRow | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,8 @@ class StepResult:
         tokens: per-token values in the order of the source batch, [S]; empty unless asked for.
         totals: tokens and documents of the whole step.
         fallbacks: why this rank's fused rows took more than three products with the head.
+        range: of the reproducible mode: bits after the point of the sums of gradients, how many of them the largest
+            partial gradient of a parameter uses at least, the power of two that the loss was multiplied with, retries.
     """
 
     loss: Mapping[str, Scalar]
@@ -94,6 +109,7 @@ class StepResult:
     tokens: Mapping[str, Tensor]
     totals: StepTotals
     fallbacks: tuple[str, ...] = ()
+    range: Mapping[str, float] = field(default_factory=dict)
 
 
 def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh,
@@ -115,19 +131,25 @@ def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh,
     """
     batch = make_advantages(batch, spec)
     layout, dtype = spec.layout, DTYPES["float64" if spec.precision == "float64" else "float32"]
-    whole = [shift_targets(row).to(torch.device("cpu"), dtype) for row in pack_step(batch, spec, dealt)]
+    padded = [shift_targets(row).to(torch.device("cpu"), dtype) for row in pack_step(batch, spec, dealt)]
+    whole = [up_to_last_document(row) for row in padded] if spec.reproducible.on else padded
     if spec.loss.needs_pairs:
         for row in whole:
             signs_of_pairs(row)  # refused here, on every rank, and not later by the one rank that holds the row
     weights, totals = step_weights(whole, spec.loss, cut=Cut(layout.dp, layout.cp))
-    each = len(whole) // layout.dp
-    mine = slice(mesh["dp"].rank * each, (mesh["dp"].rank + 1) * each)
+    documents, numbers, each = name_documents(whole), row_numbers(whole), len(whole) // layout.dp
     rows = []
-    for row, named, documents in zip(whole[mine], weights[mine], name_documents(whole)[mine], strict=True):
-        plan = plan_row(row.document_ids_T, layout)
-        held = {name: pair.map(lambda values_T: values_T.to(mesh.device, dtype)) for name, pair in named.items()}
-        rows.append(split_row(row.to(mesh.device, dtype), held, documents, plan, mesh, layout))
-    return rows, totals
+    for at in range(mesh["dp"].rank * each, (mesh["dp"].rank + 1) * each):
+        row, plan = padded[at].to(mesh.device, dtype), plan_row(padded[at].document_ids_T, layout)
+        held = {name: pair.map(lambda values_T: values_T.to(dtype)) for name, pair in weights[at].items()}
+        if spec.reproducible.on:
+            kept = WholeRow(numbers[at], whole[at], held, documents[at], plan, mesh["cp"])
+            local = split_row(row, {}, documents[at]._replace(segment_lengths_T=None), plan, mesh, layout)
+            rows.append(replace(local, whole=kept))
+        else:
+            held = {name: pair.map(lambda values_T: values_T.to(mesh.device)) for name, pair in held.items()}
+            rows.append(split_row(row, held, documents[at], plan, mesh, layout))
+    return rows, replace(totals, scale=power_of_two(whole, weights)) if spec.reproducible.on else totals
 
 
 def make_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
@@ -172,7 +194,7 @@ def pack_step(batch: RolloutBatch, spec: RunSpec, dealt: Sequence[Sequence[int]]
     if data.keep_groups and batch.group_ids_N is None:
         raise SpecError("data.keep_groups", found="a batch without group_ids", rule="documents of a group share an id",
                         fix="record group ids with the rollouts, or leave keep_groups out")
-    needed = multiples(layout)
+    needed = multiples(layout, spec.reproducible)
     if data.multiple_of is not None and data.multiple_of % needed.row:
         smaller = ", or a smaller layout.block_tokens" if layout.order == "balanced" else ""
         raise SpecError(f"data.multiple_of = {data.multiple_of}", found=f"layout {layout}",
@@ -180,6 +202,11 @@ def pack_step(batch: RolloutBatch, spec: RunSpec, dealt: Sequence[Sequence[int]]
                         fix=f"leave data.multiple_of out, or take a multiple of {needed.row}{smaller}")
     how = {"multiple_of": data.multiple_of or needed.row, "document_multiple_of": needed.document,
            "together_N": batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None}
+    if spec.reproducible.on and data.micro_batch_tokens is not None and data.micro_batch_tokens % how["multiple_of"]:
+        raise SpecError(f"data.micro_batch_tokens = {data.micro_batch_tokens} in the reproducible mode",
+                        found=f"layout {layout}", rule=f"rows of this layout are multiples of {how['multiple_of']} "
+                        "tokens; what another multiple leaves of a row's room differs by layout, and its documents do",
+                        fix=f"take a multiple of {how['multiple_of']}, the same in every run that is to agree")
     if dealt is not None:
         return deal(batch, dealt, multiple_of=how["multiple_of"], document_multiple_of=needed.document)
     if data.micro_batch_tokens is None:
@@ -187,11 +214,14 @@ def pack_step(batch: RolloutBatch, spec: RunSpec, dealt: Sequence[Sequence[int]]
     return fill(batch, tokens=data.micro_batch_tokens, ranks=layout.dp, **how)
 
 
-def multiples(layout: LayoutSpec) -> Multiples:
-    """What the rows of a layout and the documents in them are padded to."""
+def multiples(layout: LayoutSpec, reproducible: ReproducibleSpec = ORDINARY) -> Multiples:
+    """What the rows of a layout and the documents in them are padded to; in the reproducible mode to whole blocks."""
     order = layout.order if layout.cp > 1 else "contiguous"  # all orders are one
-    return padding_rule(order, layout.cp, block_tokens=layout.block_tokens,
-                        tp=layout.tp if layout.sequence_parallel else 1)
+    found = padding_rule(order, layout.cp, block_tokens=layout.block_tokens,
+                         tp=layout.tp if layout.sequence_parallel else 1)
+    if reproducible.block_tokens is None or order == "balanced":  # which moves blocks already
+        return found
+    return replace(found, row=found.row * reproducible.block_tokens)
 
 
 def plan_row(document_ids_T: Tensor, layout: LayoutSpec) -> ShardPlan:
@@ -202,13 +232,17 @@ def plan_row(document_ids_T: Tensor, layout: LayoutSpec) -> ShardPlan:
 
 
 def name_documents(whole: Sequence[TrainingRow]) -> list[DocumentSlots]:
-    """For each row, which documents of the whole step its own are, and how long each run of trained tokens is."""
+    """For each row, which documents of the whole step its own are, and how long each run of trained tokens is.
+
+    Rows are counted in an order that no layout changes; see `row_numbers`.
+    """
     counts = [int(row.document_ids_T.max()) + 1 for row in whole]
-    found = []
-    for number, row in enumerate(whole):
+    numbers, found = row_numbers(whole), []
+    for number, row in zip(numbers, whole, strict=True):
         runs_T = segment_ids(row.document_ids_T, row.loss_mask_T) + 1  # 0: no run
         lengths_T = torch.bincount(runs_T)[runs_T] * row.loss_mask_T
-        found.append(DocumentSlots(sum(counts[:number]), sum(counts), lengths_T))
+        before = sum(count for count, other in zip(counts, numbers, strict=True) if other < number)
+        found.append(DocumentSlots(before, sum(counts), lengths_T))
     return found
 
 
@@ -223,11 +257,13 @@ def split_row(row: TrainingRow, weights: Mapping[str, TokenWeights], documents: 
     def mine(values_T: Tensor) -> Tensor:
         return plan.split(values_T, axis.rank)
 
+    if documents.segment_lengths_T is not None:
+        documents = documents._replace(segment_lengths_T=mine(documents.segment_lengths_T.to(mesh.device)))
     return LocalRow(row.map(mine), {name: pair.map(mine) for name, pair in weights.items()},
-                    attention, ShardedSums(row, plan.positions(axis.rank), axis),
-                    documents._replace(segment_lengths_T=mine(documents.segment_lengths_T.to(mesh.device))))
+                    attention, ShardedSums(row, plan.positions(axis.rank), axis), documents)
 
 
+@within_range
 def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotals, *, num_source: int = 0,
              frozen_clip_S: Tensor | None = None, keep_gradients: bool = False, level: Level = "basic",
              loss_spec: LossSpec | None = None, fused: bool = False) -> StepResult:
@@ -257,26 +293,33 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
     for local in rows:
         row = local.row
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-        frozen_T, temperature_T = _at_targets(frozen_clip_S, row), row.extensions.get("temperature_T")
         if fused:
+            frozen_T = _at_targets(frozen_clip_S, row)
             found, words = fused_row(policy, hidden_TD, local, frozen_T, evaluate, wanted, loss_spec)
             fallbacks += [words] if words else []
         else:
-            said = policy.token_logprobs(hidden_TD, row.targets_T, temperature_T, wanted=wanted)
-            found = evaluate(local, said, frozen_T)
+            said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=wanted)
+            local, said = unsplit(local, said)  # in the reproducible mode every rank evaluates all of its row
+            found = evaluate(local, said, _at_targets(frozen_clip_S, local.row))
         inputs, terms, scalars = found
-        scalars["total"].value.backward()
+        (totals.scale * scalars["total"].value).backward()
         parts.append(scalars)
         measured = inputs if loss_spec is None else seen(inputs, loss_spec)
-        metrics.append(policy_metrics(measured, terms, row.loss_mask_T, level, loss_spec, local.documents))
-        per_token.append(_token_values(loss, inputs, terms, row) if num_source else {})
-    sum_gradients(policy.model, policy.shards, mesh)
-    whole_loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh)
-                  for name in parts[0]}
-    norms = gradient_norms(policy.model, policy.shards, mesh)
+        metrics.append(policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents))
+        per_token.append(_token_values(loss, inputs, terms, local.row) if num_source else {})
+    if policy.exact is None:
+        sum_gradients(policy.model, policy.shards, mesh)
+        norms = gradient_norms(policy.model, policy.shards, mesh)
+        whole_loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh)
+                      for name in parts[0]}
+        numbers = finish_metrics(metrics, mesh["dp_cp"])
+    else:
+        policy.exact.reduce()
+        norms = policy.exact.norms()
+        whole_loss, numbers = in_row_order(parts, metrics, rows, mesh)
     return StepResult(
         loss=whole_loss,
-        metrics=finish_metrics(metrics, mesh["dp_cp"]) | gradient_group_norms(norms, level),
+        metrics=numbers | gradient_group_norms(norms, level),
         norms=norms,
         gradients=full_gradients(policy.model, policy.shards, mesh) if keep_gradients else {},
         tokens=_in_source_order(per_token, mesh, num_source) if num_source else {},
@@ -326,7 +369,7 @@ def _token_values(loss: Loss, inputs: LossInputs, terms: Mapping[str, Term], row
 
 def _in_source_order(per_token: list[dict[str, Tensor]], mesh: Mesh, num_source: int) -> dict[str, Tensor]:
     """Gather per-token values of all dp x cp ranks and put each where its target stands in the source batch."""
-    mine = {name: torch.cat([tokens[name] for tokens in per_token]) for name in per_token[0]}
+    mine = {name: torch.cat([tokens[name] for tokens in per_token]).to(mesh.device) for name in per_token[0]}
     whole = {name: torch.cat(all_gather(values_T, mesh["dp_cp"])) for name, values_T in mine.items()}
     source = whole.pop("source")
     known = source != PADDING

@@ -14,6 +14,8 @@ lines carry their own checksum; JSON is standard JSON (NaN too); nothing is ever
       ranks/rank00000.exit.json    how a rank ended: cause, exception, traceback, when
       ranks/rank00000.flight       the collectives that it entered and left, see `workbench.sharding.flight`
       tensors/<name>.safetensors   gradients and per-token values
+      certificates/step0000.json   what the hash of a step was made of, see `workbench.runs.certificate`
+      traces/step0000.json         fingerprints of what every module made, see `workbench.runs.trace`
 
 This module imports no torch until a tensor is read or written, so that looking at runs stays quick.
 """

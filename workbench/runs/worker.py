@@ -7,6 +7,7 @@ several ranks are simulated (`run_here`). The first rank writes the record; ever
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -23,9 +24,12 @@ from workbench.policy.model import Policy, load_policy
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import load
 from workbench.runs import step as flow
+from workbench.runs.certificate import Certificate, certify, mark_gradients, write_certificate
+from workbench.runs.exact import as_asked, kernels_of
 from workbench.runs.faults import planted
 from workbench.runs.spec import OptimizerSpec, RunSpec
 from workbench.runs.store import RunDirectory, provenance
+from workbench.runs.trace import Tracer, write_trace
 from workbench.runs.watched import be_watched
 from workbench.sharding import flight
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh
@@ -103,23 +107,35 @@ def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
                          checkpointing=spec.layout.checkpointing,
                          sequence_parallel=spec.layout.sequence_parallel)
     _check_batch(batch, spec, policy.vocabulary_size)
+    with as_asked(policy, spec):
+        if mesh.is_first:
+            run.write_json("provenance.json", provenance(project, seed=spec.seed) | kernels_of(policy))
+        _take_steps(run, spec, mesh, policy, batch)
+
+
+def _take_steps(run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy, batch: RolloutBatch) -> None:
     loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
-    if mesh.is_first:
-        run.write_json("provenance.json", provenance(project, seed=spec.seed))
     for number, documents in zip(range(spec.steps), _step_batches(batch, spec.data.documents_per_step), strict=False):
         with StepClock(mesh.device) as clock:
             rows, totals = flow.prepare_rows(documents, spec, mesh)
-            result = flow.run_step(policy, loss, rows, totals,
-                                   num_source=batch.num_tokens if spec.record.tokens else 0,
-                                   frozen_clip_S=_frozen_clip(run, number),
-                                   keep_gradients=spec.record.gradients == "full", level=spec.record.metrics,
-                                   loss_spec=spec.loss, fused=spec.policy.fused_loss)
+            tracer = Tracer(policy, rows, spec.record.trace_tokens) if spec.record.trace_tokens else None
+            tokens = spec.record.tokens or spec.certified or tracer is not None
+            with tracer or contextlib.nullcontext():
+                result = flow.run_step(policy, loss, rows, totals, num_source=batch.num_tokens if tokens else 0,
+                                       frozen_clip_S=_frozen_clip(run, number),
+                                       keep_gradients=spec.record.gradients == "full", level=spec.record.metrics,
+                                       loss_spec=spec.loss, fused=spec.policy.fused_loss)
+            marks = mark_gradients(policy) if spec.certified else None
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             optimizer.step()
+            certificate = None if marks is None else certify(policy, result, marks)
         for words in result.fallbacks:
             sys.stdout.write(f"step {number}: fused_loss: {words}\n")
+        trace = tracer and tracer.finish(result.tokens["policy_logprobs"])
         if mesh.is_first:
-            _record(run, number, result, norm, clock.step_ms, mesh)
+            if trace is not None:
+                write_trace(run, number, trace)
+            _record(run, number, result, norm, clock.step_ms, mesh, certificate)
 
 
 def make_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer:
@@ -174,7 +190,8 @@ def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
     return runs[0].read_tensors(_name(number, "tokens"))["clipped"]
 
 
-def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float, step_ms: float, mesh: Mesh) -> None:
+def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float, step_ms: float, mesh: Mesh,
+            certificate: Certificate | None = None) -> None:
     record: dict[str, Any] = {"step": number}
     record |= {f"loss/{name}/sum": float(scalar) for name, scalar in result.loss.items()}
     record |= {"gradient/norm/global": norm,
@@ -182,14 +199,18 @@ def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float
                "documents/trained/sum": result.totals.documents}
     record |= result.metrics
     record |= {"time/step_ms": step_ms, "time/ended_ns": time.time_ns(), "memory/peak_bytes": peak_bytes(mesh.device)}
+    record |= {f"reproducible/{name}": value for name, value in result.range.items()}
     if result.fallbacks:
         record["fused_loss/fallbacks"] = list(result.fallbacks)
     if run.spec.record.gradients != "none":
         record["gradient_norms"] = dict(result.norms)
     if result.gradients:
         run.write_tensors(_name(number, "gradients"), result.gradients)
-    if result.tokens:
+    if run.spec.record.tokens:
         run.write_tensors(_name(number, "tokens"), result.tokens)
+    if certificate is not None:
+        write_certificate(run, number, certificate)
+        record["certificate"] = certificate.hash
     run.append_step(record)
 
 

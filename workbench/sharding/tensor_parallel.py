@@ -103,7 +103,7 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], axis: Axis,
     if sequence_parallel:
         shards = dict.fromkeys(shards, ParameterShard(gradient_is_partial=True))
     for block in _blocks(modules):
-        model.get_submodule(block).register_forward_pre_hook(_into(stream, block), with_kwargs=True)
+        model.get_submodule(block).register_forward_pre_hook(_Into(stream, block), with_kwargs=True)
         inside = [name for name in shards if name.startswith(f"{block}.")]
         shards |= dict.fromkeys(inside, ParameterShard(gradient_is_partial=True))
     for name, style in parameters.items():
@@ -112,6 +112,21 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], axis: Axis,
         found = STYLES[style](model.get_submodule(name), name, stream)
         shards |= {f"{name}.{p}": shard for p, shard in found.items() if f"{name}.{p}" in shards}
     return shards
+
+
+def leave_sums(model: nn.Module, *, to_others: bool) -> None:
+    """Say whether the gradient at the input of each block is summed over tp by somebody else, or here, as at first.
+
+    Raises:
+        ShardingError: sequence parallelism, which gathers and scatters tokens in the same place.
+    """
+    ways = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()
+            if isinstance(hook, _Into)]
+    if to_others and any(way.stream.sharded for way in ways):
+        raise ShardingError("sums over tp that are left to others", found="sequence parallelism",
+                            rule="hidden states are whole between blocks", fix="leave layout.sequence_parallel out")
+    for way in ways:
+        way.idle = to_others
 
 
 def full_gradient(local: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
@@ -175,17 +190,24 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _into(stream: Stream, block: str) -> Callable[..., tuple[Any, Any]]:
-    def hook(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+@dataclass
+class _Into:
+    """The way into a block, as a hook; idle: whoever computes inside the block sums the gradient himself."""
+
+    stream: Stream
+    block: str
+    idle: bool = False
+
+    def __call__(self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        if self.idle:
+            return inputs, named
         if inputs:
-            return (stream.into(inputs[0]), *inputs[1:]), named
+            return (self.stream.into(inputs[0]), *inputs[1:]), named
         if "hidden_states" not in named:
-            raise ShardingError(f"tensor parallelism of {block}", found=f"a call with {', '.join(named)}",
+            raise ShardingError(f"tensor parallelism of {self.block}", found=f"a call with {', '.join(named)}",
                                 rule="a block gets its hidden states first, or as hidden_states",
                                 fix="use tp=1 for this model")
-        return inputs, named | {"hidden_states": stream.into(named["hidden_states"])}
-
-    return hook
+        return inputs, named | {"hidden_states": self.stream.into(named["hidden_states"])}
 
 
 def _cut(module: nn.Module, parameter: str, pieces: list[tuple[int, int]], dim: int) -> None:

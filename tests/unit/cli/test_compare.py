@@ -1,4 +1,4 @@
-"""`workbench compare`: the saved verdicts, printed."""
+"""`workbench compare`: the saved verdicts, printed; and two runs by their certificates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pytest
 from workbench.cli import compare as verb
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import RecordError
+from workbench.runs.certificate import Certificate, write_certificate
 from workbench.runs.spec import RunSpec
+from workbench.runs.store import RunDirectory
 
 SETTINGS = RunSpec().model_dump(mode="json")
 
@@ -24,3 +26,29 @@ def test_a_damaged_comparison_is_refused(tmp_path):
     (tmp_path / "comparison.json").write_text("{")
     with pytest.raises(RecordError, match=r"comparison\.json"):
         verb.main([str(tmp_path)])
+
+
+@pytest.fixture
+def ran(tmp_path):
+    def run(name, said):
+        directory = RunDirectory.create(tmp_path / "runs", name, RunSpec())
+        certificate = Certificate({"logprobs": said})
+        write_certificate(directory, 0, certificate)
+        directory.append_step({"step": 0, "certificate": certificate.hash})
+        return str(directory.path)
+
+    return run
+
+
+def test_two_runs_are_held_by_their_certificates(ran, capsys):
+    one, two, three = ran("one", "float32 00"), ran("two", "float32 00"), ran("three", "float32 01")
+    assert verb.main([two, one]) == 0
+    assert capsys.readouterr().out.startswith("two against one: the certificate of the step is the reference's")
+    assert verb.main([three, one]) == 1
+    assert capsys.readouterr().out == ("three against one: step 0: certificates part at logprobs, alone of 1 tensors\n")
+
+
+def test_runs_without_certificates_are_refused(ran, tmp_path):
+    plain = RunDirectory.create(tmp_path / "runs", "plain", RunSpec())
+    with pytest.raises(RecordError, match="no certificates in one of them"):
+        verb.main([str(plain.path), ran("one", "float32 00")])

@@ -194,6 +194,15 @@ class TestRefusals:
                                      "configurations: {a: {}, b: {seed: 1}}\n"))
         assert "record.gradients norms against norms" in message
 
+    def test_two_reproducible_runs_are_held_by_bits_and_need_neither_truth_nor_gradients(self, write):
+        text = ("base: {record: {gradients: none}, reproducible: {block_tokens: 8}}\nreference: a\n"
+                "configurations: {a: {}, b: {layout: {cp: 2}}}\n")
+        planned = load_ablation(write(text)).expand()
+        assert [(run.name, run.reference, run.truth) for run in planned] == [("a", "", ""), ("b", "a", "")]
+        message = self.refused(write(text.replace("cp: 2}", "cp: 2}, record: {certificate: false}")))
+        assert "record.gradients none against none" in message
+        assert "steps 2 against 1" in self.refused(write(text.replace("cp: 2}", "cp: 2}, steps: 2")))
+
     def test_one_spec_alone_may_record_what_it_likes(self, write):
         [run] = load_ablation(write("record: {gradients: none}", "mine.yaml")).expand()
         assert run.spec.record.gradients == "none"

@@ -21,6 +21,7 @@ from workbench.metrics.values import (
     SquaredSum,
     Sum,
     Value,
+    finish_in_order,
     finish_metrics,
 )
 from workbench.sharding.mesh import Axis, make_mesh
@@ -223,3 +224,28 @@ def test_a_table_of_documents_has_maxima_beside_sums_and_ranks_without_a_documen
         assert finish_metrics([{"a": parts[number]} for number in order], ALONE) == {"a": -104.0}
     assert reducer.identity().finish() == -1.0
     assert parts[2].finish() == -1.0
+
+
+def test_rows_in_any_order_finish_to_the_same_bits():
+    """The ordinary merge does not promise that, and does not keep it here."""
+    draw = torch.Generator().manual_seed(3)
+    rows = [all_kinds((10.0 ** torch.randn(5, generator=draw, dtype=torch.float64) - 1).tolist(), [1, 1, 0, 1, 1])
+            for _ in range(6)]
+    expected, ordinary = finish_in_order(rows, torch.arange(6), ALONE), finish_metrics(rows, ALONE)
+    assert expected == pytest.approx(ordinary, rel=1e-12)
+    merged = []
+    for seed in range(8):
+        order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+        shuffled = [rows[at] for at in order]
+        assert finish_in_order(shuffled, order, ALONE) == expected
+        merged.append(finish_metrics(shuffled, ALONE))
+    assert any(found != merged[0] for found in merged), "the numbers must tell orders apart"
+
+
+def test_an_empty_row_changes_no_bit():
+    draw = torch.Generator().manual_seed(4)
+    rows = [all_kinds(torch.randn(5, generator=draw).tolist(), [1] * 5) for _ in range(3)]
+    nothing = {name: reducer.identity() for name, reducer in REDUCERS.items()}
+    for place in (-1, 1, 9):
+        assert finish_in_order([*rows, nothing], torch.tensor([0, 1, 2, place]), ALONE) == \
+            finish_in_order(rows, torch.arange(3), ALONE)

@@ -11,6 +11,8 @@ from tests.helpers.hand_records import make_record
 from tests.helpers.proofs import make_proof
 from tests.helpers.trials import make_sweep
 from workbench.adapters import explain
+from workbench.compare.bisect import Bisection
+from workbench.compare.certificates import CertificateComparison
 from workbench.compare.comparison import Comparison
 from workbench.compare.diagnose import diagnose
 from workbench.launch.ablation import AblationSpec
@@ -30,7 +32,8 @@ def nouns(tmp_path, comparison):
     ablation = AblationSpec(question="is it?", reference="a", configurations={"a": {"precision": "float64"}})
     return [batch, ShardPlan.make("zigzag", num_tokens=8, cp=2), RunSpec(), ablation, *sweep.runs, sweep,
             comparison, explain("fast_llm", {}, "fast_llm", {"type": "gspo"}), make_proof(),
-            diagnose(make_record(), make_record(scale=0.5))]
+            diagnose(make_record(), make_record(scale=0.5)), CertificateComparison("one", "two", 1, tensors=3),
+            Bisection("one", "two", None, 1, 59, {})]
 
 
 def test_the_list_names_types_that_are_there(nouns):

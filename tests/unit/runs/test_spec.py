@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 import pytest
 
@@ -71,6 +72,62 @@ class TestIdentity:
                    {"loss": {"kl": {"coefficient": 0.1}}}, {"data": {"path": "elsewhere"}}, {"faults": ["x"]}]
         hashes = {base.merged(change).content_hash() for change in changes}
         assert len(hashes | {base.content_hash()}) == len(changes) + 1
+
+
+class TestReproducible:
+    ON: ClassVar = {"block_tokens": 16, "weight_chunks": 2}
+
+    @pytest.mark.parametrize(("settings", "words"), [
+        ({"precision": "float64"}, "precision float64 has more bits"),
+        ({"layout": {"cp": 2, "order": "striped"}}, "order 'striped' moves tokens and not whole blocks of 16"),
+        ({"layout": {"cp": 2, "order": "document_zigzag"}}, "order 'document_zigzag' moves tokens"),
+        ({"layout": {"cp": 2, "order": "balanced", "block_tokens": 24}}, "reproducible.block_tokens = 16 does not"),
+        ({"layout": {"cp": 2, "attention": "ring"}}, "attention 'ring' sums in an order of its ranks"),
+        ({"layout": {"kernel": "plain"}}, "kernel 'plain' is not what computes"),
+        ({"layout": {"tp": 2, "sequence_parallel": True}}, "sequence_parallel sums"),
+        ({"layout": {"tp": 4}}, "weight_chunks = 2 cannot be dealt to tp = 4"),
+        ({"policy": {"fused_loss": True, "chunk_tokens": 8}}, "policy.fused_loss and policy.chunk_tokens: the head"),
+        ({"policy": {"logprobs": "chunked"}}, "policy.logprobs: the head has one way"),
+        ({"precision": "bfloat16", "optimizer": {"name": "sgd"}}, "sgd in bfloat16"),
+        ({"faults": ["missing_cp_factor"]}, "fault 'missing_cp_factor': known bugs"),
+    ])
+    def test_what_is_not_exact_is_refused_in_words(self, settings, words):
+        parse_spec(RunSpec, settings, where="the ordinary mode")
+        with pytest.raises(SpecError, match=words):
+            parse_spec(RunSpec, settings | {"reproducible": self.ON}, where="here")
+
+    @pytest.mark.parametrize("layout", [
+        {"dp": 2, "tp": 2, "shard_parameters": True}, {"cp": 2, "order": "zigzag", "checkpointing": True},
+        {"cp": 4, "order": "balanced", "block_tokens": 32}, {"order": "striped", "attention": "ring"}])
+    def test_layouts_that_move_whole_blocks_are_not(self, layout):
+        assert RunSpec(layout=layout, reproducible=self.ON).reproducible.on
+
+    @pytest.mark.parametrize(("settings", "words"), [
+        ({"bits": 20}, "which block_tokens asks for"), ({"block_tokens": 8, "weight_chunks": 3}, "no power of two"),
+        ({"block_tokens": 0}, "greater than or equal to 1"), ({"block_tokens": 8, "bits": 61}, "less than or equal")])
+    def test_settings_of_the_mode_that_mean_nothing_are_refused(self, settings, words):
+        with pytest.raises(SpecError, match=words):
+            parse_spec(RunSpec, {"reproducible": settings}, where="here")
+
+    def test_runs_without_it_are_those_that_they_were(self):
+        assert "reproducible" not in json.loads(RunSpec().canonical())
+        assert RunSpec().content_hash() == "8e3917fd"
+        on = RunSpec(reproducible=self.ON)
+        assert parse_spec(RunSpec, json.loads(on.canonical()), where="canonical") == on
+        assert on.content_hash() != RunSpec().content_hash()
+
+
+class TestCertified:
+    @pytest.mark.parametrize(("reproducible", "asked", "expected"), [
+        ({}, None, False), ({}, True, True), ({"block_tokens": 8}, None, True), ({"block_tokens": 8}, False, False)])
+    def test_in_the_reproducible_mode_unless_said_otherwise(self, reproducible, asked, expected):
+        assert RunSpec(reproducible=reproducible, record={"certificate": asked}).certified == expected
+
+    @pytest.mark.parametrize("record", [{"certificate": False}, {"trace_tokens": 64}])
+    def test_what_is_asked_is_of_the_run_and_what_is_not_changes_nothing(self, record):
+        spec = RunSpec(record=record)
+        assert parse_spec(RunSpec, json.loads(spec.canonical()), where="canonical") == spec
+        assert spec.content_hash() != "8e3917fd" == RunSpec().content_hash()
 
 
 class TestMerging:

@@ -1,11 +1,13 @@
 """One rank, in this process, on the recording of the repository; tests/unit/launch and tests/parity have real ranks."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.same_bits import differing
 from workbench.errors import LaunchError, RecordError, SpecError
 from workbench.policy.tiny import tiny_qwen3
 from workbench.runs.spec import RunSpec
@@ -60,6 +62,25 @@ def test_the_record_is_whole(finished):
 
 def small(root, **settings):
     return RunDirectory.create(root, "small", RunSpec.model_validate({"model": {"source": "tiny-qwen3"}} | settings))
+
+
+def test_a_reproducible_run_is_the_same_bits_on_several_ranks(tmp_path):
+    """As it is recorded: every number but those of time and memory, and every tensor."""
+    mode, records = {"block_tokens": 16, "weight_chunks": 1}, []
+    for number, layout in enumerate(({}, {"dp": 2, "cp": 2, "order": "zigzag"})):
+        data = {"documents_per_step": 24, "micro_batches": 2 // layout.get("dp", 1)}
+        run = small(tmp_path / str(number), steps=2, data=data, layout=layout, reproducible=mode)
+        run_here(run, PROJECT)
+        lines = [{key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}
+                 for line in run.steps()]
+        records.append((lines, [run.read_tensors(f"step0001.{name}") for name in ("gradients", "tokens")]))
+        assert json.loads((run.path / "provenance.json").read_text())["reproducible_kernels"] == "plain"
+    (lines, tensors), (others, theirs) = records
+    assert others == lines
+    assert lines[0]["reproducible/bits"] == 32
+    assert lines[0]["reproducible/scale"] > 100
+    for mine, found in zip(tensors, theirs, strict=True):
+        assert differing(found, mine) == []
 
 
 def test_documents_of_a_step_are_taken_in_order_and_around(tmp_path):

@@ -8,11 +8,13 @@ from workbench.errors import ShardingError
 from workbench.sharding.gradients import full_gradients, sum_gradients
 from workbench.sharding.mesh import Axis, make_mesh
 from workbench.sharding.sequence_parallel import Stream
+from workbench.sharding.simulated import simulate
 from workbench.sharding.tensor_parallel import (
     ParameterShard,
     apply_tensor_parallel,
     check_heads,
     full_gradient,
+    leave_sums,
     shard_range,
 )
 
@@ -262,3 +264,32 @@ def test_a_block_that_is_called_in_another_way_is_refused():
 def test_sections_of_a_packed_parameter_come_back_in_order():
     shard = ParameterShard(0, parts=(4, 4))
     assert torch.equal(full_gradient(torch.arange(8), shard, Axis("tp")), torch.arange(8))
+
+
+def test_sums_at_the_input_of_a_block_can_be_left_to_others():
+    def gradient_at_input(mesh):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})}).double()
+        model["mlp"].forward = lambda hidden: model["mlp"]["down"](model["mlp"]["up"](hidden))
+        apply_tensor_parallel(model, {"mlp.up": "colwise", "mlp.down": "rowwise"}, mesh["tp"])
+        found = []
+        for to_others in (False, True, False):
+            leave_sums(model, to_others=to_others)
+            hidden = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+            model["mlp"](hidden).sum().backward()
+            found.append(hidden.grad)
+        return found
+
+    (first, second) = simulate(gradient_at_input, tp=2)
+    (whole, part, again) = first
+    torch.testing.assert_close(part + second[1], whole)
+    assert not torch.allclose(part, whole)
+    assert torch.equal(again, whole)
+
+
+def test_sums_of_sequence_parallelism_cannot_be_left_to_others():
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})})
+    apply_tensor_parallel(model, {"mlp.up": "colwise", "mlp.down": "rowwise"}, TWO, sequence_parallel=True)
+    with pytest.raises(ShardingError, match="sequence parallelism"):
+        leave_sums(model, to_others=True)
+    leave_sums(model, to_others=False)

@@ -21,6 +21,8 @@ DRAWN = {
     ("workbench.adapters.explanations", "Explanation"): "workbench.report.rich.explanation",
     ("workbench.compare.prove.proof", "Proof"): "workbench.report.rich.proof",
     ("workbench.compare.diagnose.diagnosis", "Diagnosis"): "workbench.report.rich.diagnosis",
+    ("workbench.compare.certificates", "CertificateComparison"): "workbench.report.rich.certificates",
+    ("workbench.compare.bisect", "Bisection"): "workbench.report.rich.bisection",
 }
 """(module, type) -> the module here whose ``as_html`` draws it."""
 

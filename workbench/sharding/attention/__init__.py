@@ -51,5 +51,6 @@ def sharded_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, at
                             rule="causal attention inside each document, in a sliding window or not, nothing else",
                             fix="use a model without it, or train without it (model.eval() has no dropout)")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mixed = _ATTEND[shard.algorithm](query, key, value, shard, sliding_window, scale)
+    attend = shard.attend or _ATTEND[shard.algorithm]
+    mixed = attend(query, key, value, shard, sliding_window, scale)
     return mixed.transpose(1, 2).contiguous(), None

@@ -9,6 +9,7 @@ Letters: T packed tokens | G outer ranks | U inner ranks | t tokens of a rank | 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShardingError
+from workbench.rollouts.batch import PADDING
 from workbench.sharding.attention.block import Block
 from workbench.sharding.mesh import Axis
 from workbench.sharding.plan import ShardPlan
@@ -35,6 +37,9 @@ class AttentionShard:
         kernel: name of what computes a block; see `workbench.sharding.attention.kernels`.
         inner: the ranks that exchange heads.
         outer: the ranks that exchange keys and values.
+        real_T: [T] bool: which places hold a token of a document, on the host; None: all.
+        attend: what computes instead of the algorithm: of query, key, value, this, window and scale. None: the
+            algorithm.
     """
 
     positions_GUt: Tensor
@@ -43,6 +48,8 @@ class AttentionShard:
     kernel: str = "auto"
     inner: Axis = ONE_INNER
     outer: Axis = ONE_OUTER
+    real_T: Tensor | None = None
+    attend: Callable[..., Tensor] | None = None
     _blocks: dict[tuple[int | None, int | None], Block] = field(default_factory=dict, repr=False)
     _orders: dict[tuple[torch.device, bool], Tensor | None] = field(default_factory=dict, repr=False)
 
@@ -77,7 +84,7 @@ class AttentionShard:
         # Numbered by stretches: a document id never comes back later in the row, and neither does padding.
         _, stretches_T = torch.unique_consecutive(document_ids_T.cpu(), return_inverse=True)
         positions_GUt = plan.permutation_T.cpu().view(outer.size, inner.size, -1)
-        return cls(positions_GUt, stretches_T, algorithm, kernel, inner, outer)
+        return cls(positions_GUt, stretches_T, algorithm, kernel, inner, outer, document_ids_T.cpu() != PADDING)
 
     @cached_property
     def held_Gs(self) -> Tensor:

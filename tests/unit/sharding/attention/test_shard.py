@@ -1,10 +1,13 @@
 """What a rank holds before and after heads are exchanged, and against whose keys it stands."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.helpers.attention_case import DOCUMENTS, STRETCHES, plan
 from workbench.errors import ShardingError
+from workbench.sharding.attention import sharded_attention
 from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.mesh import Axis
 
@@ -73,3 +76,23 @@ def test_on_one_rank_every_algorithm_is_attention_over_the_row():
 def test_what_cannot_be_is_refused_in_words(given, words):
     with pytest.raises(ShardingError, match=words):
         AttentionShard.make(plan("zigzag", 4), IDS, Axis("cp", 4, 0), **given)
+
+
+def test_places_of_documents_are_told_from_padding():
+    assert torch.equal(shard("contiguous", "gathered", 0).real_T, IDS != -1)
+    assert not bool(shard("contiguous", "gathered", 0).real_T.all())
+
+
+def test_somebody_else_may_attend():
+    made = shard("contiguous", "gathered", 0, cp=1)
+    asked = []
+
+    def attend(query, key, value, by, window, scale):
+        asked.append((by, window, scale))
+        return value
+
+    value = torch.randn(1, 2, len(IDS), 4)
+    other = replace(made, attend=attend)
+    mixed, _ = sharded_attention(None, value, value, value, None, shard=other, sliding_window=3, scaling=0.5)
+    assert torch.equal(mixed, value.transpose(1, 2))
+    assert asked == [(other, 3, 0.5)]

@@ -1,0 +1,76 @@
+"""Training for some steps, and what of it must be the same bits in two layouts: everything that has a name."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from tests.parity.cases import as_batch
+from workbench.policy.model import Policy, load_policy
+from workbench.rollouts.batch import RolloutBatch
+from workbench.runs import step as flow
+from workbench.runs.certificate import certify, mark_gradients
+from workbench.runs.exact import as_asked
+from workbench.runs.spec import RunSpec
+from workbench.runs.worker import make_optimizer
+from workbench.sharding.gradients import full_weights
+from workbench.sharding.mesh import Mesh, make_mesh
+
+
+def train(settings: dict, documents: list[dict], mesh: Mesh | None = None,
+          dealt: list[list[int]] | None = None) -> dict:
+    """All that a run of `settings` finds, step by step, as tensors by name; whole, on every rank."""
+    spec = RunSpec.model_validate(settings)
+    layout, batch = spec.layout, as_batch(documents)
+    mesh = mesh or make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp)
+    policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, tied=spec.model.tied,
+                         seed=spec.model.seed, temperature=spec.policy.temperature or 1.0,
+                         shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing)
+    with as_asked(policy, spec):
+        return _steps(policy, spec, batch, mesh, dealt)
+
+
+def _steps(policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh, dealt: list[list[int]] | None) -> dict:
+    loss, optimizer, found = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer), {}
+    for number in range(spec.steps):
+        rows, totals = flow.prepare_rows(batch, spec, mesh, dealt)
+        result = flow.run_step(policy, loss, rows, totals, num_source=batch.num_tokens, keep_gradients=True,
+                               level=spec.record.metrics, loss_spec=spec.loss)
+        marks = mark_gradients(policy)
+        norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
+        optimizer.step()
+        certificate = bytearray.fromhex(certify(policy, result, marks).hash)
+        said = ({"certificate": torch.frombuffer(certificate, dtype=torch.uint8)}
+                | {name: torch.tensor(value, dtype=torch.float64)
+                   for name, value in (result.metrics | result.range | {"norm": norm}).items()}
+                | {f"loss/{name}": torch.tensor(float(value), dtype=torch.float64)
+                   for name, value in result.loss.items()}
+                | {f"norm/{name}": torch.tensor(value, dtype=torch.float64) for name, value in result.norms.items()}
+                | {f"token/{name}": value for name, value in result.tokens.items()}
+                | {f"gradient/{name}": value for name, value in result.gradients.items()}
+                | {f"weight/{name}": value.clone() for name, value in
+                   full_weights(policy.model, policy.shards, mesh).items()})
+        found |= {f"{number}/{name}": value.detach().cpu() for name, value in said.items()}
+    return found
+
+
+def train_all(cases: list[tuple[dict, list[dict]]]) -> list[dict]:
+    """Several trainings in one set of processes; FSDP2 warns of what it would get wrong."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [train(*case) for case in cases]
+
+
+def differing(found: dict, expected: dict) -> list[str]:
+    """The names whose bits are not alike, NaN and the sign of a zero included."""
+    assert found.keys() == expected.keys()
+    return [name for name, value in expected.items() if not same_bits(found[name], value)]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same to the last bit."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(words), b.contiguous().view(words))

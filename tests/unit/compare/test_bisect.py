@@ -1,0 +1,160 @@
+"""Where two runs part: whatever is planted is named, with its block of tokens, and nothing where nothing was."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.planted_ulp import plant
+from workbench.compare import bisect as module
+from workbench.compare.bisect import bisect
+from workbench.errors import RecordError
+from workbench.runs import worker
+from workbench.runs.spec import RunSpec
+from workbench.runs.store import RunDirectory
+from workbench.runs.trace import INPUT
+from workbench.runs.worker import run_here
+
+PROJECT = Path(__file__).parents[3]
+BASE = RunSpec.model_validate({
+    "model": {"source": "tiny-qwen3"}, "data": {"documents_per_step": 6, "micro_batches": 2},
+    "optimizer": {"learning_rate": 1e-3}, "loss": {"entropy_coefficient": 0.01}})
+EXACT = BASE.merged({"reproducible": {"block_tokens": 8, "weight_chunks": 2}})
+UP = "model.layers.1.mlp.up_proj"
+
+
+def parted(a, b, **given):
+    found = bisect(a, b, block_tokens=8, project=PROJECT, **given).parting
+    assert found is not None
+    return found
+
+
+class TestPlanted:
+    def test_one_bit_forward(self, monkeypatch):
+        plant(monkeypatch, UP, place=17, loads=[1])
+        found = parted(BASE, BASE)
+        assert (found.step, found.way, found.tensor, found.row, found.block) == (0, "forward", UP, 0, 2)
+        assert (found.tokens, found.before, found.blocks) == ((16, 24), "model.layers.1.mlp.act_fn", 2)
+        assert f"step 0, forward: what {UP} makes, row 0, tokens 16 to 23 (block 2); 2 of its " in found.words
+
+    def test_one_bit_backward(self, monkeypatch):
+        plant(monkeypatch, UP, place=17, loads=[1], backward=True)
+        found = parted(BASE, BASE)
+        assert (found.way, found.tensor, found.block) == ("backward", UP, 2)
+        assert found.words.startswith(f"step 0, backward: the gradient of what {UP} makes, row 0, tokens 16 to 23")
+
+    def test_in_the_reproducible_mode_in_another_layout(self, monkeypatch):
+        plant(monkeypatch, UP, place=3, loads=[1])  # the first of two ranks; its fourth token is the row's
+        found = parted(EXACT, EXACT.merged({"layout": {"cp": 2, "order": "zigzag"}}))
+        assert (found.way, found.tensor, found.block) == ("forward", UP, 0)
+
+    def test_in_a_later_step(self, monkeypatch):
+        step, calls = worker.flow.clip_gradients, []
+
+        def grown(policy, norms, most):
+            calls.append(None)
+            if len(calls) == 6:  # one step of each run, then two of the first, and two of the second
+                with torch.no_grad():
+                    policy.model.get_submodule(UP).weight.grad[0, 0] *= -1
+            return step(policy, norms, most)
+
+        monkeypatch.setattr(worker.flow, "clip_gradients", grown)
+        two = BASE.merged({"steps": 2})
+        found = parted(two, two)
+        assert (found.step, found.way, found.tensor) == (1, "weights", f"{UP}.weight")
+
+
+class TestSettings:
+    @pytest.mark.parametrize(("changes", "way", "tensor"), [
+        ({"policy": {"temperature": 0.9}}, "forward", "logprobs"),
+        ({"loss": {"entropy_coefficient": 0.02}}, "loss", "entropy"),
+        ({"optimizer": {"learning_rate": 2e-3}}, "weights", "model.embed_tokens.weight"),
+        ({"precision": "bfloat16"}, "forward", "model.embed_tokens"),
+        ({"faults": ["entropy_without_gradient"]}, "backward", "model.norm")])
+    def test_each_parts_where_it_acts(self, changes, way, tensor):
+        found = parted(BASE, BASE.merged(changes))
+        assert (found.way, found.tensor) == (way, tensor)
+
+    def test_sums_over_ranks_are_told_from_what_is_summed(self):
+        tp2 = EXACT.merged({"layout": {"tp": 2}})
+        found = parted(tp2, tp2.merged({"reproducible": {"bits": 12}}))
+        assert (found.way, found.tensor, found.block) == ("gradients", "model.norm.weight", None)
+        assert found.words == "step 0, gradients: the gradient of model.norm.weight, whose pieces were the same"
+
+    def test_ordinary_blocks_of_another_size(self):
+        found = parted(EXACT, EXACT.merged({"reproducible": {"block_tokens": 16}}))
+        assert found.way == "forward"
+        assert found.tensor.startswith("model.layers.0.")
+
+
+class TestEqual:
+    def test_a_repeated_run(self):
+        found = bisect(BASE, BASE, project=PROJECT)
+        assert found.equal
+        assert str(found) == ("a and b: the same bits in 1 step: 59 tensors on the way, the loss, every gradient and "
+                              "weight")
+
+    def test_layouts_of_the_reproducible_mode(self):
+        found = bisect(EXACT, EXACT.merged({"layout": {"dp": 2, "tp": 2}}), names=("one", "four"), project=PROJECT)
+        assert found.equal
+        assert str(found).endswith("  one was run with data.micro_batches = 4, so that both have the same rows")
+
+
+class TestRuns:
+    @pytest.fixture
+    def ran(self, tmp_path):
+        def run(name, spec):
+            directory = RunDirectory.create(tmp_path / "runs", name, spec)
+            run_here(directory, PROJECT)
+            return directory
+
+        return run
+
+    def test_traces_that_are_there_are_read(self, ran, monkeypatch):
+        traced = BASE.merged({"record": {"certificate": True, "trace_tokens": 8}})
+        one, two = ran("one", traced), ran("two", traced.merged({"policy": {"temperature": 0.9}}))
+        monkeypatch.setattr(module, "run_here", None)
+        found = bisect(one, two)
+        assert (found.a, found.b, found.parting.tensor) == ("one", "two", "logprobs")
+        assert bisect(one.path, str(one.path)).equal
+
+    def test_others_are_run_again_to_the_step_that_is_known_to_differ(self, ran, monkeypatch):
+        certified = BASE.merged({"record": {"certificate": True}, "steps": 3})
+        one, two = ran("one", certified), ran("two", certified.merged({"optimizer": {"learning_rate": 2e-3}}))
+        again, steps = module.run_here, []
+
+        def counted(run, project):
+            steps.append(run.spec.steps)
+            again(run, project)
+
+        monkeypatch.setattr(module, "run_here", counted)
+        assert bisect(one, two, project=PROJECT).parting.way == "weights"
+        assert steps == [1, 1]
+
+    def test_clip_decisions_of_another_run_are_found_again(self, ran):
+        ran("one", BASE)
+        taker = ran("taker", BASE.merged({"frozen_clip": "one"}))
+        assert bisect(taker, taker, project=PROJECT).equal
+
+    def test_a_yaml_file_is_a_spec_and_an_experiment_is_none(self, ran, tmp_path):
+        file = tmp_path / "spec.yaml"
+        file.write_text("model: {source: tiny-qwen3}\ndata: {documents_per_step: 6}\n")
+        assert bisect(file, str(file), project=PROJECT).equal
+        ran("one", BASE)
+        ran("two", BASE)
+        with pytest.raises(RecordError, match="an experiment of 2 runs"):
+            bisect(tmp_path, BASE, project=PROJECT)
+
+
+class TestRows:
+    def test_rows_of_other_tokens_are_refused(self):
+        with pytest.raises(RecordError, match="rows of other tokens"):
+            bisect(BASE, BASE.merged({"data": {"documents_per_step": 5}}), project=PROJECT)
+
+    def test_padding_at_the_end_of_a_row_is_none_of_it(self):
+        assert bisect(EXACT, EXACT.merged({"data": {"multiple_of": 160}}), project=PROJECT).equal
+
+    def test_inputs_are_said_as_such(self):
+        words = module.Parting(0, "forward", f"x{INPUT}", 1, 0, (0, 8), 1, 2, "y").words
+        assert words == ("step 0, forward: what goes into x (made by attention, a sum or a product before it), row 1, "
+                         "tokens 0 to 7 (block 0); 1 of its 2 blocks differ; the same until y")

@@ -1,0 +1,31 @@
+"""The Triton kernels mean what the plain ones mean, and are taken where they can compute."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.helpers.kernel_numbers import DEVICE, draw, zeros
+from workbench.reproducible.kernels import choose, plain, triton_16bit
+
+
+def test_rows_of_logits():
+    logits = (3 * draw(6, 56).float())[:, :50]
+    local = torch.tensor([3, -1, 49, 50, 7, 0], device=DEVICE)
+    divisor = torch.tensor([1.0, 0.7, 1.3, 1.0, 1.0, 2.0], device=DEVICE)
+    said, expected = triton_16bit.say(logits, local, divisor), plain.say(logits.clone(), local, divisor)
+    torch.testing.assert_close(said, expected, rtol=1e-5, atol=1e-5)
+    assert said[4].isfinite().tolist() == [True, False, True, False, True, True]
+    logsumexp = expected[0] + expected[1].log()
+    entropy = expected[1].log() - expected[2] / expected[1]
+    gradients = draw(4, 6, seed=4).float()
+    found, right = zeros(6, 50), zeros(6, 50)
+    for kernels, out in ((triton_16bit, found), (plain, right)):
+        kernels.unsay(logits.clone(), local, divisor, logsumexp, entropy, gradients, out)
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+def test_they_are_taken_where_they_can_compute():
+    assert choose(torch.device("cpu"), torch.bfloat16, 128) is plain
+    assert "float32" in triton_16bit.refusal(torch.float32, torch.device(DEVICE), 128)
+    assert "multiples of 16" in triton_16bit.refusal(torch.bfloat16, torch.device(DEVICE), 24)
+    assert triton_16bit.refusal(torch.bfloat16, torch.device(DEVICE), 128) is None

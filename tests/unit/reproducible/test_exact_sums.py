@@ -1,0 +1,129 @@
+"""Sums that no order and no rank changes, and the range in which they are exact."""
+
+import math
+
+import pytest
+import torch
+
+from workbench.reproducible.exact_sums import COMFORT, LEAST, ROOM, Accumulator, Leaves, check_range, exact_sum
+from workbench.reproducible.kernels import plain
+from workbench.reproducible.resolution import OutOfRange
+from workbench.sharding.mesh import Axis
+from workbench.sharding.simulated import simulate
+
+ALONE = [Axis("dp_cp"), Axis("tp")]
+
+
+def test_an_exact_sum_knows_no_order_and_no_ranks():
+    values = torch.randn(1000, dtype=torch.float64) * 10.0 ** torch.randint(-12, 12, (1000,))
+    expected = exact_sum(values)
+    assert expected == pytest.approx(math.fsum(values.tolist()), rel=1e-12)
+    assert exact_sum(values[torch.randperm(1000)]) == expected
+    for dp, cp in ((2, 1), (1, 4), (2, 2)):
+        dealt = values.view(-1, dp * cp)
+        found = simulate(lambda mesh, dealt=dealt: exact_sum(dealt[:, mesh["dp_cp"].rank], mesh["dp_cp"]), dp=dp, cp=cp)
+        assert set(found) == {expected}
+
+
+def test_an_ordinary_sum_does():
+    values = torch.randn(100)
+    assert len({float(sum(values[torch.randperm(100)].unbind())) for _ in range(20)}) > 1
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_makes_the_sum_so(bad):
+    assert math.isnan(exact_sum(torch.tensor([1.0, bad])))
+    found = simulate(lambda mesh: exact_sum(torch.tensor([bad if mesh["dp"].rank else 1.0]), mesh["dp"]), dp=2)
+    assert [math.isnan(one) for one in found] == [True, True]
+
+
+def test_sums_of_zeros_and_of_nothing_are_zero():
+    assert exact_sum(torch.zeros(3)) == 0.0
+    assert exact_sum(torch.zeros(0)) == 0.0
+    assert exact_sum(torch.tensor([1e-300, 1e-300], dtype=torch.float64)) == pytest.approx(2e-300)
+
+
+def filled(peak, per=None):
+    one = Accumulator(torch.Size([2]), torch.device("cpu"), per or Leaves(blocks=1))
+    one.start(32)
+    one.peak.fill_(peak)
+    return one
+
+
+def test_partials_that_fit_say_how_many_bits_they_use():
+    three = [filled(1.5), filled(0.0), filled(0.25)]
+    assert check_range(three, ["a", "b", "c"], Leaves(10, 5), 32, ALONE) == [33, 0, 31]
+
+
+@pytest.mark.parametrize("leaves", [Leaves(10, 1), Leaves(10, 5), Leaves(10, 2**20)])
+def test_the_bound_is_that_of_the_whole_sum(leaves):
+    room = ROOM - leaves.blocks.bit_length() - 32
+    largest = math.ldexp(1.0, room) * (1 - 2.0**-24)
+    assert largest * 2.0**32 * leaves.blocks < 2.0**ROOM
+    check_range([filled(largest)], ["a"], leaves, 32, ALONE)
+    with pytest.raises(OutOfRange, match=r"a up to(.|\n)*more than fit with 32") as raised:
+        check_range([filled(math.ldexp(1.0, room))], ["a"], leaves, 32, ALONE)
+    assert raised.value.bits == 31 - COMFORT
+
+
+def test_partials_of_every_token_are_counted():
+    per_token = Leaves(tokens=2)
+    peak = math.ldexp(1.0, ROOM - 32 - 4)
+    check_range([filled(peak / 2, per_token)], ["a"], Leaves(7, 1), 32, ALONE)
+    with pytest.raises(OutOfRange):
+        check_range([filled(peak, per_token)], ["a"], Leaves(7, 1), 32, ALONE)
+
+
+def test_too_few_bits_ask_for_more_where_there_are_any():
+    small = math.ldexp(1.0, LEAST - 34)
+    with pytest.raises(OutOfRange, match="fewer than 16") as raised:
+        check_range([filled(small), filled(1.0)], ["a", "b"], Leaves(10, 1), 32, ALONE)
+    assert raised.value.bits == 32 + COMFORT + 1
+    large = math.ldexp(0.9, ROOM - 33)
+    assert check_range([filled(small), filled(large)], ["a", "b"], Leaves(10, 1), 32, ALONE)[0] == LEAST - 1
+
+
+def test_every_rank_says_the_same_of_what_one_of_them_saw():
+    def check(mesh):
+        leaves = Leaves(0, 1)
+        try:
+            check_range([filled(1e12 if mesh["dp"].rank == 1 else 1.0)], ["a"], leaves, 32, [mesh["dp_cp"], mesh["tp"]])
+        except OutOfRange as error:
+            return error.bits, str(error)
+        return None
+
+    found = simulate(check, dp=2, tp=2)
+    assert len(set(found)) == 1
+    assert found[0][0] == ROOM - 40 - 2 - COMFORT
+
+
+def test_flushed_rows_are_those_of_everything():
+    one = Accumulator(torch.Size([4, 2]), torch.device("cpu"), Leaves())
+    one.total.add_(1)
+    one.flush(lambda total: total[:2] * 10)
+    one.total.add_(torch.arange(8).view(4, 2))
+    assert one.flush(lambda total: total[:2] * 10).tolist() == [[10, 20], [30, 40]]
+    assert one.flush(lambda total: total[:2] * 10).tolist() == [[10, 20], [30, 40]]
+
+
+def test_rows_that_wait_are_added_when_they_are_asked_for_or_take_too_much():
+    rows, index = torch.tensor([[1.0, 2.0], [4.0, -8.0]]), torch.tensor([3, 3])
+    for times, waits in ((1, True), (20, False)):
+        one = Accumulator(torch.Size([4, 2]), torch.device("cpu"), Leaves())
+        one.start(1)
+        for _ in range(times):
+            one.add_at(plain, rows, index)
+        assert (one._total is None) == waits
+        assert (float(one.peak) == 0) == waits
+        assert one.total.tolist() == [[0, 0], [0, 0], [0, 0], [10 * times, -12 * times]]
+        assert float(one.peak) == 8
+        one.start(1)
+        assert not one.total.any()
+
+
+def test_range_knows_of_rows_that_wait():
+    one = Accumulator(torch.Size([64, 2]), torch.device("cpu"), Leaves(tokens=1))
+    one.start(32)
+    one.add_at(plain, torch.tensor([[torch.nan, 0.0]]), torch.tensor([0]))
+    with pytest.raises(OutOfRange, match="not finite"):
+        check_range([one], ["embedding"], Leaves(1, 1), 32, [Axis("dp_cp")])

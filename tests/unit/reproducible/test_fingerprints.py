@@ -1,0 +1,142 @@
+"""A fingerprint is what a plain loop says it is, sees every bit and every place, and no layout changes it."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from workbench.reproducible.fingerprints import fingerprint, fingerprints, row_fingerprints
+from workbench.sharding.mesh import single_process_mesh
+from workbench.sharding.simulated import simulate
+from workbench.sharding.tensor_parallel import ParameterShard
+
+LAST = (1 << 64) - 1
+
+
+def splitmix(seed, count):
+    """The count-th output of SplitMix64, from the paper, in Python's own integers."""
+    z = (seed + count * 0x9E3779B97F4A7C15) & LAST
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & LAST
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & LAST
+    return z ^ z >> 31
+
+
+def drawn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+class TestOneTensor:
+    @pytest.mark.parametrize(("dtype", "bits"), [(torch.float64, torch.int64), (torch.float32, torch.int32),
+                                                 (torch.bfloat16, torch.int16), (torch.bool, torch.int8)])
+    def test_is_the_sum_of_a_plain_loop(self, dtype, bits):
+        values = drawn(3, 5, 7, dtype=dtype)
+        seeds = values.flatten().view(bits).tolist()
+        assert fingerprint(values) == sum(splitmix(seed, place) for place, seed in enumerate(seeds)) & LAST
+
+    def test_mixes_as_published(self):
+        # The first numbers of SplitMix64 from seed 0, as every implementation's test has them.
+        assert [splitmix(0, count) for count in (1, 2)] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+        said = row_fingerprints(torch.zeros(2, 1), torch.tensor([1, 2]), torch.tensor([0]))
+        assert [int(number) & LAST for number in said] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]
+
+    def test_every_single_bit_counts(self):
+        values, seen = drawn(4, 4), set()
+        seen.add(fingerprint(values))
+        for place in range(16):
+            for bit in range(32):
+                changed = values.clone()
+                changed.view(torch.int32).view(-1)[place] ^= (1 << bit) - (1 << 32 if bit == 31 else 0)
+                seen.add(fingerprint(changed))
+        assert len(seen) == 1 + 16 * 32
+
+    def test_order_shape_and_sign_of_zero(self):
+        values = drawn(2, 6)
+        assert fingerprint(values) != fingerprint(values.flip(1))
+        assert fingerprint(values) == fingerprint(values.view(3, 4)), "places count, in row-major order"
+        assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
+
+    def test_long_tensors_go_piece_by_piece(self, monkeypatch):
+        values = drawn(40, 8)
+        whole = fingerprint(values)
+        monkeypatch.setattr("workbench.reproducible.fingerprints._PIECE", 50)
+        assert fingerprint(values) == whole
+
+    def test_scalars_and_nothing(self):
+        assert fingerprint(torch.tensor(1.5)) == fingerprint(torch.tensor([1.5]))
+        assert fingerprint(torch.zeros(0, 3)) == 0
+
+    def test_strides_do_not_count(self):
+        values = drawn(6, 4)
+        assert fingerprint(values.T) == fingerprint(values.T.contiguous())
+
+
+@dataclass
+class Dealt:
+    """What FSDP2 leaves of a parameter on a rank: the shape of all of it, and a piece."""
+
+    shape: torch.Size
+    piece: Tensor
+
+    def to_local(self):
+        return self.piece
+
+
+WHOLE = {"embedding": drawn(19, 6), "column": drawn(8, 6), "row": drawn(6, 8), "sections": drawn(12, 6),
+         "experts": drawn(2, 6, 8), "norm": drawn(6), "bias": drawn(8)}
+SHARDS = {"embedding": ParameterShard(0), "column": ParameterShard(0), "row": ParameterShard(1),
+          "sections": ParameterShard(0, parts=(8, 4)), "experts": ParameterShard(2),
+          "norm": ParameterShard(gradient_is_partial=True), "bias": ParameterShard(0)}
+"""The embedding's 19 rows lie in pieces of 10 and 9 over two ranks, 5, 5, 5 and 4 over four."""
+
+
+def held(name, tp):
+    values, shard = WHOLE[name], SHARDS[name]
+    if shard.dim is None:
+        return values
+    sections = values.split(shard.parts, shard.dim) if shard.parts else [values]
+    return torch.cat([section.split(-(-section.shape[shard.dim] // tp.size), shard.dim)[tp.rank]
+                      for section in sections], shard.dim)
+
+
+class TestOverRanks:
+    @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 4}, {"dp": 2, "cp": 2}, {"dp": 2, "tp": 2}])
+    def test_no_layout_changes_it(self, sizes):
+        def rank(mesh):
+            return fingerprints({name: held(name, mesh["tp"]) for name in WHOLE}, SHARDS, mesh)
+
+        whole = {name: fingerprint(values) for name, values in WHOLE.items()}
+        assert simulate(rank, **sizes) == [(whole, ())] * len(simulate(rank, **sizes))
+
+    @pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2}, {"dp": 3}, {"cp": 2, "tp": 2}])
+    def test_nor_does_dealing_it_over_dp_and_cp(self, sizes):
+        shards = {name: ParameterShard(shard.dim, over_dp_cp=True, parts=shard.parts)
+                  for name, shard in SHARDS.items()}
+
+        def rank(mesh):
+            over, dealt = mesh["dp_cp"], {}
+            for name in WHOLE:
+                whole = held(name, mesh["tp"])
+                each = -(-len(whole) // over.size)
+                dealt[name] = Dealt(whole.shape, whole[over.rank * each: (over.rank + 1) * each])
+            return fingerprints(dealt, shards, mesh)
+
+        whole = {name: fingerprint(values) for name, values in WHOLE.items()}
+        for said in simulate(rank, **sizes):
+            assert said == (whole, ())
+
+    def test_one_rank_needs_no_group(self):
+        assert fingerprints(WHOLE, SHARDS, single_process_mesh())[0]["row"] == fingerprint(WHOLE["row"])
+
+    @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"tp": 3}])
+    def test_replicas_that_are_not_alike_are_named(self, sizes):
+        def rank(mesh):
+            mine = dict(WHOLE)
+            if mesh["tp"].rank == mesh["tp"].size - 1 and mesh["dp_cp"].rank == mesh["dp_cp"].size - 1:
+                mine["norm"] = WHOLE["norm"].clone()
+                mine["norm"][2] = torch.nextafter(mine["norm"][2], torch.tensor(9.0))
+            return fingerprints(mine, dict.fromkeys(WHOLE, ParameterShard()), mesh)
+
+        said = simulate(rank, **sizes)
+        assert {unlike for _, unlike in said} == {("norm",)}
+        assert all(found == said[0][0] for found, _ in said)

@@ -1,0 +1,108 @@
+"""Sums over ranks of parameters as they lie: whole, cut over tp, or dealt in rows over dp x cp."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from workbench.policy.model import load_policy
+from workbench.reproducible import Resolution, install, shards
+from workbench.reproducible.kernels import plain
+from workbench.reproducible.shards import Held, held_parameters, own_rows, sum_over_ranks
+from workbench.sharding.mesh import single_process_mesh
+from workbench.sharding.simulated import simulate
+from workbench.sharding.tensor_parallel import ParameterShard
+
+
+def as_they_are(total, dtype):
+    return total
+
+
+def one_number(total):
+    number, *others = total.unique().tolist()
+    assert not others
+    return number
+
+
+@pytest.mark.parametrize("bucket", [2**23, 1, 3000])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_gradients_are_finished_in_parts_and_whole_everywhere(ranks, bucket, monkeypatch):
+    monkeypatch.setattr(shards, "BUCKET", bucket)
+    given = {}
+
+    def summed(mesh):
+        policy = load_policy("tiny-qwen3", mesh=mesh)
+        exact = install(policy, Resolution(4))
+        for number, (name, accumulator) in enumerate(exact.accumulators.items()):
+            drawn = torch.randint(-2**40, 2**40, accumulator.shape, generator=torch.Generator().manual_seed(number))
+            accumulator.total.copy_(drawn + mesh["dp"].rank)
+            given[name] = ranks * drawn + ranks * (ranks - 1) // 2
+        held = held_parameters(policy)
+        return dict(sum_over_ranks(exact.accumulators, held, mesh, plain_half))
+
+    for found in simulate(summed, dp=ranks):
+        assert set(found) == set(given)
+        for name, total in given.items():
+            assert torch.equal(found[name], plain_half(total, torch.float32)), name
+
+
+def plain_half(total, dtype):
+    return plain.to_gradient(total, 0.5, dtype)
+
+
+@pytest.mark.parametrize("rows", [8, 7, 5, 3])
+def test_each_rank_gets_its_rows_of_the_sum(rows):
+    total = torch.arange(rows * 2).view(rows, 2)
+
+    def own(mesh):
+        return own_rows(mesh)(total * 10 ** mesh["dp_cp"].rank)
+
+    found = simulate(own, dp=2, cp=2)
+    assert torch.equal(torch.cat(found), total * 1111)
+    assert [len(part) for part in found] == [len(part) for part in [*total.chunk(4), *[[]] * 4][:4]]
+
+
+def test_whole_parameters_are_summed_over_the_ranks_whose_tokens_or_heads_differ():
+    def summed(mesh):
+        policy = load_policy("tiny-qwen3", mesh=mesh)
+        exact = install(policy, Resolution(4, 2))
+        for accumulator in exact.accumulators.values():
+            accumulator.total.fill_(10 ** (mesh["dp"].rank + 2 * mesh["tp"].rank))
+        totals = sum_over_ranks(exact.accumulators, held_parameters(policy), mesh, as_they_are)
+        return {name.removeprefix("model.layers.0."): one_number(total) for name, total in totals}
+
+    first, second = simulate(summed, dp=2, tp=2)[::3]
+    assert first["self_attn.q_norm.weight"] == second["self_attn.q_norm.weight"] == 1111
+    assert (first["input_layernorm.weight"], second["input_layernorm.weight"]) == (11, 1100)
+    assert (first["self_attn.q_proj.weight"], second["self_attn.q_proj.weight"]) == (11, 1100)
+
+
+def test_a_layer_keeps_no_whole_integers_after_its_backward():
+    from tests.unit.reproducible.test_install import logprobs
+
+    policy = load_policy("tiny-qwen3", mesh=single_process_mesh())
+    policy.shards = {name: dataclasses.replace(shard, over_dp_cp=True) for name, shard in policy.shards.items()}
+    exact = install(policy, Resolution(4))
+    logprobs(policy).sum().backward()
+    held = {name: accumulator._total is not None for name, accumulator in exact.accumulators.items()}
+    assert {name for name, is_held in held.items() if is_held} == {"model.embed_tokens.weight", "model.norm.weight"}
+    assert all(accumulator.rows is not None for name, accumulator in exact.accumulators.items() if not held[name])
+    flushed = {name: total.clone() for name, total in sum_over_ranks(exact.accumulators, held_parameters(policy),
+                                                                      policy.mesh, as_they_are)}
+    exact.remove()
+    other = load_policy("tiny-qwen3")
+    whole = install(other, Resolution(4))
+    logprobs(other).sum().backward()
+    assert all(torch.equal(flushed[name], accumulator.total) for name, accumulator in whole.accumulators.items())
+    whole.remove()
+    assert not any(layer._forward_pre_hooks for layer in other.model.model.layers)
+
+
+def test_a_gradient_lies_where_the_optimizer_looks():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    one = Held(parameter, ParameterShard(0))
+    one.leave(torch.ones(2))
+    assert torch.equal(parameter.grad, torch.ones(2))
+    assert one.gradient is parameter.grad
+    assert one.dealt_over == ("tp",)
+    assert Held(parameter, ParameterShard(None, over_dp_cp=True)).dealt_over == ("dp_cp",)

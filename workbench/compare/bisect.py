@@ -1,0 +1,298 @@
+"""Where do two runs part? The first module and block of tokens whose bits differ, in the first step that differs.
+
+Both are run again in this process, their ranks simulated, with a trace (`workbench.runs.trace`) and certificates. What
+is held against each other are bits, so two layouts of the ordinary mode part at the first product whose shape differs;
+two in the reproducible mode part nowhere, or there is a bug. What a backend's own order of summing does to the
+ordinary mode is not seen here: run both with ``record: {certificate: true, trace_tokens: 64}`` where they belong, and
+give the two run directories.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from workbench.compare.certificates import CertificateComparison, compare_certificates
+from workbench.errors import RecordError
+from workbench.runs.lookup import look_up
+from workbench.runs.spec import RunSpec, load_run_spec
+from workbench.runs.store import RunDirectory, project_root
+from workbench.runs.trace import INPUT, LOGPROBS, TOKENS, Trace, read_trace
+from workbench.runs.worker import run_here
+
+BLOCK_TOKENS = 64
+"""Tokens of a block where neither run says how long its own are."""
+
+Way = Literal["forward", "loss", "backward", "gradients", "weights"]
+
+_NOTHING = f"{0:016x}"
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two runs part: everything that is computed before it is the same, bit for bit.
+
+    Attributes:
+        step: from 0.
+        way: forward or backward through the decoder; the loss; the sums of parameters' gradients; weights.
+        tensor: name of the module, with `workbench.runs.trace.INPUT` where it is what the module was given; of the
+            term of the loss; of the parameter.
+        row: of the step, as the first run numbers them; None where no tokens can be named, as in all that follows.
+        block: the first of the row that differs.
+        tokens: (begin, end) of it in the row.
+        blocks: how many blocks of this tensor differ, over all rows.
+        of: of how many.
+        before: the tensor that came before it.
+    """
+
+    step: int
+    way: Way
+    tensor: str
+    row: int | None = None
+    block: int | None = None
+    tokens: tuple[int, int] | None = None
+    blocks: int = 0
+    of: int = 0
+    before: str = ""
+
+    @property
+    def words(self) -> str:
+        """It in a sentence."""
+        what = self.tensor.removesuffix(INPUT)
+        module = {True: f"what goes into {what} (made by attention, a sum or a product before it)",
+                  False: "the log-probabilities" if what == LOGPROBS else f"what {what} makes"}
+        made = module[self.tensor.endswith(INPUT)]
+        said = {"forward": made, "loss": f"the loss ({what})", "backward": f"the gradient of {made}",
+                "gradients": f"the gradient of {what}, whose pieces were the same",
+                "weights": f"{what} after the optimizer's step, whose gradient was the same"}[self.way]
+        text = f"step {self.step}, {self.way}: {said}"
+        if self.tokens is not None:
+            text += f", row {self.row}, tokens {self.tokens[0]} to {self.tokens[1] - 1} (block {self.block}); " \
+                    f"{self.blocks} of its {self.of} blocks differ"
+        return text + (f"; the same until {self.before}" if self.before else "")
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What came of holding two traced runs against each other.
+
+    Attributes:
+        a: name of the one.
+        b: of the other.
+        parting: where they part; None if nowhere.
+        steps: how many were looked at.
+        stations: tensors that were looked at on the way through the decoder, forward.
+        changes: what was changed in a run so that both have the same rows, by its name.
+    """
+
+    a: str
+    b: str
+    parting: Parting | None
+    steps: int
+    stations: int
+    changes: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def equal(self) -> bool:
+        """Whether they part nowhere."""
+        return self.parting is None
+
+    def __str__(self) -> str:
+        """The two names and where they part."""
+        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        found = self.parting.words if self.parting else \
+            f"the same bits in {steps}: {self.stations} tensors on the way, the loss, every gradient and weight"
+        changed = [f"  {name} was run with {', '.join(f'{key} = {value}' for key, value in changes.items())}, so that "
+                   "both have the same rows" for name, changes in self.changes.items()]
+        return "\n".join([f"{self.a} and {self.b}: {found}", *changed])
+
+    __repr__ = __str__
+
+
+def bisect(a: RunSpec | RunDirectory | Path | str, b: RunSpec | RunDirectory | Path | str, *,
+           names: tuple[str, str] = ("", ""), block_tokens: int | None = None, steps: int | None = None,
+           project: Path | None = None) -> Bisection:
+    """Run two specs again and name the first tensor and block of tokens in which they differ.
+
+    Args:
+        a: a spec, a YAML file with one, a run directory, or what `workbench.runs.lookup.look_up` finds one by. A run
+            that has a trace already is not run again, if the other has one of the same blocks.
+        b: likewise.
+        names: what to call them; a run directory has a name of its own.
+        block_tokens: tokens of a block; None: those of the reproducible mode, or `BLOCK_TOKENS`.
+        steps: how many at most; None: as many as both take, and no more than to the first whose certificates differ.
+        project: what relative paths of specs begin at; None takes `project_root`.
+
+    Raises:
+        RecordError: rows of other tokens, or models without a module in common.
+        SpecError: what cannot be run, or not with simulated ranks.
+
+    Example:
+        >>> bisect(RunSpec(), RunSpec(layout={"cp": 2}))  # doctest: +SKIP
+        a and b: step 0, forward: what goes into model.layers.0.self_attn.o_proj (made by attention, a sum or a product
+        before it), row 0, tokens 0 to 63 (block 0); 25 of its 25 blocks differ; the same until
+        model.layers.0.self_attn.v_proj
+    """
+    project = project or project_root()
+    found = [_found(asked, project) for asked in (a, b)]
+    called = _told_apart([run.name if isinstance(run, RunDirectory) else name or letter
+                          for run, name, letter in zip(found, names, "ab", strict=True)])
+    traced = [run for run in found if isinstance(run, RunDirectory)]
+    if len(traced) == 2 and _both_traced(traced[0], traced[1], block_tokens):
+        return _held(called, traced, {})
+    specs = [run.spec if isinstance(run, RunDirectory) else run for run in found]
+    block = block_tokens or specs[0].reproducible.block_tokens or specs[1].reproducible.block_tokens or BLOCK_TOKENS
+    most, changes = _steps(found, [spec.steps for spec in specs] + ([steps] if steps else [])), _same_rows(specs)
+    told = {name: {f"data.{key}": value for key, value in change.items()}
+            for name, change in zip(called, changes, strict=True) if change}
+    bisection = None
+    for taken in sorted({1, most}):  # what parts at all mostly parts in the first step
+        with tempfile.TemporaryDirectory() as folder:
+            runs = []
+            for letter, run, spec, change in zip("ab", found, specs, changes, strict=True):
+                runs.append(RunDirectory.create(Path(folder) / letter, letter, spec.merged({
+                    "data": change, "steps": taken, "record": {"certificate": True, "trace_tokens": block,
+                                                               "tokens": True, "gradients": "norms"}})))
+                _bring_frozen_clip(run, runs[-1])
+                run_here(runs[-1], project)
+            bisection = _held(called, runs, told)
+        if not bisection.equal:
+            break
+    assert bisection is not None
+    return bisection
+
+
+# ---- what to run -----------------------------------------------------------------------------------------
+
+
+def _found(asked: RunSpec | RunDirectory | Path | str, project: Path) -> RunSpec | RunDirectory:
+    if isinstance(asked, RunSpec | RunDirectory):
+        return asked
+    if Path(asked).suffix in (".yaml", ".yml"):
+        return load_run_spec(Path(asked))
+    runs = look_up(asked, project).opened()
+    if len(runs) != 1:
+        raise RecordError(f"bisect {asked}", found=f"an experiment of {len(runs)} runs", rule="one run, or one spec",
+                          fix=f"name a run of it, such as {runs[0].path.parent.parent.name}/{runs[0].name}")
+    return runs[0]
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    return list(names) if names[0] != names[1] else [f"{name}-{letter}" for name, letter in zip(names, "ab",
+                                                                                              strict=True)]
+
+
+def _both_traced(a: RunDirectory, b: RunDirectory, block_tokens: int | None) -> bool:
+    said = {run.spec.record.trace_tokens for run in (a, b)}
+    return None not in said and len(said) == 1 and block_tokens in (None, *said) and \
+        all(run.status == "succeeded" and run.spec.certified for run in (a, b))
+
+
+def _same_rows(specs: Sequence[RunSpec]) -> list[dict[str, int]]:
+    """Settings of data that give both as many rows; {} for one that has them already, or counts its rows by tokens."""
+    if any(spec.data.micro_batch_tokens for spec in specs):
+        return [{}, {}]
+    rows = math.lcm(*(spec.layout.dp * spec.data.micro_batches for spec in specs))
+    wanted = [rows // spec.layout.dp for spec in specs]
+    return [{} if spec.data.micro_batches == count else {"micro_batches": count}
+            for spec, count in zip(specs, wanted, strict=True)]
+
+
+def _steps(found: Sequence[RunSpec | RunDirectory], bounds: Sequence[int]) -> int:
+    """How many steps to take: none after the first that is known to differ."""
+    runs = [run for run in found if isinstance(run, RunDirectory)]
+    known = compare_certificates(runs[0], runs[1]) if len(runs) == 2 else None
+    return min([*bounds, *([known.step + 1] if known and known.step is not None else [])])
+
+
+def _bring_frozen_clip(run: RunSpec | RunDirectory, again: RunDirectory) -> None:
+    """Put the run whose clip decisions are taken beside the one that takes them."""
+    if isinstance(run, RunDirectory) and run.spec.frozen_clip:
+        for other in RunDirectory.find(run.path.parent, run.spec.frozen_clip):
+            (again.path.parent / other.path.name).symlink_to(other.path.resolve())
+
+
+# ---- what came of it -------------------------------------------------------------------------------------
+
+
+def _held(names: Sequence[str], runs: Sequence[RunDirectory], changes: Mapping[str, Mapping[str, Any]]) -> Bisection:
+    certified = compare_certificates(runs[0], runs[1])
+    steps, stations = min(len(run.steps()) for run in runs), 0
+    for step in range(steps):
+        traces = [_trace(run, step) for run in runs]
+        ways = [_Way(traces[0].forward, traces[1].forward), _Way(traces[0].backward, traces[1].backward)]
+        pairs, stations = _pairs(traces, names), len(ways[0].common)
+        parting = ways[0].parting(step, "forward", pairs, traces[0].block_tokens)
+        if certified is not None and certified.step == step:
+            parting = parting or _of_certificate(certified, "loss")
+            parting = parting or ways[1].parting(step, "backward", pairs, traces[0].block_tokens)
+            parting = parting or _of_certificate(certified, "gradient") or _of_certificate(certified, "weight")
+        if parting is not None:
+            return Bisection(names[0], names[1], parting, step + 1, stations, changes)
+    return Bisection(names[0], names[1], None, steps, stations, changes)
+
+
+def _trace(run: RunDirectory, step: int) -> Trace:
+    trace = read_trace(run, step)
+    if trace is None:
+        raise RecordError(f"bisect {run.name}", found=f"no trace of step {step}",
+                          rule="a run with record.trace_tokens has one of each step", fix="run it again")
+    return trace
+
+
+def _pairs(traces: Sequence[Trace], names: Sequence[str]) -> list[tuple[int, int]]:
+    """The rows of both that hold the same tokens, in the order of the first."""
+    mine, theirs = ([_trimmed(row) for row in trace.forward[TOKENS]] for trace in traces)
+    if sorted(mine) != sorted(theirs):
+        raise RecordError(f"bisect {names[0]} and {names[1]}",
+                          found=f"rows of other tokens ({len(mine)} and {len(theirs)} rows)",
+                          rule="both have the same documents in the same rows, padded alike",
+                          fix="give both the same data.path, data.documents_per_step and dp * data.micro_batches, and "
+                              "an order that does not pad inside a row")
+    left = list(range(len(theirs)))
+    pairs = []
+    for number, row in enumerate(mine):
+        other = next(place for place in left if theirs[place] == row)
+        left.remove(other)
+        pairs.append((number, other))
+    return pairs
+
+
+class _Way:
+    """One way through the decoder in both runs."""
+
+    def __init__(self, mine: Mapping[str, list[list[str]]], theirs: Mapping[str, list[list[str]]]) -> None:
+        self._mine, self._theirs = mine, theirs
+        self.common = [station for station in mine if station in theirs]
+
+    def parting(self, step: int, way: Way, pairs: Sequence[tuple[int, int]], block_tokens: int) -> Parting | None:
+        """The first station at which they differ, and where."""
+        for number, station in enumerate(self.common):
+            apart = [(row, block) for row, other in pairs
+                     for block, (a, b) in enumerate(itertools.zip_longest(
+                         self._mine[station][row], self._theirs[station][other], fillvalue=_NOTHING)) if a != b]
+            if apart:
+                (row, block), before = apart[0], self.common[number - 1] if number else ""
+                return Parting(step, way, station, row, block, (block * block_tokens, (block + 1) * block_tokens),
+                               len(apart), sum(len(_trimmed(self._mine[station][row])) for row, _ in pairs), before)
+        return None
+
+
+def _trimmed(blocks: Sequence[str]) -> list[str]:
+    """Without the blocks of padding at its end."""
+    count = max((number for number, block in enumerate(blocks, 1) if block != _NOTHING), default=0)
+    return list(blocks[:count])
+
+
+def _of_certificate(found: CertificateComparison, kind: str) -> Parting | None:
+    """The first tensor of a kind that differs, of which no tokens can be named."""
+    name = next((name for name in found.differing if name.startswith(f"{kind}/")), None)
+    if name is None or found.step is None:
+        return None
+    ways: dict[str, Way] = {"loss": "loss", "gradient": "gradients", "weight": "weights"}
+    return Parting(found.step, ways[kind], name.removeprefix(f"{kind}/").removesuffix("/sum"))

@@ -1,0 +1,22 @@
+"""Two runs by their certificates: the verdict, the first element that differs, and every tensor that does."""
+
+from __future__ import annotations
+
+from workbench.compare.certificates import CertificateComparison
+from workbench.report.markup import Markup, table, tag
+from workbench.report.rich.strips import framed
+
+_MOST = 12
+
+
+def as_html(found: CertificateComparison) -> Markup:
+    """The sentence, and below it which tensors differ, in the order in which the step computes them."""
+    head = tag("p", tag("strong", found.run), " against ", found.reference, ": ",
+               tag("span", found.why, class_=None if found.equal else "trouble"))
+    if found.equal:
+        return framed(head)
+    rows = [[tag("code", name, class_="whole"), str(found.element or "not recorded") if not number else ""]
+            for number, name in enumerate(found.differing[:_MOST])]
+    left = len(found.differing) - _MOST
+    return framed(head, table(["tensor", "first element"], rows, class_="table"),
+                  tag("p", f"and {left} more") if left > 0 else "")

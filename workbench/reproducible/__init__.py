@@ -1,0 +1,15 @@
+"""The same bits in every layout: loss, log-probabilities, gradients and what an optimizer makes of them.
+
+Everything is computed on a canonical piece (a block of tokens, a chunk of a weight) whose shape no layout changes, is
+elementwise, or is an exact sum. See the README.md beside this.
+"""
+
+from __future__ import annotations
+
+from workbench.reproducible.exact import Exact as Exact
+from workbench.reproducible.exact_sums import exact_sum as exact_sum
+from workbench.reproducible.install import install as install
+from workbench.reproducible.install import reproducibly as reproducibly
+from workbench.reproducible.resolution import OutOfRange as OutOfRange
+from workbench.reproducible.resolution import Resolution as Resolution
+from workbench.reproducible.rows import whole_row as whole_row

@@ -1,0 +1,115 @@
+"""Exact attention: each canonical block of queries alone, against its own keys; key gradients as exact sums.
+
+Letters: T packed tokens | t tokens of a rank | H key heads | d head dimension | k keys of a block.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from workbench.reproducible.blocks import RowBlocks
+from workbench.sharding.attention.key_values import joined
+from workbench.sharding.collectives import all_max
+
+PARTIALS = 20
+"""At most 2^20 blocks look at a key: so many bits are kept free."""
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, blocks: RowBlocks, pieces: int, kernels: ModuleType,
+           window: int | None, scale: float) -> Tensor:
+    """This rank's queries over the row.
+
+    Args:
+        query: [1, Hq, t, d].
+        key: [1, H, t, d].
+        value: as key.
+        blocks: of the row.
+        pieces: canonical pieces of the heads that this rank holds.
+        kernels: what computes.
+        window: tokens that a query sees at most; None: its whole document.
+        scale: of the scores.
+
+    Shapes:   -> [1, Hq, t, d].
+    Backward: every block gives a partial gradient of its keys and values; they are summed as integers in multiples of a
+              power of two that each head's largest one decides, over all blocks of all cp ranks. A gradient that is not
+              finite makes all of its head's so.
+    """
+    return _Attention.apply(query, key, value, blocks, pieces, kernels, window, scale)
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: RowBlocks, pieces: int,
+                kernels: ModuleType, window: int | None, scale: float) -> Tensor:
+        ctx.blocks, ctx.pieces, ctx.kernels, ctx.scale = blocks, pieces, kernels, scale
+        ctx.spans = blocks.spans(window)
+        query_tHd, both_tHd = _tokens_first(query), joined(key, value)
+        outs, lses = [], []
+        for heads, (keys, values) in zip(query_tHd.chunk(pieces, 1), _gathered(both_tHd, blocks, pieces), strict=True):
+            out, lse = kernels.attend(heads.contiguous(), keys, values, ctx.spans, scale)
+            outs.append(out)
+            lses.append(lse)
+        out_tHd = torch.cat(outs, 1) if pieces > 1 else outs[0]
+        ctx.save_for_backward(query_tHd, both_tHd, out_tHd, *lses)
+        return _heads_first(out_tHd)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        blocks, pieces = ctx.blocks, ctx.pieces
+        query_tHd, both_tHd, out_tHd, *lses = ctx.saved_tensors
+        given = [rows_tHd.chunk(pieces, 1) for rows_tHd in (_tokens_first(d_out), query_tHd, out_tHd)]
+        d_queries, d_both = [], []
+        for d_heads, heads, out, (keys, values), lse in zip(*given, _gathered(both_tHd, blocks, pieces), lses,
+                                                            strict=True):
+            d_query, partials = ctx.kernels.attend_back(d_heads.contiguous(), heads.contiguous(), keys, values,
+                                                        out.contiguous(), lse, ctx.spans, ctx.scale)
+            d_queries.append(d_query)
+            d_both.append(_summed(ctx, partials, len(keys)))
+        d_key, d_value = (torch.cat(halves, 1).to(both_tHd.dtype) for halves in zip(*d_both, strict=True))
+        return (_heads_first(torch.cat(d_queries, 1)), _heads_first(d_key), _heads_first(d_value),
+                None, None, None, None, None)
+
+
+def _gathered(both_tHd: Tensor, blocks: RowBlocks, pieces: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of the row in its order, for each piece of the heads."""
+    keys_THd, values_THd = blocks.gather(both_tHd).chunk(2, 1)
+    return [(keys.contiguous(), values.contiguous())
+            for keys, values in zip(keys_THd.chunk(pieces, 1), values_THd.chunk(pieces, 1), strict=True)]
+
+
+def _summed(ctx: Any, partials: list[tuple[Tensor, Tensor]], row: int) -> list[Tensor]:
+    """Gradients of this rank's keys and values, from every block's partial ones on every rank."""
+    blocks: RowBlocks = ctx.blocks
+    heads, width = partials[0][0].shape[1:]
+    peak_H = torch.zeros(2 * heads, device=partials[0][0].device)
+    for pair in partials:
+        for peak_h, partial in zip(peak_H.chunk(2), pair, strict=True):
+            ctx.kernels.raise_head_peaks(peak_h, partial)
+    # A maximum over ranks may drop NaN, and does not drop infinity.
+    peak_H = all_max(peak_H.nan_to_num(nan=torch.inf, posinf=torch.inf), blocks.axis)
+    scale_H = _power_of_two(62 - PARTIALS - torch.frexp(peak_H).exponent)
+    total_THd = torch.zeros(row, 2 * heads, width, dtype=torch.int64, device=peak_H.device)
+    for span, pair in zip(ctx.spans, partials, strict=True):
+        for total_kHd, scale_h, partial in zip(total_THd[span.keys].chunk(2, 1), scale_H.chunk(2), pair, strict=True):
+            ctx.kernels.add_scaled(total_kHd, scale_h, partial)
+    summed_tHd = blocks.scatter_sum(total_THd).double() / scale_H[:, None]
+    return list((summed_tHd + 0 * peak_H[:, None]).chunk(2, 1))  # 0 times infinity marks what is not finite
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2 to a power, in float32, as far as it has it."""
+    return (exponent.int().clamp(-126, 127) + 127 << 23).view(torch.float32)
+
+
+def _tokens_first(heads: Tensor) -> Tensor:
+    """[1, H, t, d] -> [t, H, d]."""
+    return heads[0].transpose(0, 1).contiguous()
+
+
+def _heads_first(rows_tHd: Tensor) -> Tensor:
+    return rows_tHd.transpose(0, 1)[None]

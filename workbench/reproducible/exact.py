@@ -1,0 +1,161 @@
+"""A policy that computes exactly: the same bits in every layout, from tokens to gradients.
+
+Letters: T tokens of a rank | D model dimension | V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ShapeError, SpecError
+from workbench.policy.logprobs import TokenLogprobs, logit_divisor
+from workbench.policy.logprobs.head import WANTED, check_targets
+from workbench.policy.model import Policy
+from workbench.reproducible import attention
+from workbench.reproducible.blocks import RowBlocks
+from workbench.reproducible.exact_sums import Accumulator, Leaves, check_range, exact_square_sums
+from workbench.reproducible.logprobs import ExactHead, from_hidden
+from workbench.reproducible.modules import Pieces
+from workbench.reproducible.resolution import Resolution
+from workbench.reproducible.shards import held_parameters, sum_over_ranks
+from workbench.shapes import check_shapes
+from workbench.sharding.attention import AttentionShard
+
+
+@dataclass
+class Exact:
+    """What `install` made of a policy.
+
+    Attributes:
+        policy: which computes exactly until `remove`.
+        resolution: what its bits depend on.
+        pieces: how everything is cut, and what computes it.
+        accumulators: exact sums of gradients, by the parameter's name in the model.
+        head: the output head, of sharded parameters as it is now.
+        undo: puts the policy back.
+        used_bits: of the largest partial gradient of each parameter in the last step, 0 where all were zero.
+        bits: gradients of this step are summed in multiples of 2^-bits.
+        scale: what they are divided by at the end.
+        leaves: tokens and blocks that this rank has computed in this step.
+    """
+
+    policy: Policy
+    resolution: Resolution
+    pieces: Pieces
+    accumulators: Mapping[str, Accumulator]
+    head: Callable[[], ExactHead]
+    undo: Callable[[], None]
+    used_bits: Mapping[str, int] = field(default_factory=dict)
+    bits: int = 0
+    scale: float = 1.0
+    leaves: Leaves = field(default_factory=Leaves)
+    _rows: MutableMapping[AttentionShard, RowBlocks] = field(default_factory=WeakKeyDictionary, repr=False)
+
+    def remove(self) -> None:
+        """Put everything back as it was before `install`."""
+        self.undo()
+
+    def start(self, scale: float = 1.0, bits: int | None = None) -> None:
+        """Begin a step: nothing is summed yet.
+
+        Args:
+            scale: a power of two that the loss is multiplied with; gradients are divided by it at the end. It keeps
+                losses that are divided by many tokens above the last bit of the sums.
+            bits: gradients are summed in multiples of 2^-bits; None: those of the resolution.
+
+        Raises:
+            SpecError: a scale that is no power of two: dividing by it would round.
+        """
+        if scale <= 0 or not float(scale).hex().startswith("0x1.0000000000000p"):
+            raise SpecError(f"exact.start(scale={scale})", rule="a power of two: multiplying with it rounds nothing",
+                            fix="take 2.0 ** round(log2(scale))")
+        self.bits, self.scale, self.leaves = self.resolution.bits if bits is None else bits, scale, Leaves()
+        for accumulator in self.accumulators.values():
+            accumulator.start(self.bits)
+
+    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard) -> Tensor:
+        """Last hidden states of this rank's tokens; see `Policy.hidden_states`.
+
+        Raises:
+            ShardingError: an order that does not move whole blocks, or attention that is not gathered.
+        """
+        blocks = self._rows.get(shard) or self._rows.setdefault(shard, RowBlocks.make(
+            shard, self.resolution.block_tokens))
+        if torch.is_grad_enabled():
+            tokens, held = blocks.leaves
+            self.leaves = Leaves(self.leaves.tokens + tokens, self.leaves.blocks + held)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, _: AttentionShard, window: int | None,
+                   scale: float) -> Tensor:
+            return attention.attend(query, key, value, blocks, self.pieces.here, self.pieces.kernels, window, scale)
+
+        return self.policy.through_modules(tokens_T, positions_T, replace(shard, attend=attend))
+
+    def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *,
+                       wanted: Iterable[str] = ("entropy", "logsumexp")) -> TokenLogprobs:
+        """Log-probability of each target, and what else is wanted; see `Policy.token_logprobs`.
+
+        Raises:
+            SpecError: something is wanted that does not exist.
+            ShapeError: sizes disagree, a target is not in the vocabulary, a temperature is not positive and finite.
+        """
+        check_shapes("token_logprobs", hidden_TD=hidden_TD, targets_T=targets_T, temperature_T=temperature_T)
+        check_targets("token_logprobs", targets_T)
+        if bool((targets_T >= self.policy.vocabulary_size).any()):
+            raise ShapeError("token_logprobs: targets", found=f"an id of {int(targets_T.max())}",
+                             rule=f"0 <= id < {self.policy.vocabulary_size}; a negative id is ignored",
+                             fix="replace ids that are not trained by -100")
+        wanted = frozenset(wanted)
+        if unknown := sorted(wanted - set(WANTED)):
+            raise SpecError(f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
+                            rule=f"any of {', '.join(WANTED)}", fix="ask for those, in a tuple")
+        if temperature_T is None:
+            temperature_T = torch.full(targets_T.shape, self.policy.temperature, device=hidden_TD.device)
+        divisor_T = logit_divisor(temperature_T, targets_T, torch.float32)[:, 0]
+        logprobs_T, *others = from_hidden(hidden_TD, targets_T, divisor_T, self.head())
+        named = {f"{name}_T": said_T for name, said_T in zip(WANTED, others, strict=True) if name in wanted}
+        return TokenLogprobs(logprobs_T, **named)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add up the integers of all ranks, and leave each parameter's gradient in ``parameter.grad``, in its dtype.
+
+        Collective over dp_cp and tp; once a step, after the backward of all of its rows.
+
+        Raises:
+            OutOfRange: the integers do not hold the gradients; alike on every rank, and no gradient was written.
+        """
+        mesh = self.policy.mesh
+        names, sums = list(self.accumulators), list(self.accumulators.values())
+        used = check_range(sums, names, self.leaves, self.bits, [mesh["dp_cp"], mesh["tp"]])
+        self.used_bits = dict(zip(names, used, strict=True))
+        held = held_parameters(self.policy)
+
+        def finish(total: Tensor, dtype: torch.dtype) -> Tensor:
+            return self.pieces.kernels.to_gradient(total, 2.0 ** -self.bits / self.scale, dtype)
+
+        for name, gradient in sum_over_ranks(self.accumulators, held, mesh, finish):
+            held[name].leave(gradient)
+        self.start(self.scale, self.bits)
+
+    @torch.no_grad()
+    def norms(self) -> dict[str, float]:
+        """L2 norm of every parameter's gradient, by name; the same bits on every rank and in every layout.
+
+        Squares of float32 numbers are exact in float64; they are added in integers, as by `exact_sum`.
+        """
+        mesh, found = self.policy.mesh, {}
+        held = held_parameters(self.policy)
+        together: dict[tuple[str, ...], list[str]] = {}
+        for name, one in held.items():
+            together.setdefault(one.dealt_over, []).append(name)
+        for over, names in together.items():
+            sums = exact_square_sums([held[name].gradient for name in names], self.pieces.kernels,
+                                     *(mesh[axis] for axis in over))
+            found |= dict(zip(names, sums, strict=True))
+        return {name: found[name] ** 0.5 for name in held}

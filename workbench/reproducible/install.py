@@ -1,0 +1,248 @@
+"""Swap the modules of a decoder for exact ones, put them back, and refuse by name what would not be exact."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import SpecError
+from workbench.policy.model import Policy
+from workbench.policy.tensor_plan import tensor_plan
+from workbench.reproducible import modules
+from workbench.reproducible.exact import Exact
+from workbench.reproducible.exact_sums import Accumulator, Leaves
+from workbench.reproducible.kernels import choose
+from workbench.reproducible.logprobs import ExactHead
+from workbench.reproducible.modules import Pieces
+from workbench.reproducible.resolution import Resolution
+from workbench.reproducible.shards import flush_layers
+from workbench.sharding.tensor_parallel import leave_sums, shard_range
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+"""Decoders of `transformers` whose modules are known to do nothing between the swapped ones but elementwise sums and
+products, and moves."""
+
+FRAMES = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP")
+NORM, ROTARY = "RMSNorm", "RotaryEmbedding"
+ACTIVATIONS = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh")
+KNOWN = {*(family + frame for family in FAMILIES for frame in (*FRAMES, NORM, ROTARY)), *ACTIVATIONS, "Linear",
+         "Embedding", "ModuleList"}
+STYLES = {"colwise": True, "rowwise": False}
+"""Of linear layers: whether pieces of the weight are pieces of its outputs."""
+
+
+def install(policy: Policy, resolution: Resolution) -> Exact:
+    """Make a policy compute exactly, in place, until `Exact.remove`.
+
+    `Policy.hidden_states` and `Policy.token_logprobs` are exact from then on. Backward leaves gradients of weights in
+    exact sums; `Exact.reduce` finishes them.
+
+    Args:
+        policy: as `load_policy` returns it: cut over tp, parameters sharded or not, checkpointing or not.
+        resolution: what the bits depend on.
+
+    Raises:
+        SpecError: a precision, a rule of the head or a module that is not known to be exact, by name; pieces that do
+            not divide what they have to.
+        ShardingError: sequence parallelism.
+    """
+    if policy.exact is not None:
+        raise SpecError("install", found="a policy that computes exactly already", rule="modules are swapped once",
+                        fix="call remove() of the one before")
+    _refuse(policy, resolution)
+    model, tp = policy.model, policy.mesh["tp"]
+    dtype = next(model.parameters()).dtype
+    pieces = Pieces(choose(policy.mesh.device, dtype, resolution.block_tokens), resolution.block_tokens,
+                    resolution.weight_chunks // tp.size, tp)
+    swap = _Swap(policy, pieces)
+    before = torch.get_num_threads()
+    leave_sums(model, to_others=True)
+    for name, module in model.named_modules():
+        swap.module(name, module)
+    end_flushes = flush_layers(policy, swap.accumulators)
+    torch.set_num_threads(1)  # threads cut a tensor where its size says, and a cut has a tail
+
+    def undo() -> None:
+        torch.set_num_threads(before)
+        end_flushes()
+        leave_sums(model, to_others=False)
+        swap.back()
+        policy.exact = None
+
+    exact = Exact(policy, resolution, pieces, swap.accumulators, swap.head, undo)
+    exact.start()
+    policy.exact = exact
+    return exact
+
+
+@contextmanager
+def reproducibly(policy: Policy, *, block_tokens: int, weight_chunks: int = 1, bits: int = 32) -> Iterator[Exact]:
+    """Compute a step of one's own with the same bits in every layout.
+
+    Args:
+        policy: as `load_policy` returns it; inside it is exact, after it is as before.
+        block_tokens: see `Resolution`, as are the others.
+        weight_chunks: the largest tp to compare with.
+        bits: of the sums.
+
+    Raises:
+        SpecError, ShardingError: see `install`.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> from workbench.policy.model import load_policy
+        >>> from workbench.sharding.attention import AttentionShard
+        >>> from workbench.sharding.mesh import Axis
+        >>> from workbench.sharding.plan import ShardPlan
+        >>> policy = load_policy("tiny-qwen3")
+        >>> tokens, places = torch.arange(16), torch.arange(16)
+        >>> plan = ShardPlan.make("contiguous", num_tokens=16, cp=1)
+        >>> shard = AttentionShard.make(plan, torch.zeros(16, dtype=torch.long), Axis("cp"))
+        >>> with wb.reproducibly(policy, block_tokens=8) as exact:
+        ...     hidden = policy.hidden_states(tokens, places, shard)
+        ...     policy.token_logprobs(hidden, tokens.roll(-1)).logprobs_T.sum().neg().backward()
+        ...     exact.reduce()
+        >>> policy.model.lm_head.weight.grad.shape
+        torch.Size([19, 64])
+    """
+    exact = install(policy, Resolution(block_tokens, weight_chunks, bits))
+    try:
+        yield exact
+    finally:
+        exact.remove()
+
+
+class _Swap:
+    """Gives modules forwards of their own, and remembers what they had.
+
+    Args:
+        policy: whose modules they are.
+        pieces: how everything is cut.
+    """
+
+    def __init__(self, policy: Policy, pieces: Pieces) -> None:
+        self.policy, self.pieces = policy, pieces
+        self.accumulators: dict[str, Accumulator] = {}
+        self._before: list[tuple[Any, Any]] = []
+        self._names = {id(parameter): name for name, parameter in policy.model.named_parameters()}
+        self._by_outputs = _styles(policy.model)
+        self._heads = policy.model.config.get_text_config().num_attention_heads
+
+    def module(self, name: str, module: Any) -> None:
+        """Swap one module, if it computes."""
+        pieces, kind = self.pieces, type(module).__name__
+        head = module is self.policy.model.get_output_embeddings()
+        if head:
+            self._head = self._sums(module.weight, blocks=1)
+        elif isinstance(module, nn.Linear):
+            into, into_bias = self._sums(module.weight, blocks=1), None
+            if module.bias is not None:
+                into_bias = self._sums(module.bias, tokens=1)
+            by_outputs = self._by_outputs[name]
+            self._set(module, lambda x: modules.linear(x, module.weight, module.bias, by_outputs, into, into_bias,
+                                                       pieces))
+        elif isinstance(module, nn.Embedding):
+            into, (first, _) = self._sums(module.weight, tokens=1), self._vocabulary()
+            self._set(module, lambda tokens: modules.embedding(tokens, module.weight, first, into, pieces))
+        elif kind.endswith(NORM):
+            into = self._sums(module.weight, tokens=self._heads)
+            self._set(module, lambda x: modules.rms_norm(x, module.weight, module.variance_epsilon, into, pieces))
+        elif kind.endswith(ROTARY):
+            look_up = module.forward
+            self._set(module, lambda x, position_ids: modules.rotary(look_up, x, position_ids, pieces))
+        elif kind in ACTIVATIONS:
+            activation = module.forward
+            self._set(module, lambda x: modules.elementwise(x, activation, pieces))
+
+    def head(self) -> ExactHead:
+        """The output head as it is now: sharded parameters come and go."""
+        first, vocabulary = self._vocabulary()
+        width = -(-vocabulary // (self.pieces.here * self.pieces.tp.size))
+        return ExactHead(self.policy.head_arguments()["weight_VD"], first, vocabulary, width, self._head, self.pieces)
+
+    def back(self) -> None:
+        """Give every module its own forward again."""
+        for module, before in self._before:
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+    def _set(self, module: Any, forward: Callable[..., Any]) -> None:
+        self._before.append((module, module.__dict__.get("forward")))
+        module.forward = forward
+
+    def _sums(self, parameter: Tensor, tokens: int = 0, blocks: int = 0) -> Accumulator:
+        """Where a parameter's gradient is summed; tied ones share it."""
+        name = self._names[id(parameter)]
+        known = self.accumulators.get(name)
+        if known is None:
+            known = self.accumulators[name] = Accumulator(parameter.shape, self.policy.mesh.device, Leaves())
+        known.per = Leaves(known.per.tokens + tokens, known.per.blocks + blocks)
+        return known
+
+    def _vocabulary(self) -> tuple[int, int]:
+        size = self.policy.vocabulary_size
+        return shard_range(size, self.pieces.tp, what="vocabulary")[0], size
+
+
+def _styles(model: Any) -> dict[str, bool]:
+    """Of each linear layer inside, whether its pieces are of the outputs."""
+    plan = tensor_plan(model)
+    return {name: STYLES[style] for name, module in model.named_modules() if isinstance(module, nn.Linear)
+            for pattern, style in plan.items() if style in STYLES and fnmatch.fnmatchcase(name, pattern)}
+
+
+def _refuse(policy: Policy, resolution: Resolution) -> None:
+    """Everything that would not be exact, in one message."""
+    model, config = policy.model, policy.model.config.get_text_config()
+    named = [(name, module, type(module).__name__.removeprefix("FSDP")) for name, module in model.named_modules()]
+    wrong = [f"{kind} at {name}" for name, _, kind in named if kind not in KNOWN]
+    wrong += [f"{name} in training mode, with dropout" for name, module, _ in named
+              if module.training and getattr(module, "attention_dropout", 0)]
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            wrong.append(f"{name} in {str(parameter.dtype).removeprefix('torch.')}")
+        if not parameter.requires_grad:
+            wrong.append(f"{name}, which is not trained")
+    styles = _styles(model)
+    wrong += [f"{name}, which no plan cuts" for name, module, _ in named
+              if isinstance(module, nn.Linear) and module is not model.get_output_embeddings() and name not in styles]
+    rules = {"a bias of the output head": getattr(model.get_output_embeddings(), "bias", None) is not None,
+             "a scale of the logits": any(getattr(config, name, None) not in (None, 1.0)
+                                          for name in ("logit_scale", "logits_scaling")),
+             "a cap of the logits": bool(getattr(config, "final_logit_softcapping", None)),
+             "fp32_head": policy.fp32_head}
+    wrong += [rule for rule, asked in rules.items() if asked]
+    if wrong:
+        raise SpecError(f"exact computation of model type {config.model_type!r}", found=", ".join(wrong[:6]),
+                        rule=f"dense decoders of the families {', '.join(FAMILIES)}, in float32 or bfloat16, every "
+                             "parameter trained", fix="use such a model, or compute without it")
+    _refuse_pieces(policy, resolution.weight_chunks)
+
+
+def _refuse_pieces(policy: Policy, chunks: int) -> None:
+    config, tp, size = policy.model.config.get_text_config(), policy.mesh["tp"].size, policy.vocabulary_size
+    counts = {"query heads": config.num_attention_heads, "features between two layers": config.intermediate_size,
+              "key/value heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
+    wrong = [f"{count} {name}" for name, count in counts.items() if count % chunks]
+    width = -(-size // chunks)
+    if width * (chunks - 1) >= size or any(width * (chunks // some) != -(-size // some)
+                                           for some in _powers_of_two(chunks) if some > 1):
+        wrong.append(f"{size} tokens of a vocabulary")
+    if chunks % tp:
+        wrong.append(f"tp={tp}")
+    if wrong:
+        raise SpecError(f"weight_chunks = {chunks}", found=", ".join(wrong),
+                        rule="it divides heads, key/value heads, features and the vocabulary (of which the last piece "
+                             "may be short, where tp cuts it alike), and tp divides it",
+                        fix="choose a smaller power of two, not below tp")
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return [2 ** power for power in range(largest.bit_length())]

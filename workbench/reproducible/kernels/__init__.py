@@ -1,0 +1,22 @@
+"""What computes the canonical pieces of a network, chosen by device and dtype; each a module with the same functions.
+
+Between two kernels only the bits differ; a record names which one it was.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import torch
+
+from workbench.reproducible.kernels import plain
+
+
+def choose(device: torch.device, dtype: torch.dtype, block_tokens: int) -> ModuleType:
+    """The fastest kernels that can compute blocks of so many tokens of a dtype on a device."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return plain
+    from workbench.reproducible.kernels import triton_16bit
+
+    return plain if triton_16bit.refusal(dtype, device, block_tokens) else triton_16bit

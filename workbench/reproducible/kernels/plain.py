@@ -1,0 +1,334 @@
+"""Canonical pieces of a network in torch alone: a loop over blocks of tokens, any device.
+
+Every product is of one block of tokens with one piece of a weight, so that its shape, and with it the kernel that a
+library picks and the order in which that adds, is the same in every layout. What is not a product is elementwise.
+
+Letters: T tokens | b tokens of a block | K, N columns and rows of a weight | D width | S keys | H heads | d head
+dimension | v columns of a piece of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from workbench.reproducible.blocks import Span
+from workbench.reproducible.trees import mean_by_halves
+from workbench.sharding.attention.kernels import KERNELS, Kernel
+
+NAME = "plain"
+ALIGNMENT = 64
+"""Bytes: a BLAS may take another path for an operand that begins elsewhere."""
+
+
+def canonical(values: Tensor) -> Tensor:
+    """The same numbers, contiguous, and beginning where every layout's begin."""
+    values = values.contiguous()
+    return values if values.data_ptr() % ALIGNMENT == 0 else values.clone()
+
+
+def product(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply x @ weight.T, a block of rows and some columns at a time. -> [T, N] of the dtype of x unless said."""
+    pieces = [canonical(piece).T for piece in weight_NK.split(width)]
+    return _products(x_TK, pieces, block, out_dtype)
+
+
+def product_back(dy_TN: Tensor, weight_NK: Tensor, block: int, width: int,
+                 out_dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply dy @ weight, a block of rows and some columns at a time. -> [T, K] of the dtype of dy unless said."""
+    return _products(dy_TN, [canonical(piece) for piece in weight_NK.split(width, 1)], block, out_dtype)
+
+
+def _products(x_TK: Tensor, pieces_KN: list[Tensor], block: int, out_dtype: torch.dtype | None) -> Tensor:
+    rows = []
+    for x_bK in map(canonical, x_TK.split(block)):
+        columns = [_multiplied(x_bK, piece_KN, out_dtype or x_TK.dtype) for piece_KN in pieces_KN]
+        rows.append(columns[0] if len(columns) == 1 else torch.cat(columns, 1))
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product summed in float32 or better, rounded once to a dtype."""
+    if dtype == left.dtype:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
+def add_outer(total_NK: Tensor, peak: Tensor, scale: float, dy_TN: Tensor, x_TK: Tensor, block: int,
+              tile: tuple[int, int]) -> None:
+    """Add each block's dy.T @ x, rounded to multiples of 1 / scale, to integers; raise the peak of their sizes.
+
+    Args:
+        total_NK: int64; may be a piece of a larger one.
+        peak: float32, the largest size of a partial so far; raised in place. NaN stays NaN.
+        scale: a power of two.
+        dy_TN: gradient of the outputs.
+        x_TK: inputs.
+        block: tokens of a partial.
+        tile: rows and columns that are computed at a time.
+    """
+    height, width = tile
+    for dy_bN, x_bK in zip(dy_TN.split(block), x_TK.split(block), strict=True):
+        columns = [canonical(x) for x in x_bK.split(width, 1)]
+        for dy, total_nK in zip(dy_bN.split(height, 1), total_NK.split(height), strict=True):
+            dy_nb = canonical(dy).T
+            for x, total_nk in zip(columns, total_nK.split(width, 1), strict=True):
+                _add(total_nk, peak, scale, _multiplied(dy_nb, x, torch.promote_types(x.dtype, torch.float32)))
+
+
+def add_rows(total: Tensor, peak: Tensor, scale: float, rows_TD: Tensor, index_T: Tensor | None = None) -> None:
+    """Add each row, rounded to multiples of 1 / scale, to integers: to all of them, or to those that the index names.
+
+    Args:
+        total: int64 [D], or with an index [V, D].
+        peak: as in `add_outer`.
+        scale: a power of two.
+        rows_TD: each a partial.
+        index_T: which row of the total each goes to; negative: none.
+    """
+    if index_T is None:
+        for rows_bD in rows_TD.split(_ROWS):
+            total += fixed(rows_bD, scale).sum(0)
+            _raise(peak, rows_bD)
+        return
+    rows_TD = rows_TD.masked_fill((index_T < 0)[:, None], 0)
+    with _no_order():
+        total.index_add_(0, index_T.clamp_min(0), fixed(rows_TD, scale))
+    _raise(peak, rows_TD)
+
+
+_ROWS = 4096
+"""Rows whose integers exist at a time."""
+
+
+def raise_head_peaks(peak_H: Tensor, values_kHd: Tensor) -> None:
+    """Raise each head's peak to the largest size of its values, in place. NaN stays NaN."""
+    torch.maximum(peak_H, values_kHd.abs().amax((0, 2)).float(), out=peak_H)
+
+
+def add_scaled(total_kHd: Tensor, scale_H: Tensor, values_kHd: Tensor) -> None:
+    """Add values, rounded to multiples of 1 / scale of their head, to integers, whose rows may lie apart."""
+    total_kHd += fixed(values_kHd, scale_H[:, None])
+
+
+def to_gradient(total: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    """Integers times a power of two, rounded to float64, to float32 and to a dtype."""
+    gradient = torch.empty(total.shape, dtype=dtype, device=total.device)
+    for some, integers in zip(gradient.view(-1).split(_ELEMENTS), total.reshape(-1).split(_ELEMENTS), strict=True):
+        some.copy_((integers.double() * factor).float())
+    return gradient
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest size, float32; NaN stays NaN; 0 of nothing."""
+    return values.abs().amax().float() if values.numel() else torch.zeros((), device=values.device)
+
+
+def sum_of_squares(values: Tensor, scale: Tensor) -> Tensor:
+    """Sum of all squares, each rounded to a multiple of 1 / scale, a power of two, as an integer.
+
+    The square of a float32 number is exact in float64.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for some in values.reshape(-1).split(_ELEMENTS):
+        total += some.double().square_().mul_(scale).round_().to(torch.int64).sum()
+    return total
+
+
+_ELEMENTS = 2**24
+"""Whose 64-bit numbers exist at a time."""
+
+
+def fixed(values: Tensor, scale: float | Tensor) -> Tensor:
+    """Integers: values in multiples of 1 / scale, a power of two."""
+    return values.float().mul(scale).round_().to(torch.int64)
+
+
+def _add(total: Tensor, peak: Tensor, scale: float, partial: Tensor) -> None:
+    _raise(peak, partial)
+    total += partial.mul_(scale).round_().to(torch.int64)
+
+
+def _raise(peak: Tensor, partial: Tensor) -> None:
+    if partial.numel():
+        torch.maximum(peak, torch.linalg.vector_norm(partial.float(), torch.inf), out=peak)
+
+
+@contextmanager
+def _no_order() -> Iterator[None]:
+    """Integers add up to the same in any order: no slower kernel is needed that keeps one."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Root-mean-square norm, and the reciprocal root of each row, [T, D] and [T]."""
+    wide_TD = x_TD.float()
+    rstd_T1 = torch.rsqrt(mean_by_halves(wide_TD.square()) + eps)
+    return weight_D * (wide_TD * rstd_T1).to(x_TD.dtype), rstd_T1[:, 0]
+
+
+def norm_back(dy_TD: Tensor, x_TD: Tensor, rstd_T: Tensor, weight_D: Tensor, total_D: Tensor | None, peak: Tensor,
+              scale: float) -> Tensor:
+    """Gradient of x; that of the weight goes to the integers, a partial for each row, unless there are none.
+
+    Formula:  g = dy * weight; dx = rstd * (g - x rstd * mean(g * x rstd))
+    """
+    normed_TD = x_TD.float() * rstd_T[:, None]
+    dy_TD = dy_TD.float()
+    if total_D is not None:
+        add_rows(total_D, peak, scale, dy_TD * normed_TD.to(x_TD.dtype).float())
+    inner_TD = dy_TD * weight_D.float()
+    return (rstd_T[:, None] * (inner_TD - normed_TD * mean_by_halves(inner_TD * normed_TD))).to(x_TD.dtype)
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x_TK: Tensor, block: int, width: int) -> Tensor:
+    """A function of each element alone. On a CPU piece by piece: a vector's body and its tail may round differently."""
+    if x_TK.is_cuda:
+        return function(x_TK)
+    return torch.cat([torch.cat([function(canonical(piece)) for piece in x_bK.split(width, 1)], 1)
+                      for x_bK in x_TK.split(block)])
+
+
+def elementwise_back(function: Callable[[Tensor], Tensor], dy_TK: Tensor, x_TK: Tensor, block: int,
+                     width: int) -> Tensor:
+    """Gradient of x; the function is computed again."""
+    def back(dy: Tensor, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = canonical(x).detach().requires_grad_()
+            return torch.autograd.grad(function(leaf), leaf, canonical(dy))[0]
+
+    if x_TK.is_cuda:
+        return back(dy_TK, x_TK)
+    rows = []
+    for dy_bK, x_bK in zip(dy_TK.split(block), x_TK.split(block), strict=True):
+        columns = zip(dy_bK.split(width, 1), x_bK.split(width, 1), strict=True)
+        rows.append(torch.cat([back(dy, x) for dy, x in columns], 1))
+    return torch.cat(rows)
+
+
+def attend(query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span],
+           scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of each block of queries over its own stretch of keys: output [t, Hq, d], log-normaliser [Hq, t]."""
+    outs, lses = [], []
+    for span in spans:
+        query, key, value = _of_span(span, query_tHd, key_SHd, value_SHd)
+        kernel = _kernel(query, key, span)
+        out, lse = kernel.forward(query, key, value, span.seen, scale)
+        outs.append(_tokens_first(out.to(query.dtype)))
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def attend_back(d_out_tHd: Tensor, query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, out_tHd: Tensor,
+                lse_Ht: Tensor, spans: Sequence[Span],
+                scale: float) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """Gradient of the queries, and for each block those of its keys and values, [k, Hk, d] each."""
+    d_queries, d_keys_values = [], []
+    for span in spans:
+        query, key, value = _of_span(span, query_tHd, key_SHd, value_SHd)
+        out, d_out = (_heads_first(rows[span.queries]) for rows in (out_tHd, d_out_tHd))
+        kernel = _kernel(query, key, span)
+        with _one_order(kernel):
+            found = kernel.backward(d_out, query, key, value, out, canonical(lse_Ht[:, span.queries])[None], span.seen,
+                                    scale)
+        d_queries.append(_tokens_first(found[0].to(query.dtype)))
+        d_keys_values.append((_tokens_first(found[1]), _tokens_first(found[2])))
+    return torch.cat(d_queries), d_keys_values
+
+
+def _kernel(query: Tensor, key: Tensor, span: Span) -> Kernel:
+    """The first kernel that can, of those that are not compiled for a shape."""
+    return next(kernel for kernel in KERNELS if kernel.name != "flex" and kernel.refusal(query, key, span.seen) is None)
+
+
+@contextmanager
+def _one_order(kernel: Kernel) -> Iterator[None]:
+    """Flash attention adds up gradients in one order only if torch is told to; the plain kernel always does."""
+    if kernel.name != "flash":
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _of_span(span: Span, query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return (_heads_first(query_tHd[span.queries]), _heads_first(key_SHd[span.keys]), _heads_first(value_SHd[span.keys]))
+
+
+def _heads_first(rows_nHd: Tensor) -> Tensor:
+    """[n, H, d] -> [1, H, n, d], of which the tokens lie one after another in memory."""
+    return canonical(rows_nHd).transpose(0, 1)[None]
+
+
+def _tokens_first(heads_Hnd: Tensor) -> Tensor:
+    return heads_Hnd[0].transpose(0, 1).contiguous()
+
+
+def say(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
+    """What a piece of the vocabulary says about each row: what all of its pieces together are merged from.
+
+    Args:
+        logits_bv: products of the hidden states and the head, float32; written over.
+        local_b: column of each target; outside of the piece: it has none.
+        divisor_b: the temperature of each row, by which logits enter the softmax.
+
+    Returns:
+        [5, b]: largest logit m, sum of exp(z - m), sum of exp(z - m) (z - m), sum of z^2, target's logit or -inf.
+    """
+    logits_bv.div_(divisor_b[:, None])
+    highest_b = logits_bv.amax(1)
+    shifted_bv = logits_bv - highest_b[:, None]
+    exp_bv = shifted_bv.exp()
+    index_b, here_b = _located(local_b, logits_bv)
+    target_b = logits_bv.gather(1, index_b[:, None])[:, 0].masked_fill(~here_b, -torch.inf)
+    return torch.stack([highest_b, exp_bv.sum(1), (exp_bv * shifted_bv).sum(1), logits_bv.square().sum(1), target_b])
+
+
+def unsay(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor, logsumexp_b: Tensor, entropy_b: Tensor,
+          gradients_4b: Tensor, out_bv: Tensor) -> None:
+    """Gradient of the products with a piece of the vocabulary.
+
+    Formula:  p = exp(z - logsumexp);  dz = g_logprob 1[target] + (g_logsumexp - g_logprob) p
+                                            - g_entropy p (log p + entropy) + 2 g_square z
+
+    Args:
+        logits_bv: as in `say`; written over.
+        local_b: as in `say`.
+        divisor_b: as in `say`.
+        logsumexp_b: of the whole vocabulary.
+        entropy_b: of the whole vocabulary.
+        gradients_4b: of log-probability, entropy, logsumexp and sum of squares.
+        out_bv: takes dz over the temperature, in its own dtype.
+    """
+    logprob_b, entropy_gradient_b, normaliser_b, square_b = gradients_4b
+    logits_bv.div_(divisor_b[:, None])
+    log_p_bv = logits_bv - logsumexp_b[:, None]
+    p_bv = log_p_bv.exp()
+    d_bv = (normaliser_b - logprob_b)[:, None] - entropy_gradient_b[:, None] * (log_p_bv + entropy_b[:, None])
+    d_bv.mul_(p_bv).add_(logits_bv.mul_(2 * square_b[:, None]))
+    index_b, here_b = _located(local_b, logits_bv)
+    with _no_order():  # one element of each row
+        d_bv.scatter_add_(1, index_b[:, None], (logprob_b * here_b)[:, None])
+    out_bv.copy_(d_bv.div_(divisor_b[:, None]))
+
+
+def _located(local_b: Tensor, logits_bv: Tensor) -> tuple[Tensor, Tensor]:
+    here_b = (local_b >= 0) & (local_b < logits_bv.shape[1])
+    return local_b.masked_fill(~here_b, 0), here_b

@@ -1,0 +1,186 @@
+"""What a decoder is made of, computed in canonical pieces; gradients of weights go to exact sums, not through autograd.
+
+A weight stands among the inputs of each function, so that what follows wants a gradient, and is kept as an attribute of
+the context and not as a saved tensor: under checkpointing that would come back as another object.
+
+Letters: T tokens of a rank | K, N columns and rows of a weight | D width | V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from workbench.reproducible.exact_sums import Accumulator
+from workbench.reproducible.trees import sum_over_pieces
+from workbench.sharding.collectives import all_sum
+from workbench.sharding.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How everything is cut, and by what it is computed.
+
+    Attributes:
+        kernels: what computes the pieces.
+        block: tokens of a block.
+        here: pieces of each weight that this rank holds.
+        tp: the axis over which the others are.
+    """
+
+    kernels: ModuleType
+    block: int
+    here: int
+    tp: Axis
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a weight is one piece, so that nothing has to be added up over pieces."""
+        return self.here == 1 and self.tp.size == 1
+
+
+def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, by_outputs: bool, into: Accumulator,
+           into_bias: Accumulator | None, pieces: Pieces) -> Tensor:
+    """Multiply x @ weight.T + bias, of which tp cuts the outputs, or the inputs.
+
+    Args:
+        x: [..., K].
+        weight_NK: what this rank holds of it.
+        bias_N: of the outputs of this rank.
+        by_outputs: the pieces are rows of the weight (a column-parallel layer), not columns.
+        into: takes the weight's gradient, a partial for each block.
+        into_bias: takes the bias's, a partial for each token.
+        pieces: how it is cut.
+
+    Shapes:   -> [..., N].
+    Layout:   tp: replicated in, sharded out by outputs; by inputs sharded in, replicated out.
+    Backward: of x; by outputs the sum over the pieces of all tp ranks, by pairs.
+    """
+    return _Linear.apply(x, weight_NK, bias_N, by_outputs, into, into_bias, pieces)
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, by_outputs: bool, into: Accumulator,
+                into_bias: Accumulator | None, pieces: Pieces) -> Tensor:
+        x_TK = x.contiguous().flatten(0, -2)
+        ctx.save_for_backward(x_TK)
+        ctx.weight_NK, ctx.shape, ctx.by_outputs, ctx.pieces = weight_NK, x.shape, by_outputs, pieces
+        ctx.into, ctx.into_bias = into, into_bias
+        product, here = pieces.kernels.product, pieces.here
+        height = len(weight_NK)
+        if by_outputs or pieces.is_whole:
+            y_TN = product(x_TK, weight_NK, pieces.block, height // (here if by_outputs else 1))
+        else:
+            parts = [product(x_TK[:, some], weight_NK[:, some], pieces.block, height, torch.float32)
+                     for some in _columns(x_TK, here)]
+            y_TN = sum_over_pieces(parts, pieces.tp).to(x.dtype)
+        if bias_N is not None:
+            y_TN = y_TN + bias_N
+        return y_TN.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x_TK,), weight_NK, pieces, into = ctx.saved_tensors, ctx.weight_NK, ctx.pieces, ctx.into
+        kernels, here, width = pieces.kernels, pieces.here, weight_NK.shape[1]
+        dy_TN = dy.contiguous().flatten(0, -2)
+        tile = (len(weight_NK) // here, width) if ctx.by_outputs else (len(weight_NK), width // here)
+        kernels.add_outer(into.total, into.peak, into.scale, dy_TN, x_TK, pieces.block, tile)
+        if ctx.into_bias is not None:
+            kernels.add_rows(ctx.into_bias.total, ctx.into_bias.peak, into.scale, dy_TN)
+        if not ctx.by_outputs or pieces.is_whole:
+            dx_TK = kernels.product_back(dy_TN, weight_NK, pieces.block, tile[1])
+        else:
+            parts = [kernels.product_back(dy_TN[:, some], weight_NK[some], pieces.block, width, torch.float32)
+                     for some in _columns(dy_TN, here)]
+            dx_TK = sum_over_pieces(parts, pieces.tp).to(dy.dtype)
+        return dx_TK.view(ctx.shape), None, None, None, None, None, None
+
+
+def _columns(values_TK: Tensor, pieces: int) -> list[slice]:
+    width = values_TK.shape[1] // pieces
+    return [slice(start, start + width) for start in range(0, values_TK.shape[1], width)]
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, into: Accumulator, pieces: Pieces) -> Tensor:
+    """Divide each row by its root mean square, times a weight; the weight's gradient has a partial for each row.
+
+    Shapes:   x [..., D], weight_D [D] -> [..., D].
+    """
+    return _RMSNorm.apply(x, weight_D, eps, into, pieces)
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, into: Accumulator, pieces: Pieces) -> Tensor:
+        x_TD = x.contiguous().flatten(0, -2)
+        y_TD, rstd_T = pieces.kernels.norm(x_TD, weight_D, eps)
+        ctx.save_for_backward(x_TD, rstd_T)
+        ctx.weight_D, ctx.into, ctx.pieces = weight_D, into, pieces
+        return y_TD.resize_(x.shape)  # no view: FSDP2 hangs its hooks on what a module returns
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x_TD, rstd_T), into = ctx.saved_tensors, ctx.into
+        dx_TD = ctx.pieces.kernels.norm_back(dy.contiguous().flatten(0, -2), x_TD, rstd_T, ctx.weight_D, into.total,
+                                             into.peak, into.scale)
+        return dx_TD.view(dy.shape), None, None, None, None
+
+
+def embedding(tokens: Tensor, weight_VD: Tensor, first: int, into: Accumulator, pieces: Pieces) -> Tensor:
+    """Rows of a weight, of which this rank holds those from ``first`` on; gradients a partial for each token.
+
+    Shapes:   tokens [...] -> [..., D].
+    Layout:   tp: sharded(V) in, replicated out.
+    """
+    return _Embedding.apply(tokens, weight_VD, first, into, pieces)
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight_VD: Tensor, first: int, into: Accumulator, pieces: Pieces) -> Tensor:
+        local = tokens - first
+        ctx.here = (local >= 0) & (local < len(weight_VD))
+        ctx.local, ctx.into, ctx.pieces = local.where(ctx.here, -1), into, pieces
+        rows = weight_VD[local.where(ctx.here, 0)].masked_fill(~ctx.here[..., None], 0)
+        return all_sum(rows + 0.0, pieces.tp)  # one rank has each row, and -0.0 is made 0.0 where nobody adds a zero
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.into.add_at(ctx.pieces.kernels, dy.contiguous().flatten(0, -2), ctx.local.flatten())
+        return None, None, None, None, None
+
+
+def elementwise(x: Tensor, function: Callable[[Tensor], Tensor], pieces: Pieces) -> Tensor:
+    """A function of each element alone, such as an activation. Shapes: [..., K] -> [..., K], cut over tp."""
+    return _Elementwise.apply(x, function, pieces)
+
+
+class _Elementwise(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], pieces: Pieces) -> Tensor:
+        x_TK = x.contiguous().flatten(0, -2)
+        ctx.save_for_backward(x_TK)
+        ctx.function, ctx.pieces = function, pieces
+        return pieces.kernels.elementwise(function, x_TK, pieces.block, x_TK.shape[1] // pieces.here).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x_TK,), pieces = ctx.saved_tensors, ctx.pieces
+        dx_TK = pieces.kernels.elementwise_back(ctx.function, dy.contiguous().flatten(0, -2), x_TK, pieces.block,
+                                                x_TK.shape[1] // pieces.here)
+        return dx_TK.view(dy.shape), None, None
+
+
+def rotary(function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, positions: Tensor,
+           pieces: Pieces) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each position, block by block. Shapes: positions [1, T] -> [1, T, d] each."""
+    found = [function(x, some) for some in positions.split(pieces.block, 1)]
+    cos, sin = (torch.cat(one, 1) for one in zip(*found, strict=True))
+    return cos, sin

@@ -1,0 +1,58 @@
+"""What the bits of a reproducible step depend on, and what is said when its integers do not hold its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.errors import SpecError, WorkbenchError
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The canonical pieces of a step, and how finely its sums are kept; runs with equal ones have equal bits.
+
+    Attributes:
+        block_tokens: tokens of a row that are computed together.
+        weight_chunks: pieces that a weight is computed in, a power of two: the largest tp to compare with.
+        bits: gradients are summed in multiples of 2^-bits.
+
+    Raises:
+        SpecError: a number of pieces that is no power of two, or a block without tokens.
+    """
+
+    block_tokens: int
+    weight_chunks: int = 1
+    bits: int = 32
+
+    def __post_init__(self) -> None:
+        chunks = self.weight_chunks
+        if self.block_tokens < 1 or chunks < 1 or chunks & (chunks - 1):
+            raise SpecError(f"block_tokens = {self.block_tokens}, weight_chunks = {chunks}",
+                            rule="at least one token a block; pieces of a weight are a power of two, because they are "
+                                 "added by pairs", fix="choose weight_chunks among 1, 2, 4, 8")
+
+
+class OutOfRange(WorkbenchError, ArithmeticError):
+    """Gradients that the integers of this step do not hold; raised alike on every rank of every layout.
+
+    Attributes:
+        bits: as many hold them: compute the step again with these. None: they are not finite.
+    """
+
+    bits: int | None = None
+
+    @classmethod
+    def because(cls, found: str, bits: int | None) -> OutOfRange:
+        """Say what was found, and with how many bits the step can be computed."""
+        fix = "look for what made them so: a learning rate, a ratio that nobody clips" if bits is None else \
+            f"compute the step again after exact.start(bits={bits})"
+        error = cls("exact sums of gradients", found=found,
+                    rule="the largest partial gradient fits into 62 bits with all that is added to it, and uses enough "
+                         "of them", fix=fix)
+        error.bits = bits
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Everything follows from two things."""
+        return type(self).because, (self.parts["found"], self.bits)

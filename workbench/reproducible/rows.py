@@ -1,0 +1,77 @@
+"""Whole rows: what each rank of a row computes again in full, and numbers of rows added in an order of the rows.
+
+A loss sums over tokens, and metrics do. On the whole row, in the order of the row, these sums are the same bits on
+every rank that shares it, whoever holds which block; and a row is the same bits in every layout. Then only one number
+a row is left to add, which is done in the order of the rows' own numbers, not of the ranks.
+
+Letters: T tokens of a row | t tokens of a rank | R rows of a step | r rows of a rank | K numbers of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from workbench.sharding import flight
+from workbench.sharding.collectives import gather_equal
+from workbench.sharding.mesh import Axis
+from workbench.sharding.plan import ShardPlan
+
+
+def whole_row(values_t: Tensor, plan: ShardPlan, axis: Axis, device: torch.device | str | None = None) -> Tensor:
+    """What all ranks hold of a row, in the order of the row; every rank then computes the *same* with it.
+
+    Args:
+        values_t: this rank's.
+        plan: who holds what.
+        axis: the ranks that share the row.
+        device: where the row is wanted; None: where this rank's part is.
+
+    Shapes:   [t, ...] -> [T, ...].
+    Layout:   cp: sharded(T) -> replicated.
+    Backward: this rank's own tokens of the gradient, which is the whole one on every rank already. Nothing is added.
+    """
+    return _WholeRow.apply(values_t, plan, axis, device)
+
+
+class _WholeRow(Function):
+    @staticmethod
+    def forward(ctx: Any, values_t: Tensor, plan: ShardPlan, axis: Axis, device: torch.device | str | None) -> Tensor:
+        ctx.plan, ctx.rank, ctx.device = plan, axis.rank, values_t.device
+        rank_major_T = gather_equal(values_t, axis, caller=flight.caller()).flatten(0, 1)
+        return plan.merge(rank_major_T.to(values_t.device if device is None else device))
+
+    @staticmethod
+    def backward(ctx: Any, gradient_T: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.plan.split(gradient_T, ctx.rank).to(ctx.device), None, None, None
+
+
+def rows_in_order(lines_rK: Tensor, numbers_r: Tensor, axis: Axis) -> Tensor:
+    """The lines of all rows of a step, in the order of the rows' numbers; the same on every rank.
+
+    Args:
+        lines_rK: [r, K] a line of float64 for each row of this rank; every rank of the axis has as many.
+        numbers_r: [r] the number of each row in the step, on the device of the axis.
+        axis: whose ranks hold different rows (dp).
+
+    Shapes: [r, K] -> [R, K].
+    """
+    numbered_rK = torch.cat([numbers_r[:, None].double(), lines_rK.detach().to(numbers_r.device)], dim=1)
+    numbered_RK = gather_equal(numbered_rK, axis).flatten(0, 1).to(lines_rK.device)
+    return numbered_RK[numbered_RK[:, 0].argsort(stable=True), 1:]
+
+
+def sum_in_order(lines_rK: Tensor, numbers_r: Tensor, axis: Axis) -> Tensor:
+    """Sum over all rows of a step, one after another in the order of their numbers; see `rows_in_order`.
+
+    A row of zeros changes no bit, so it does not matter where a rank without documents puts its own.
+
+    Shapes: [r, K] -> [K].
+    """
+    total_K = lines_rK.new_zeros(lines_rK.shape[1])
+    for line_K in rows_in_order(lines_rK, numbers_r, axis):
+        total_K = total_K + line_K
+    return total_K

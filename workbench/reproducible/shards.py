@@ -1,0 +1,157 @@
+"""Parameters as they lie over ranks: completing their exact sums, and leaving the gradient where an optimizer looks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.policy.model import Policy, decoder_layers
+from workbench.reproducible.exact_sums import Accumulator
+from workbench.sharding.collectives import all_sum_, gather_equal, scatter_sum
+from workbench.sharding.data_parallel import is_shard
+from workbench.sharding.mesh import Mesh
+from workbench.sharding.tensor_parallel import ParameterShard
+
+BUCKET = 2**23
+"""Elements of small parameters that are summed over ranks together."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of a parameter.
+
+    Attributes:
+        parameter: whole over dp x cp, or a DTensor of which this rank has rows.
+        shard: how it lies.
+    """
+
+    parameter: Any
+    shard: ParameterShard
+
+    @property
+    def dealt_over(self) -> tuple[str, ...]:
+        """Axes whose ranks hold different elements."""
+        return ("tp",) * (self.shard.dim is not None) + ("dp_cp",) * self.shard.over_dp_cp
+
+    @property
+    def gradient(self) -> Tensor:
+        """As the optimizer sees it; this rank's elements."""
+        gradient = self.parameter.grad
+        return gradient.to_local() if is_shard(gradient) else gradient
+
+    def leave(self, values: Tensor) -> None:
+        """Let the optimizer see this rank's elements of a gradient, which have the dtype of the parameter."""
+        parameter = self.parameter
+        if is_shard(parameter):
+            from torch.distributed.tensor import DTensor
+
+            values = DTensor.from_local(values, parameter.device_mesh, parameter.placements, run_check=False,
+                                        shape=parameter.shape, stride=parameter.stride())
+        parameter.grad = values
+
+
+def held_parameters(policy: Policy) -> dict[str, Held]:
+    """Every parameter of a policy as this rank holds it, by name."""
+    return {name: Held(parameter, policy.shards[name]) for name, parameter in policy.model.named_parameters()}
+
+
+def sum_over_ranks(accumulators: Mapping[str, Accumulator], held: Mapping[str, Held], mesh: Mesh,
+                   finish: Callable[[Tensor, torch.dtype], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The integers of all ranks added up and finished, of each parameter the elements that this rank holds.
+
+    Of a parameter that all ranks of dp x cp hold, each sums and finishes a part, and all gather the finished ones: they
+    take fewer bytes than integers, and no rank finishes what another does. Its integers are gone then.
+
+    Collective over dp_cp, and over tp for whole parameters that act on a rank's own heads.
+
+    Args:
+        accumulators: by name.
+        held: the parameters, by name.
+        mesh: the axes.
+        finish: makes a gradient of integers, element by element, in a dtype.
+
+    Returns:
+        Name after name, in an order that is the same on every rank.
+    """
+    dealt = {name: accumulators[name].flush(own_rows(mesh)) for name, one in held.items() if one.shard.over_dp_cp}
+    partial = [dealt[name] if name in dealt else accumulators[name].total
+               for name, one in held.items() if one.shard.gradient_is_partial]
+    all_sum_(partial, mesh["tp"])
+    yield from ((name, finish(rows, held[name].parameter.dtype)) for name, rows in dealt.items())
+    for dtype, names in _buckets(held):
+        integers = torch.cat([accumulators[name].total.view(-1) for name in names]) if len(names) > 1 else \
+            accumulators[names[0]].total.view(-1)
+        for name in names:
+            accumulators[name].release()
+        elements, parts = len(integers), mesh["dp_cp"].size
+        if elements % parts:
+            integers = torch.cat([integers, integers.new_zeros(-elements % parts)])
+        finished = finish(scatter_sum(integers.view(parts, -1), mesh["dp_cp"]), dtype)
+        del integers
+        whole = gather_equal(finished, mesh["dp_cp"]).view(-1)[:elements]
+        pieces = whole.split([held[name].parameter.numel() for name in names])
+        for name, piece in zip(names, pieces, strict=True):
+            yield name, (piece if len(names) == 1 else piece.clone()).view(held[name].parameter.shape)
+
+
+def _buckets(held: Mapping[str, Held]) -> Iterator[tuple[torch.dtype, list[str]]]:
+    """Neighbours of one dtype that all ranks of dp x cp hold, up to so many elements together; one at least."""
+    names, dtype, elements = [], torch.float32, 0
+    for name, one in held.items():
+        if one.shard.over_dp_cp:
+            continue
+        count = one.parameter.numel()
+        if names and (one.parameter.dtype != dtype or elements + count > BUCKET):
+            yield dtype, names
+            names, elements = [], 0
+        names, dtype, elements = [*names, name], one.parameter.dtype, elements + count
+    if names:
+        yield dtype, names
+
+
+def own_rows(mesh: Mesh) -> Callable[[Tensor], Tensor]:
+    """What sums integers over dp_cp and returns this rank's rows: pieces of ceil size, the last short or empty."""
+    axis = mesh["dp_cp"]
+
+    def summed(total: Tensor) -> Tensor:
+        each = -(-len(total) // axis.size)
+        padded = torch.cat([total, total.new_zeros(each * axis.size - len(total), *total.shape[1:])])
+        rows = max(0, min(each, len(total) - axis.rank * each))
+        return scatter_sum(padded.unflatten(0, (axis.size, each)), axis)[:rows]
+
+    return summed
+
+
+def flush_layers(policy: Policy, accumulators: Mapping[str, Accumulator]) -> Callable[[], None]:
+    """Where parameters are sharded, let no layer's whole integers outlive its backward; returns what ends that.
+
+    They are summed over ranks when the gradient of the layer's input is there, in one order on every rank. What is left
+    over (embedding, last norm, head) is summed at the end of the step.
+    """
+    names = {id(parameter): name for name, parameter in policy.model.named_parameters()}
+    own, handles = own_rows(policy.mesh), []
+    for layer in decoder_layers(policy.model):
+        inside = [names[id(parameter)] for parameter in layer.parameters()]
+        sums = [accumulators[name] for name in inside if policy.shards[name].over_dp_cp]
+        handles.append(layer.register_forward_pre_hook(functools.partial(_flush_after_backward, sums, own)))
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
+def _flush_after_backward(sums: Sequence[Accumulator], own: Callable[[Tensor], Tensor], _: nn.Module,
+                          inputs: tuple[Tensor, ...]) -> None:
+    def flush(_: Tensor) -> None:
+        for one in sums:
+            one.flush(own)
+
+    if sums and inputs[0].requires_grad:
+        inputs[0].register_hook(flush)
