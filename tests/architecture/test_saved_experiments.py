@@ -7,7 +7,7 @@ import pytest
 
 from workbench.compare.comparison import Comparison
 from workbench.launch.ablation import load_ablation
-from workbench.report import gpu_layouts
+from workbench.report import gpu_layouts, reproducible
 from workbench.report.head import page
 from workbench.report.page import write_report
 from workbench.runs.spec import RunSpec, parse_spec
@@ -16,6 +16,7 @@ from workbench.runs.store import from_json
 PROJECT = Path(__file__).parents[2]
 EXPERIMENTS = PROJECT / "experiments"
 SAVED = sorted(path.parent for path in EXPERIMENTS.glob("*/comparison.json"))
+MEASURED = [EXPERIMENTS / name for name in ("head", "gpu_layouts", "reproducible", "benchmarks")]
 
 
 def tracked(folder):
@@ -32,8 +33,7 @@ def test_the_saved_page_is_the_page_of_the_saved_comparison(folder, tmp_path):
     assert written.read_bytes() == (folder / "report.html").read_bytes()
 
 
-@pytest.mark.parametrize("folder", [*SAVED, *(EXPERIMENTS / name for name in ("head", "gpu_layouts", "benchmarks"))],
-                         ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [*SAVED, *MEASURED], ids=lambda folder: folder.name)
 def test_nothing_saved_names_a_machine(folder):
     for path in tracked(folder):
         found = re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", path.read_text())
@@ -99,6 +99,26 @@ def test_the_readme_says_of_layouts_on_gpus_what_their_record_says():
     assert f"All {within} layouts measured" in readme
     assert within == sum("parity" in found for found in entries)
     assert f"{sum('left_out' in found for found in entries)} of float32 were not reached" in readme
+
+
+def test_the_readme_says_of_the_reproducible_mode_what_its_record_says():
+    record = from_json((EXPERIMENTS / "reproducible/reproducible.json").read_text())
+    assert reproducible.page(record) == (EXPERIMENTS / "reproducible/report.html").read_text()
+    readme = (PROJECT / "README.md").read_text()
+    entries = {(workload, layout): found for machine in record["machines"]
+               for workload, layouts in machine["workloads"].items() for layout, found in layouts.items()}
+    same = [found["same"]["reproducible"] for found in entries.values() if "same" in found]
+    assert all(found["equal"] == found["tensors"] > 200 for found in same)
+    assert f"all {len(same)} of {len(same)} runs" in readme
+    lines = re.findall(r"^\| (hidden_\d+) \| (\w+) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
+    timed = {key: found["timed"] for key, found in entries.items() if "timed" in found}
+    assert [(workload, layout) for workload, layout, *_ in lines] == list(timed)
+    for workload, layout, *cells in lines:
+        fast, exact = (timed[workload, layout][mode] for mode in ("fast", "reproducible"))
+        assert cells == [f"{fast['step_ms']:.0f}", f"{exact['step_ms']:.0f}",
+                         f"{exact['step_ms'] / fast['step_ms']:.2f}", f"{exact['peak_gib'] / fast['peak_gib']:.2f}"]
+    missed = [name for name, bar in record["bars"].items() if not bar["holds"]]
+    assert all("cp4" in name and "memory" in name for name in missed)
 
 
 def test_the_readme_says_of_verify_what_its_record_says():
