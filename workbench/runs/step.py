@@ -72,6 +72,10 @@ class LocalRow:
     sums: ShardedSums
     documents: DocumentSlots
 
+    def hidden_states(self, policy: Policy) -> Tensor:
+        """[t, D] what the policy makes of this rank's tokens."""
+        return policy.hidden_states(self.row.tokens_T, self.row.positions_T, self.attention)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -228,7 +232,7 @@ def split_row(row: TrainingRow, weights: Mapping[str, TokenWeights], documents: 
                     documents._replace(segment_lengths_T=mine(documents.segment_lengths_T.to(mesh.device))))
 
 
-def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotals, *, num_source: int = 0,
+def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepTotals, *, num_source: int = 0,
              frozen_clip_S: Tensor | None = None, keep_gradients: bool = False, level: Level = "basic",
              loss_spec: LossSpec | None = None, fused: bool = False) -> StepResult:
     """Loss, gradients and metrics of one optimizer step; gradients stay in ``parameter.grad``.
@@ -256,7 +260,7 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
     policy.model.zero_grad(set_to_none=True)
     for local in rows:
         row = local.row
-        hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
+        hidden_TD = local.hidden_states(policy)
         frozen_T, temperature_T = _at_targets(frozen_clip_S, row), row.extensions.get("temperature_T")
         if fused:
             found, words = fused_row(policy, hidden_TD, local, frozen_T, evaluate, wanted, loss_spec)

@@ -18,6 +18,7 @@ import torch
 
 from workbench.compare.diagnose.denominators import AXES, NEEDS
 from workbench.compare.diagnose.facts import ADVANTAGES, Facts, fit
+from workbench.compare.diagnose.modules import module_reached_wrongly, module_scaled, other_features
 
 Judged = tuple[float, list[str]]
 """A score, and the reasons for it."""
@@ -554,6 +555,7 @@ CAUSES: tuple[Cause, ...] = (
         ("behind shard edges",), "policy_logprobs"), _CP, ("tokens",)),
     Cause("attention_across_documents", "tokens attend to other documents of their row", _at(
         ("later documents",), "policy_logprobs"), _ROWS, ("tokens",)),
+    Cause("other_features", "tokens read other features than their own", other_features, uses=("tokens",)),
     Cause("other_mask", "other tokens train", _mask_moved, uses=("tokens",)),
     Cause("old_logprobs", "the old policy's log-probabilities are not those of these tokens", _old_misaligned,
           uses=("tokens",)),
@@ -581,6 +583,10 @@ CAUSES: tuple[Cause, ...] = (
           _keys_values, uses=("gradient",)),
     Cause("attention_backward", "attention is right forward and wrong backward", _attention_backward, _CP,
           ("gradient",)),
+    Cause("module_scaled", "one module's gradient is summed over ranks too many, or averaged over some", module_scaled,
+          frozenset({"one rank"}), ("gradient",)),
+    Cause("module_reached_wrongly", "the gradient that crosses into one module is not that of all who read it",
+          module_reached_wrongly, frozenset({"one rank"}), ("gradient",)),
     Cause("some_parameters", "a part of the model has another gradient", _some_parameters, uses=("gradient",)),
     Cause("ranks_lost", "gradients of some ranks or micro-batches are not added", _ranks_lost,
           frozenset({"dp * cp * micro_batches"}), ("loss", "gradient")),
