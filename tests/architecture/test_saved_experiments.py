@@ -7,7 +7,7 @@ import pytest
 
 from workbench.compare.comparison import Comparison
 from workbench.launch.ablation import load_ablation
-from workbench.report import gpu_layouts, reproducible
+from workbench.report import bridge, gpu_layouts, reproducible
 from workbench.report.head import page
 from workbench.report.page import write_report
 from workbench.runs.spec import RunSpec, parse_spec
@@ -16,7 +16,7 @@ from workbench.runs.store import from_json
 PROJECT = Path(__file__).parents[2]
 EXPERIMENTS = PROJECT / "experiments"
 SAVED = sorted(path.parent for path in EXPERIMENTS.glob("*/comparison.json"))
-MEASURED = [EXPERIMENTS / name for name in ("head", "gpu_layouts", "reproducible", "benchmarks")]
+MEASURED = [EXPERIMENTS / name for name in ("head", "gpu_layouts", "reproducible", "encoder_bridge", "benchmarks")]
 
 
 def tracked(folder):
@@ -119,6 +119,24 @@ def test_the_readme_says_of_the_reproducible_mode_what_its_record_says():
                          f"{exact['step_ms'] / fast['step_ms']:.2f}", f"{exact['peak_gib'] / fast['peak_gib']:.2f}"]
     missed = [name for name, bar in record["bars"].items() if not bar["holds"]]
     assert all("cp4" in name and "memory" in name for name in missed)
+
+
+@pytest.mark.parametrize("folder", ["encoder_bridge", "encoder_bridge/h200"])
+def test_the_saved_page_of_bridges_is_that_of_its_record(folder):
+    record = from_json((EXPERIMENTS / folder / "bridge.json").read_text())
+    assert record["bars"]["exact"]["holds"]
+    assert bridge.page(record) == (EXPERIMENTS / folder / "bridge.html").read_text()
+
+
+def test_the_readme_says_of_bridges_what_their_record_says():
+    record = from_json((EXPERIMENTS / "encoder_bridge/h200/bridge.json").read_text())
+    lines = re.findall(r"^\| ([\w-]+) \| ([\w ,-]+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \| (\d+) \|$",
+                       (PROJECT / "README.md").read_text(), re.MULTILINE)
+    assert len(lines) == 9
+    for name, way, *cells in lines:
+        found = record["bridges"][name]["ways"][way]
+        assert cells == [f"{found['forward_ms']:.2f}", f"{found['forward_bytes'] / 2**20:.0f}",
+                         f"{found['backward_ms']:.2f}", f"{found['backward_bytes'] / 2**20:.0f}"]
 
 
 def test_the_readme_says_of_verify_what_its_record_says():

@@ -80,21 +80,49 @@ class Policy:
     trunk: nn.Module | None = None
     exact: Exact | None = None
 
-    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard) -> Tensor:
+    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, *,
+                      embeddings_TD: Tensor | None = None) -> Tensor:
         """Last hidden states of this rank's tokens.
+
+        Args:
+            tokens_T: [t] vocabulary ids.
+            positions_T: [t] places in their documents.
+            shard: who sees whom.
+            embeddings_TD: what the first layer reads, where that is not (only) the tokens' own embeddings; as
+                `embeddings` gives them.
 
         Shapes:   tokens_T and positions_T [t] -> [t, D].
         Layout:   cp: sharded(T); tp: replicated.
+        Raises:   SpecError: embeddings in the reproducible mode.
         """
-        if self.exact is not None:
-            return self.exact.hidden_states(tokens_T, positions_T, shard)
-        return self.through_modules(tokens_T, positions_T, shard)
+        if self.exact is None:
+            return self.through_modules(tokens_T, positions_T, shard, embeddings_TD)
+        if embeddings_TD is not None:
+            raise SpecError("embeddings in the reproducible mode", found="hidden_states(..., embeddings_TD=...)",
+                            rule="the mode knows no module that could have made them, and sums none of its gradients",
+                            fix="leave the mode out where an encoder feeds the policy")
+        return self.exact.hidden_states(tokens_T, positions_T, shard)
 
-    def through_modules(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard) -> Tensor:
+    def through_modules(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard,
+                        embeddings_TD: Tensor | None = None) -> Tensor:
         """`hidden_states` of the modules as they stand, with the attention that the shard names."""
         forward = self.model.base_model if self.trunk is None else self.trunk
-        out = forward(input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, shard=shard)
+        read = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
+        out = forward(**read, position_ids=positions_T[None], use_cache=False, shard=shard)
         return out.last_hidden_state[0]
+
+    def embeddings(self, tokens_T: Tensor) -> Tensor:
+        """What the first layer reads of this rank's tokens, to be changed here and there before it does.
+
+        Shapes:   [t] -> [t, D]; [t / tp, D] with sequence parallelism.
+        Layout:   cp: sharded(T); tp: replicated, or with sequence parallelism sharded(t).
+        Backward: it wants the gradient of each tp rank to be whole, as it is at the input of decoder layers.
+        Raises:   ShardingError: parameters are sharded over dp x cp, and gathered only inside the model.
+        """
+        if self.trunk is not None:
+            raise ShardingError("embeddings of a policy with sharded parameters", found="layout.shard_parameters",
+                                rule="the embedding is whole only inside the model", fix="leave shard_parameters out")
+        return self.model.get_input_embeddings()(tokens_T[None])[0]
 
     def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *,
                        active_T: Tensor | None = None, kept: KeptSets | None = None,

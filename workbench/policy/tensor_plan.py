@@ -52,10 +52,19 @@ def tensor_plan(model: Any) -> dict[str, str]:
         names = [name for kind in (model.named_modules(), model.named_parameters()) for name, _ in kind]
         return {f"{prefix}.{pattern}": style for pattern, style in own.items()
                 if fnmatch.filter(names, f"{prefix}.{pattern}")}
+    return plan_by_names(model, f"{prefix}.", config.model_type)
+
+
+def plan_by_names(model: nn.Module, prefix: str, model_type: str) -> dict[str, str]:
+    """How the linear layers under a prefix may be cut, by what they are called: name -> style.
+
+    Raises:
+        SpecError: linear layers whose names say nothing.
+    """
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) or hasattr(module, "nf")]
-    inside = [name for name in linear if name.startswith(f"{prefix}.")]
+    inside = [name for name in linear if name.startswith(prefix)]
     if unknown := sorted({name.rpartition(".")[2] for name in inside} - NAMES.keys()):
-        raise SpecError(f"tensor parallelism of model type {config.model_type!r}",
+        raise SpecError(f"tensor parallelism of model type {model_type!r}",
                         found=f"no plan, and layers called {', '.join(unknown)}",
                         rule="its configuration names a plan (base_model_tp_plan), or its linear layers are called as "
                              "in `workbench.policy.tensor_plan.NAMES`",

@@ -1,4 +1,4 @@
-"""The tiny Qwen3s that everything here runs on when no checkpoint is named: real architectures, toy sizes.
+"""The tiny models that everything here runs on when no checkpoint is named: real architectures, toy sizes.
 
 Grouped-query attention (4 query heads on 2 key-value heads), query and key norms, rotary positions, gated
 feed-forward, in one of them experts and a router: each of them has its own way to go wrong under sharding, so none is
@@ -7,10 +7,10 @@ left out.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
+    from transformers import CLIPVisionModel, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SiglipVisionModel
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -58,3 +58,45 @@ def tiny_qwen3_moe(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen
 
 TINY = {"tiny-qwen3": tiny_qwen3, "tiny-qwen3-moe": tiny_qwen3_moe}
 """What `load_policy` makes when it is asked for it by name."""
+
+VISION_SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_channels": 3,
+    "image_size": 8, "patch_size": 4, "attention_dropout": 0.0, "dtype": "float32",
+}
+
+
+def tiny_siglip(*, seed: int = 0) -> SiglipVisionModel:
+    """A SigLIP vision encoder of about 20 000 weights drawn from a seed: 8 x 8 pixels, 4 patches, no pooling head.
+
+    Args:
+        seed: of the weights. The global random state is left as it was.
+    """
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    return _tiny_vision(SiglipVisionModel, SiglipVisionConfig(vision_use_head=False, **VISION_SIZES), seed)
+
+
+def tiny_clip(*, seed: int = 0) -> CLIPVisionModel:
+    """A CLIP vision encoder of the same size: a class token before the patches, another activation.
+
+    Args:
+        seed: of the weights. The global random state is left as it was.
+    """
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    return _tiny_vision(CLIPVisionModel, CLIPVisionConfig(**VISION_SIZES), seed)
+
+
+def _tiny_vision(kind: Any, config: Any, seed: int) -> Any:
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = kind(config).eval()
+        for parameter in model.parameters():  # biases too, and beyond what initialisation leaves near zero
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+TINY_VISION = {"tiny-siglip": tiny_siglip, "tiny-clip": tiny_clip}
+"""Vision encoders of toy size, by name."""

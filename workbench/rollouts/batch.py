@@ -35,6 +35,8 @@ class Extension:
         unit: what one unit of the value is.
         meaning: one sentence.
         pad: the harmless value that padding gets.
+        at: of a token field: "target" if the position that predicts a token wants its value, as losses do; "input" if
+            the position of the token itself does, as what a model reads.
     """
 
     values: Tensor
@@ -42,6 +44,7 @@ class Extension:
     unit: str
     meaning: str
     pad: float = 0.0
+    at: Literal["target", "input"] = "target"
 
 
 def _token(unit: str, pad: float, dtype: str, optional: bool = False) -> Any:

@@ -67,6 +67,8 @@ class FieldEntry(_Model):
     """A field that `RolloutBatch` does not know."""
     pad: float | None = None
     """The harmless value of an extension on padding."""
+    at: Literal["target", "input"] | None = None
+    """Whether an extension is of the token that is predicted, or of the one that is read."""
 
 
 class Counts(_Model):
@@ -204,7 +206,7 @@ def _describe(batch: RolloutBatch) -> tuple[dict[str, FieldEntry], dict[str, Ten
             level=more.level if more else known[name]["level"], dtype=str(value.dtype).removeprefix("torch."),
             shape=tuple(value.shape), unit=more.unit if more else known[name]["unit"],
             meaning=more.meaning if more else MEANINGS[name], extension=more is not None,
-            pad=more.pad if more else None)
+            pad=more.pad if more else None, at=more.at if more else None)
     return entries, tensors
 
 
@@ -219,7 +221,7 @@ def _batch(manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> Roll
                                  f"{entry.dtype}{list(entry.shape)}")
     own = {name: value for name, value in tensors.items() if not manifest.fields[name].extension}
     more = {name: Extension(values=tensors[name], level=entry.level, unit=entry.unit, meaning=entry.meaning,
-                            pad=entry.pad or 0.0)
+                            pad=entry.pad or 0.0, at=entry.at or "target")
             for name, entry in manifest.fields.items() if entry.extension}
     unknown = sorted(set(own) - set(MEANINGS))
     if unknown:

@@ -40,7 +40,7 @@ class TrainingRow:
         group_ids_T: [T] prompt that the target's document answers, or None; `PADDING` on padding.
         rollout_ids_T: [T] rollout that the target's document is a sample of, from the document-level extension
             ``rollout_ids``, or None; `PADDING` on padding.
-        extensions: token-level extension fields of the batch, at the target.
+        extensions: token-level extension fields of the batch, at the target or, where they say so, at the input.
     """
 
     tokens_T: Tensor
@@ -109,8 +109,8 @@ def shift_targets(row: RolloutBatch) -> TrainingRow:
         rewards_T=_of_document(row.rewards_N, ids, fill=0),
         group_ids_T=_of_document(row.group_ids_N, ids, fill=PADDING),
         rollout_ids_T=_of_document(_document_extension(row, "rollout_ids"), ids, fill=PADDING),
-        extensions={name: next_token(e.values, e.pad) for name, e in row.extensions.items()
-                    if e.level == "token"},
+        extensions={name: e.values if e.at == "input" else next_token(e.values, e.pad)
+                    for name, e in row.extensions.items() if e.level == "token"},
     )
 
 

@@ -156,7 +156,7 @@ def within_range(step: Callable[..., StepResult]) -> Callable[..., StepResult]:
         OutOfRange: a gradient that is not finite, or no number of bits that fits.
     """
     @functools.wraps(step)
-    def again(policy: Policy, loss: Any, rows: list[LocalRow], totals: StepTotals, **how: Any) -> StepResult:
+    def again(policy: Policy, loss: Any, rows: Sequence[LocalRow], totals: StepTotals, **how: Any) -> StepResult:
         exact = policy.exact
         if exact is None:
             return step(policy, loss, rows, totals, **how)

@@ -85,6 +85,10 @@ class LocalRow:
     documents: DocumentSlots
     whole: WholeRow | None = None
 
+    def hidden_states(self, policy: Policy) -> Tensor:
+        """[t, D] what the policy makes of this rank's tokens."""
+        return policy.hidden_states(self.row.tokens_T, self.row.positions_T, self.attention)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -264,7 +268,7 @@ def split_row(row: TrainingRow, weights: Mapping[str, TokenWeights], documents: 
 
 
 @within_range
-def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotals, *, num_source: int = 0,
+def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepTotals, *, num_source: int = 0,
              frozen_clip_S: Tensor | None = None, keep_gradients: bool = False, level: Level = "basic",
              loss_spec: LossSpec | None = None, fused: bool = False) -> StepResult:
     """Loss, gradients and metrics of one optimizer step; gradients stay in ``parameter.grad``.
@@ -292,7 +296,7 @@ def run_step(policy: Policy, loss: Loss, rows: list[LocalRow], totals: StepTotal
     policy.model.zero_grad(set_to_none=True)
     for local in rows:
         row = local.row
-        hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
+        hidden_TD = local.hidden_states(policy)
         if fused:
             frozen_T = _at_targets(frozen_clip_S, row)
             found, words = fused_row(policy, hidden_TD, local, frozen_T, evaluate, wanted, loss_spec)

@@ -81,6 +81,16 @@ def gather_slice(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
     return local if axis.group is None else _GatherSlice.apply(local, axis, dim)
 
 
+def slice_gather(whole: Tensor, axis: Axis, *, dim: int) -> Tensor:
+    """Keep this rank's piece, along a dimension, of a value that is the same on every rank; the axis divides it.
+
+    Shapes:   [..., t * size, ...] -> [..., t, ...] along ``dim``.
+    Backward: all-gather: the gradient of the whole, the same on every rank again.
+    Source:   sequence parallelism, arXiv 2205.05198; the scatter to the sequence-parallel region of Megatron-LM.
+    """
+    return whole if axis.group is None else _SliceGather.apply(whole, axis, dim)
+
+
 def all_sum(value: Tensor, axis: Axis) -> Tensor:
     """Sum over an axis, outside autograd. Returns a new tensor."""
     return _reduced("all_sum", value, axis)
@@ -178,6 +188,25 @@ def exchange(pieces_R: Tensor, axis: Axis, *, caller: str | None = None) -> Tens
     pieces_R = pieces_R.contiguous()
     with _in("exchange", pieces_R, axis, caller):
         return wire.all_to_all(pieces_R, axis.group, axis.rank)
+
+
+def exchange_rows(rows: Tensor, counts_RR: Tensor, axis: Axis, *, caller: str | None = None) -> Tensor:
+    """Stretches of rows to the others, and theirs back, in rank order; outside autograd.
+
+    Args:
+        rows: what goes to rank 0, then what goes to rank 1, ...
+        counts_RR: [R, R] long, on the host, the same on every rank: rows that go from rank to rank.
+        axis: the ranks.
+        caller: where it was called from, if that is not here.
+
+    Shapes: [rows sent, ...] -> [rows received, ...].
+    """
+    if axis.group is None:
+        return rows
+    shape = (int(counts_RR.sum()), *rows.shape[1:])  # of all ranks together: ranks agree on it
+    with flight.entering("exchange_rows", axis.name, axis.ranks, wire.group_name(axis.group), shape, rows.dtype,
+                         caller=caller):
+        return wire.exchange_rows(rows, counts_RR, axis.group, axis.rank)
 
 
 def start_rotation(value: Tensor, axis: Axis, *, caller: str | None = None) -> Callable[[], Tensor]:
@@ -286,6 +315,17 @@ class _GatherSlice(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient.chunk(ctx.axis.size, dim=ctx.dim)[ctx.axis.rank].contiguous(), None, None
+
+
+class _SliceGather(Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.caller = axis, dim, flight.caller()
+        return whole.chunk(axis.size, dim=dim)[axis.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _joined("backward of slice_gather", gradient, ctx.axis, ctx.dim, ctx.caller), None, None
 
 
 def _joined(name: str, local: Tensor, axis: Axis, dim: int, caller: str | None) -> Tensor:

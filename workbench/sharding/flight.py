@@ -49,8 +49,9 @@ _WORDS = struct.Struct("@7Q")
 _CHECKED = struct.Struct("@4Q")
 _RANK, _PID, _COUNT, _BEAT, _ENDED = 1, 2, 3, 4, 5
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
-_OWN = tuple(str(Path(__file__).with_name(name)) for name in ("flight.py", "collectives.py", "mesh.py",
-                                                            "data_parallel.py"))
+_OWN = tuple(str(Path(__file__).parent / name) for name in (
+    "flight.py", "collectives.py", "mesh.py", "data_parallel.py", "bridge/connect.py", "bridge/crossing.py",
+    "bridge/direct.py", "bridge/groups.py", "bridge/replicas.py"))
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,11 @@ class _Group:
         """Everyone's tensor, in rank order."""
         return self.world.exchange(self, tensor)
 
+    def among(self, name: str, ranks: Sequence[int]) -> _Group | None:
+        """The group of some ranks of the world; None if this one is not among them."""
+        me = self.ranks[self.rank]
+        return _Group(self.world, name, tuple(ranks).index(me), tuple(ranks)) if me in ranks else None
+
 
 @dataclass
 class _Arrival:

@@ -10,7 +10,7 @@ Letters: R ranks of the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,14 @@ class SimulatedGroup(Protocol):
         ...
 
 
+class SimulatedWorld(SimulatedGroup, Protocol):
+    """A group of simulated ranks that can be asked for groups of some of them."""
+
+    def among(self, name: str, ranks: Sequence[int]) -> SimulatedGroup | None:
+        """The group of some ranks; None if this one is not among them."""
+        ...
+
+
 Group = dist.ProcessGroup | SimulatedGroup
 
 _GATHER_INTO = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the later name, if it is there
@@ -37,6 +45,26 @@ _REDUCE_INTO = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 def group_name(group: Group | None) -> str:
     """What a process group is called in flight records; "" for none, or a simulated one."""
     return group.group_name if isinstance(group, dist.ProcessGroup) else ""
+
+
+def subgroup(world: Group, name: str, ranks: Sequence[int]) -> Group | None:
+    """A new group of some ranks, in ascending order; None on a rank that is not among them. Collective over the job.
+
+    Args:
+        world: of process groups, any; of simulated ranks, one that has them all.
+        name: what it is called among simulated ranks.
+        ranks: of the whole job.
+    """
+    if not isinstance(world, dist.ProcessGroup):
+        return cast(SimulatedWorld, world).among(name, ranks)
+    group = dist.new_group(list(ranks))
+    return group if dist.get_rank() in ranks else None
+
+
+def release(group: Group) -> None:
+    """Give up a group that `subgroup` made; simulated ones hold nothing."""
+    if isinstance(group, dist.ProcessGroup):
+        dist.destroy_process_group(group)
 
 
 def all_reduce(tensor: Tensor, group: Group, *, largest: bool = False) -> None:
@@ -105,6 +133,27 @@ def all_to_all(pieces_R: Tensor, group: Group, rank: int) -> Tensor:
         dist.all_to_all_single(received_R, pieces_R, group=group)
         return received_R
     return torch.stack([everything_R[rank] for everything_R in group.exchange(pieces_R.clone())])
+
+
+def exchange_rows(rows: Tensor, counts_RR: Tensor, group: Group, rank: int) -> Tensor:
+    """Send stretches of rows to the others, and get theirs, in rank order.
+
+    Args:
+        rows: what this rank sends to rank 0, then what it sends to rank 1, ...
+        counts_RR: [R, R] long, on the host, the same on every rank: rows that go from rank to rank.
+        group: the ranks.
+        rank: this one.
+    """
+    received = counts_RR[:, rank].tolist()
+    if isinstance(group, dist.ProcessGroup):
+        came = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(came, rows.contiguous(), received, counts_RR[rank].tolist(), group=group)
+        return came
+    padded = rows.new_zeros(int(counts_RR.sum(1).max()), *rows.shape[1:])  # ranks bring one shape
+    padded[: len(rows)] = rows
+    begins = counts_RR[:, :rank].sum(1).tolist()
+    return torch.cat([sent[begin: begin + count] for sent, begin, count in
+                      zip(group.exchange(padded), begins, received, strict=True)])
 
 
 def start_rotation(tensors: Sequence[Tensor], group: Group, rank: int, size: int,

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -24,6 +26,22 @@ def test_packed_documents_give_what_each_gives_alone():
     packed = policy.hidden_states(tokens, positions, one_rank([0, 0, 0, 1, 1, 1, 1]))
     alone = [policy.hidden_states(tokens[a:b], positions[a:b], one_rank([0] * (b - a))) for a, b in ((0, 3), (3, 7))]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-13)
+
+
+def test_what_the_first_layer_reads_may_be_given():
+    policy = load_policy("tiny-qwen3", precision="float64", seed=1)
+    tokens, positions, shard = torch.tensor([3, 1, 4, 1]), torch.arange(4), one_rank([0, 0, 0, 0])
+    words = policy.embeddings(tokens)
+    assert torch.equal(words, policy.model.get_input_embeddings().weight[tokens])
+    own = policy.hidden_states(tokens, positions, shard)
+    assert torch.equal(policy.hidden_states(tokens, positions, shard, embeddings_TD=words), own)
+    other = policy.hidden_states(tokens, positions, shard, embeddings_TD=words.roll(1, dims=0))
+    rolled = policy.hidden_states(tokens.roll(1), positions, shard)
+    assert torch.equal(other, rolled)
+    assert not torch.equal(other, own)
+    sharded = replace(policy, trunk=torch.nn.Identity())
+    with pytest.raises(ShardingError, match="embeddings of a policy with sharded parameters"):
+        sharded.embeddings(tokens)
 
 
 def test_the_temperature_divides_logits_in_every_implementation():
@@ -255,3 +273,14 @@ def test_no_pickle_is_read(tmp_path):
     torch.save(model.state_dict(), tmp_path / "Llama/pytorch_model.bin")
     with pytest.raises(SpecError, match=r"\*\.safetensors"):
         load_policy("Llama", project=tmp_path)
+
+
+def test_embeddings_are_refused_in_the_reproducible_mode():
+    from workbench.reproducible import Resolution, install
+
+    policy = load_policy("tiny-qwen3")
+    exact = install(policy, Resolution(block_tokens=8))
+    tokens_T = torch.arange(8)
+    with pytest.raises(SpecError, match="embeddings in the reproducible mode"):
+        policy.hidden_states(tokens_T, tokens_T, None, embeddings_TD=policy.embeddings(tokens_T))
+    exact.remove()

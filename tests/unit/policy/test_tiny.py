@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workbench.policy.tiny import TINY, tiny_qwen3, tiny_qwen3_moe
+from workbench.policy.tiny import TINY, TINY_VISION, tiny_qwen3, tiny_qwen3_moe
 
 
 def test_grouped_heads_query_norms_and_a_vocabulary_of_any_size():
@@ -50,3 +50,17 @@ def test_the_global_random_state_is_left_alone(make):
     torch.manual_seed(7)
     make(19)
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("make", TINY_VISION.values(), ids=TINY_VISION)
+def test_vision_models_are_small_drawn_from_their_seed_and_without_dropout(make):
+    torch.manual_seed(123)
+    first, again, other = (make(seed=seed).state_dict() for seed in (1, 1, 2))
+    after = torch.rand(1)
+    torch.manual_seed(123)
+    assert torch.equal(after, torch.rand(1))
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not any(torch.equal(value, other[name]) for name, value in first.items() if value.is_floating_point())
+    model = make()
+    assert sum(parameter.numel() for parameter in model.parameters()) < 25_000
+    assert (model.training, model.config.attention_dropout) == (False, 0.0)

@@ -20,6 +20,8 @@ from workbench.report import rich
 from workbench.rollouts.batch import RolloutBatch
 from workbench.runs.spec import RunSpec
 from workbench.runs.store import project_root
+from workbench.sharding.bridge import Grid, GridPair
+from workbench.sharding.bridge.traffic import Traffic
 from workbench.sharding.plan import ShardPlan
 
 
@@ -30,7 +32,8 @@ def nouns(tmp_path, comparison):
                                           "old_logprobs": [0.0, -1.0]}])
     sweep = make_sweep(tmp_path / "exp", "a")
     ablation = AblationSpec(question="is it?", reference="a", configurations={"a": {"precision": "float64"}})
-    return [batch, ShardPlan.make("zigzag", num_tokens=8, cp=2), RunSpec(), ablation, *sweep.runs, sweep,
+    traffic = Traffic.of(GridPair(Grid.of(tp=2, dp=1), Grid.of(dp=2)))
+    return [batch, ShardPlan.make("zigzag", num_tokens=8, cp=2), traffic, RunSpec(), ablation, *sweep.runs, sweep,
             comparison, explain("fast_llm", {}, "fast_llm", {"type": "gspo"}), make_proof(),
             diagnose(make_record(), make_record(scale=0.5)), CertificateComparison("one", "two", 1, tensors=3),
             Bisection("one", "two", None, 1, 59, {})]

@@ -19,7 +19,8 @@ def make_batch() -> RolloutBatch:
         {"tokens": [5, 9], "loss_mask": [0, 1], "advantages": -0.5, "old_logprobs": [0, -2.0],
          "sampler_logprobs": [0, -1.9], "ref_logprobs": [0, -1.5], "reward": 0.1, "group_id": 4},
     ], temperature=0.7)
-    turns = Extension(torch.tensor([0, 0, 1, 0, 0]), "token", "turn", "Which turn wrote the token.", pad=-1)
+    turns = Extension(torch.tensor([0, 0, 1, 0, 0]), "token", "turn", "Which turn wrote the token.", pad=-1,
+                      at="input")
     scale = Extension(torch.tensor([2.0, 3.0], dtype=torch.float64), "document", "factor", "Its scale.")
     return replace(batch, extensions={"turns": turns, "scale": scale}).pad_to(8)
 
@@ -41,8 +42,8 @@ def test_a_batch_comes_back_bit_for_bit(folder):
     assert actual.temperature == 0.7
     for name, extension in expected.extensions.items():
         back = actual.extensions[name]
-        assert (back.level, back.unit, back.meaning, back.pad) == (
-            extension.level, extension.unit, extension.meaning, extension.pad)
+        assert (back.level, back.unit, back.meaning, back.pad, back.at) == (
+            extension.level, extension.unit, extension.meaning, extension.pad, extension.at)
 
 
 def test_fields_that_are_absent_stay_absent(tmp_path):

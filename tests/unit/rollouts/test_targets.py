@@ -118,3 +118,11 @@ def test_what_a_batch_does_not_have_is_none():
 def test_rollout_ids_of_another_kind_are_refused(extension):
     with pytest.raises(ShapeError, match="extension 'rollout_ids'\n  found: level"):
         shift_targets(replace(make_row(), extensions={"rollout_ids": extension}))
+
+
+def test_what_a_model_reads_stays_at_its_own_token():
+    values = torch.tensor([3, -1, 4, -1, 5, 6, -1, -1])
+    both = {at: Extension(values, "token", "number", "A number.", pad=-1, at=at) for at in ("input", "target")}
+    shifted = shift_targets(replace(make_row(), extensions=both))
+    assert shifted.extensions["input"].tolist() == values.tolist()
+    assert shifted.extensions["target"].tolist() == [-1, 4, -1, -1, 6, -1, -1, -1]

@@ -73,7 +73,10 @@ def scattered():
     local.requires_grad_()
     whole = collectives.gather_slice(local, mesh["tp"], dim=1)
     (whole * torch.tensor([[1.0, 2.0, 3.0, 4.0]])).sum().backward()  # the same computation everywhere
-    return own.tolist(), partial.grad.tolist(), whole.tolist(), local.grad.tolist()
+    same = torch.tensor([[1.0, 2.0, 3.0, 4.0]], requires_grad=True)
+    piece = collectives.slice_gather(same, mesh["tp"], dim=1)
+    (piece * (rank + 5)).sum().backward()
+    return own.tolist(), partial.grad.tolist(), whole.tolist(), local.grad.tolist(), piece.tolist(), same.grad.tolist()
 
 
 def test_a_sum_in_pieces_and_a_gather_for_one_computation(tmp_path):
@@ -81,6 +84,8 @@ def test_a_sum_in_pieces_and_a_gather_for_one_computation(tmp_path):
     assert (first[0], second[0]) == ([[3.0, 6.0]], [[9.0, 12.0]])
     assert first[1] == second[1] == [[10.0, 20.0, 20.0, 40.0]]  # each part of the sum went into both pieces
     assert first[2] == second[2] == [[1.0, 2.0, 11.0, 12.0]]
+    assert (first[4], second[4]) == ([[1.0, 2.0]], [[3.0, 4.0]])
+    assert first[5] == second[5] == [[5.0, 5.0, 6.0, 6.0]]  # what each rank wants of its piece, on every rank
     assert (first[3], second[3]) == ([[1.0, 2.0]], [[3.0, 4.0]])  # own piece of a gradient that is whole already
 
 
@@ -90,7 +95,7 @@ def test_axis_of_one_rank_is_the_identity(name):
     assert getattr(collectives, name)(x, Axis("tp")) is x
 
 
-@pytest.mark.parametrize("name", ["gather_scatter", "scatter_gather", "gather_slice"])
+@pytest.mark.parametrize("name", ["gather_scatter", "scatter_gather", "gather_slice", "slice_gather"])
 def test_axis_of_one_rank_is_one_piece(name):
     x = torch.randn(3)
     assert getattr(collectives, name)(x, Axis("tp"), dim=0) is x
@@ -123,17 +128,19 @@ def outside_autograd(axis):
     pieces_R = torch.arange(6.0).view(3, 2) + 100 * axis.rank
     arrive = collectives.start_rotation(pieces_R[0], axis)
     return (collectives.gather_equal(pieces_R[0], axis), collectives.scatter_sum(pieces_R.clone(), axis),
-            collectives.exchange(pieces_R, axis), arrive())
+            collectives.exchange(pieces_R, axis), arrive(),
+            collectives.exchange_rows(pieces_R[:1], torch.eye(3, dtype=torch.int64).roll(1, 1), axis))
 
 
 def test_moves_of_shards_outside_autograd():
     slots, barrier = [None] * 3, threading.Barrier(3)
     answers = on_threads(lambda rank: outside_autograd(Axis("cp", 3, rank, Threads(rank, slots, barrier))), 3)
-    for rank, (whole, own, exchanged, before) in enumerate(answers):
+    for rank, (whole, own, exchanged, before, rows) in enumerate(answers):
         assert whole.tolist() == [[0, 1], [100, 101], [200, 201]]
         assert own.tolist() == [300 + 6 * rank, 303 + 6 * rank]
         assert exchanged.tolist() == [[100 * other + 2 * rank, 100 * other + 2 * rank + 1] for other in range(3)]
         assert before.tolist() == whole[(rank - 1) % 3].tolist()
+        assert rows.tolist() == [before.tolist()], "the one row of the rank before"
 
 
 def extremes():

@@ -10,6 +10,7 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.threads import Threads, on_threads
 from workbench.sharding import wire
+from workbench.sharding.simulated import simulate
 
 
 def moves(rank, group, size):
@@ -18,10 +19,12 @@ def moves(rank, group, size):
     total, most = mine.clone(), mine.clone()
     wire.all_reduce(total, group)
     wire.all_reduce(most, group, largest=True)
+    counts_RR = torch.tensor([[0, 1, 2], [0, 0, 0], [1, 0, 3]])  # rows from rank to rank
+    rows = torch.arange(float(counts_RR[rank].sum()))[:, None] + 10 * rank
     wait = wire.start_rotation([mine, -mine], group, rank, size, 2)
     return {"mine": mine, "total": total, "most": most, "all": wire.all_gather(mine, group, size),
             "own": wire.reduce_scatter(pieces_R, group, rank), "swapped": wire.all_to_all(pieces_R, group, rank),
-            "rotated": wait()}
+            "rotated": wait(), "rows": wire.exchange_rows(rows, counts_RR, group, rank)}
 
 
 def over_gloo():
@@ -62,8 +65,36 @@ def test_every_move_does_what_it_says(where, tmp_path):
         assert torch.equal(torch.stack(found["all"]), torch.stack([base + 10 * r for r in range(size)]))
         assert torch.equal(found["own"], 3 * (base + 100 * rank) + 30)
         assert torch.equal(found["swapped"], torch.stack([base + 10 * r + 100 * rank for r in range(size)]))
+        assert found["rows"].flatten().tolist() == [[20], [0], [1, 2, 21, 22, 23]][rank]
         before = base + 10 * ((rank - 2) % size)
         assert torch.equal(torch.stack(found["rotated"]), torch.stack([before, -before]))
+
+
+def some_of_gloo():
+    import torch.distributed as dist
+
+    groups = [wire.subgroup(dist.group.WORLD, "odd", ranks) for ranks in ((0, 2), (1,))]
+    total = torch.tensor(float(10 ** dist.get_rank()))
+    if groups[0] is not None:
+        wire.all_reduce(total, groups[0])
+        wire.release(groups[0])
+    return [group is None for group in groups], float(total)
+
+
+def some_of_simulated(mesh):
+    world = mesh["dp"].group
+    groups = [wire.subgroup(world, "odd", ranks) for ranks in ((0, 2), (1,))]
+    total = torch.tensor(float(10 ** mesh["dp"].rank))
+    if groups[0] is not None:
+        wire.all_reduce(total, groups[0])
+        wire.release(groups[0])
+    return [group is None for group in groups], float(total)
+
+
+@pytest.mark.parametrize("where", ["gloo", "simulated"])
+def test_a_group_of_some_ranks(where, tmp_path):
+    found = run_ranks(some_of_gloo, 3, tmp_path) if where == "gloo" else simulate(some_of_simulated, dp=3)
+    assert found == [([False, True], 101.0), ([True, False], 10.0), ([False, True], 101.0)]
 
 
 def test_only_a_process_group_has_a_name():

@@ -8,6 +8,7 @@ The modules, in the order in which a diagnosis comes about:
     places.py        where the tokens lie that differ
     denominators.py  every way to divide a loss, and what a factor may equal
     facts.py         the questions that causes ask of it
+    modules.py       one module among several, in which alone something differs
     causes.py        what may have gone wrong, as data
     diagnosis.py     the ranking, and the next experiment
 """

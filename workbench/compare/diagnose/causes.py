@@ -20,6 +20,7 @@ import torch
 
 from workbench.compare.diagnose.denominators import AXES, NEEDS, names_of
 from workbench.compare.diagnose.facts import ADVANTAGES, Facts, coarse, fit
+from workbench.compare.diagnose.modules import module_reached_wrongly, module_scaled, other_features
 
 Judged = tuple[float, list[str]]
 """A score, and the reasons for it."""
@@ -686,6 +687,7 @@ CAUSES: tuple[Cause, ...] = (
         ("behind shard edges",), "policy_logprobs"), _CP, ("tokens",)),
     Cause("attention_across_documents", "tokens attend to other documents of their row", _at(
         ("later documents",), "policy_logprobs"), _ROWS, ("tokens",)),
+    Cause("other_features", "tokens read other features than their own", other_features, uses=("tokens",)),
     Cause("other_mask", "other tokens train", _mask_moved, uses=("tokens",)),
     Cause("other_targets", "log-probabilities are those of other tokens of the same distributions", _other_targets,
           uses=("tokens",)),
@@ -718,6 +720,10 @@ CAUSES: tuple[Cause, ...] = (
           ("gradient",)),
     Cause("layer_input_gradient", "what flows back from a layer's projections into its input is wrong", _layer_input,
           uses=("gradient",)),
+    Cause("module_scaled", "one module's gradient is summed over ranks too many, or averaged over some", module_scaled,
+          frozenset({"one rank"}), ("gradient",)),
+    Cause("module_reached_wrongly", "the gradient that crosses into one module is not that of all who read it",
+          module_reached_wrongly, frozenset({"one rank"}), ("gradient",)),
     Cause("some_parameters", "a part of the model has another gradient", _some_parameters, uses=("gradient",)),
     Cause("ranks_lost", "gradients of some ranks or micro-batches are not added", _ranks_lost,
           frozenset({"dp * cp * micro_batches"}), ("loss", "gradient")),

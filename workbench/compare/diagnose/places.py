@@ -21,7 +21,7 @@ def places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         By name: "shard edges" (the last prediction that a cp rank makes before another rank goes on), "behind shard
         edges" (of a document, all after its first rank change), "document ends", "document beginnings" (first trained
         tokens), "document starts" (first tokens, which nothing predicts), "later documents" (not the first of their
-        row).
+        row), "behind features" (of a document, all after the first token in whose place a feature stands).
     """
     if not {"trained", "documents"} <= set(tokens):
         return {}
@@ -37,6 +37,10 @@ def places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found |= {"shard edges": edges, "behind shard edges": _after(changes, documents)}
     if "places" in tokens and "positions" in tokens:  # the first document of a row begins at place 0
         found["later documents"] = tokens["places"] > tokens["positions"] - 1
+    if "features" in tokens:
+        read = torch.zeros_like(trained)
+        read[1:] = (tokens["features"][:-1] >= 0) & (documents[1:] == documents[:-1])
+        found["behind features"] = _after(read, documents)
     found = {name: where_S & trained for name, where_S in found.items()}
     starts = torch.ones_like(trained)
     starts[1:] = documents[1:] != documents[:-1]

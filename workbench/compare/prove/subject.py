@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,7 +32,7 @@ class Subject(Protocol):
         """Laws that it says it breaks, in the words of `LossSpec.breaks`."""
         ...
 
-    def step(self, policy: Policy, rows: list[LocalRow], totals: StepTotals) -> StepResult:
+    def step(self, policy: Policy, rows: Sequence[LocalRow], totals: StepTotals) -> StepResult:
         """One step on one rank, from rows of `workbench.runs.step.prepare_rows`. Collective over all axes."""
         ...
 
@@ -58,7 +59,7 @@ class WorkbenchSubject:
         """What the spec says that it breaks."""
         return self.run_spec.loss.breaks
 
-    def step(self, policy: Policy, rows: list[LocalRow], totals: StepTotals) -> StepResult:
+    def step(self, policy: Policy, rows: Sequence[LocalRow], totals: StepTotals) -> StepResult:
         """See `workbench.runs.step.run_step`; every metric is measured."""
         return flow.run_step(policy, self.loss, rows, totals, keep_gradients=True, level="full",
                              loss_spec=self.run_spec.loss if self.made_from_spec else None,

@@ -13,6 +13,7 @@ from typing import Any
 DRAWN = {
     ("workbench.rollouts.batch", "RolloutBatch"): "workbench.report.rich.batch",
     ("workbench.sharding.plan", "ShardPlan"): "workbench.report.rich.plan",
+    ("workbench.sharding.bridge.traffic", "Traffic"): "workbench.report.rich.traffic",
     ("workbench.runs.spec", "RunSpec"): "workbench.report.rich.spec",
     ("workbench.launch.ablation", "AblationSpec"): "workbench.report.rich.ablation",
     ("workbench.runs.store", "RunDirectory"): "workbench.report.rich.run",

@@ -103,9 +103,19 @@ def planted(names: Sequence[str]) -> Iterator[None]:
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
         raise SpecError(f"faults {', '.join(names)}", found=f"{', '.join(twice)} more than once",
                         rule="a fault is planted once", fix="name each fault once")
+    with planted_faults({name: load_fault(name) for name in names}):
+        yield
+
+
+@contextlib.contextmanager
+def planted_faults(faults: Mapping[str, Fault]) -> Iterator[None]:
+    """The same for faults that have no module here, name -> fault.
+
+    Raises:
+        SpecError: a seam that is not there, or is not a function.
+    """
     with contextlib.ExitStack() as whole_again:
-        for name in names:
-            fault = load_fault(name)
+        for name, fault in faults.items():
             owner, attribute = _place(fault.seam)
             held = vars(owner).get(attribute)
             wrapper = type(held) if isinstance(held, staticmethod | classmethod) else None

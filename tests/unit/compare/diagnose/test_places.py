@@ -27,6 +27,13 @@ def test_what_was_not_recorded_is_left_out():
     assert places({"trained": laid["trained"]}) == {}
 
 
+def test_what_is_behind_a_feature_begins_at_the_token_after_it_and_ends_with_its_document():
+    trained = torch.tensor([0, 1, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
+    laid = {"trained": trained, "documents": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+            "features": torch.tensor([-1, 4, 5, -1, 7, -1, -1, -1])}
+    assert numbers(places(laid)["behind features"]) == [2, 3, 6, 7]
+
+
 @pytest.mark.parametrize(("where", "place", "expected"), [
     ([1, 1, 0, 0], [1, 1, 0, 0], 1.0), ([1, 0, 0, 0], [0, 1, 1, 1], 0.0),
     ([1, 0, 0, 0], [1, 1, 0, 0], 1.25 * 0.5 / 0.75), ([1, 1, 0, 0], [1, 0, 0, 0], 1.25 * 0.5 / 1.125)])

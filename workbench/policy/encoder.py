@@ -1,0 +1,193 @@
+"""The encoder: a Hugging Face vision model and a projector, cut for this rank, from pixels to features.
+
+A feature is what the policy reads in the place of a token's embedding: one for each row of the vision model's last
+hidden states. The encoder lies over the ranks in a layout of its own. Its tensor-parallel plan is made of the names of
+its layers, where its configuration names none; over cp each rank holds some patches of each image, and attention
+gathers the keys and values of the others.
+
+Letters: b images | c channels | h, w pixels | s features of an image | R cp ranks | d head dimension | D model
+dimension of the policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import SpecError
+from workbench.policy.model import DTYPES
+from workbench.policy.tensor_plan import plan_by_names
+from workbench.sharding.bridge.partition import owned
+from workbench.sharding.collectives import gather_scatter
+from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
+from workbench.sharding.tensor_parallel import ParameterShard, apply_tensor_parallel, check_heads
+
+ATTENTION = "workbench_images"
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """An encoder as one rank holds it.
+
+    Attributes:
+        model: vision model and projector, cut for this rank.
+        mesh: the axes of the encoder, which are not the policy's.
+        shards: how every parameter lies over tp, by name.
+        tokens: s, the features of an image.
+        order: which of them a cp rank holds; one of `workbench.sharding.orders.ORDERS`.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    shards: dict[str, ParameterShard]
+    tokens: int
+    order: str = "contiguous"
+
+    @property
+    def places_Rs(self) -> Tensor:
+        """[R, s / R] which features of each image each cp rank holds."""
+        return owned(self.order, self.tokens, self.mesh["cp"].size)
+
+    def features(self, pixels_bchw: Tensor) -> Tensor:
+        """This rank's features of its images.
+
+        Shapes:   [b, c, h, w] -> [b, s / cp, D].
+        Layout:   dp: sharded(b); cp: replicated -> sharded(s); tp: replicated.
+        Backward: parameters get this rank's part of a sum over dp x cp. It wants the gradient of each tp rank to be
+                  whole, as bridges bring it.
+        """
+        return self.model(pixels_bchw)
+
+
+def make_encoder(vision: Any, width: int, *, mesh: Mesh | None = None, precision: str = "float32", seed: int = 0,
+                 order: str = "contiguous") -> Encoder:
+    """Put a projector behind a vision model, and cut both for this rank. Collective over tp and cp.
+
+    Args:
+        vision: a `transformers` vision model with the same whole weights on every rank, on the CPU; it is changed.
+        width: D, what the policy reads.
+        mesh: the axes; one rank if None.
+        precision: float64, float32 or bfloat16.
+        seed: of the projector's weights.
+        order: which features of an image a cp rank holds.
+
+    Raises:
+        SpecError: a vision model that pools, or that cut does not say what it said whole.
+        ShardingError: heads or features that tp does not divide, features that cp does not.
+    """
+    mesh = mesh or single_process_mesh()
+    if getattr(vision, "use_head", False):
+        raise SpecError(f"encoder of model type {vision.config.model_type!r}", found="a pooling head",
+                        rule="features are the last hidden states, and every parameter acts on them",
+                        fix="vision_use_head=False")
+    model = _WithProjector(vision.eval(), width, seed)
+    vision.set_attn_implementation(_registered())
+    _set_cp(vision, Axis("cp"))
+    pixels_bchw = _probe_pixels(vision.config)
+    with torch.no_grad():
+        whole = model(pixels_bchw)
+    encoder = Encoder(model, mesh, _cut(model, mesh["tp"]), whole.shape[1], order)
+    expected = whole
+    if mesh["cp"].size > 1:
+        places_s = encoder.places_Rs[mesh["cp"].rank]
+        vision.embeddings.register_forward_hook(lambda _, __, out: out.index_select(1, places_s.to(out.device)))
+        _set_cp(vision, mesh["cp"])
+        expected = whole[:, places_s]
+    _hold(model.to(mesh.device), pixels_bchw.to(mesh.device), expected, mesh)
+    model.to(DTYPES[precision])
+    return encoder
+
+
+def image_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+                    scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
+    """Attention of each feature to all features of its image, which may lie on several cp ranks.
+
+    Has the signature of a `transformers` attention function.
+
+    Args:
+        module: the layer that asks; it knows its cp axis.
+        query: [b, H, s / cp, d].
+        key: as query.
+        value: as query.
+        attention_mask: there is none between the features of an image.
+        scaling: of the scores; None: d ** -0.5.
+
+    Shapes:   -> [b, s / cp, H, d].
+    Layout:   cp: sharded(s) in and out; tp: sharded(heads) in and out.
+    Backward: gradients of keys and values are summed over cp, and each rank gets its own.
+    """
+    axis = module.images_cp
+    whole_key, whole_value = (gather_scatter(one, axis, dim=2) for one in (key, value))
+    mixed = nn.functional.scaled_dot_product_attention(query, whole_key, whole_value, scale=scaling)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+class _WithProjector(nn.Module):
+    """A vision model, and two layers with a norm before them that lead into the policy's width."""
+
+    def __init__(self, vision: Any, width: int, seed: int) -> None:
+        super().__init__()
+        self.vision = vision
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.projector = _Projector(vision.config.hidden_size, width)
+
+    def forward(self, pixels_bchw: Tensor) -> Tensor:
+        return self.projector(self.vision(pixel_values=pixels_bchw).last_hidden_state)
+
+
+class _Projector(nn.Module):
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(inputs)
+        self.fc1, self.fc2 = nn.Linear(inputs, width), nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.fc2(nn.functional.gelu(self.fc1(self.norm(hidden))))
+
+
+def _registered() -> str:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, image_attention)
+    return ATTENTION
+
+
+def _set_cp(vision: nn.Module, axis: Axis) -> None:
+    for module in vision.modules():
+        if hasattr(module, "is_causal"):  # what transformers' attention layers have, and hand to no function
+            module.images_cp = axis
+
+
+def _probe_pixels(config: Any) -> Tensor:
+    """[2, c, h, w] two images."""
+    shape = (2, config.num_channels, config.image_size, config.image_size)
+    return torch.linspace(-1, 1, torch.Size(shape).numel()).cos().view(shape)
+
+
+def _cut(model: _WithProjector, axis: Axis) -> dict[str, ParameterShard]:
+    if axis.size == 1:
+        return {name: ParameterShard() for name, _ in model.named_parameters()}
+    config = model.vision.config
+    check_heads({"encoder": config.num_attention_heads}, axis)
+    own = getattr(config, "base_model_tp_plan", None)
+    plan = {f"vision.{name}": style for name, style in own.items()} if own else \
+        plan_by_names(model, "vision.", config.model_type)
+    return apply_tensor_parallel(model, plan | plan_by_names(model, "projector.", "projector"), axis)
+
+
+def _hold(model: _WithProjector, pixels_bchw: Tensor, expected: Tensor, mesh: Mesh) -> None:
+    """Refuse what does not say cut what it said whole; rounding is far below the bar. Collective over tp and cp."""
+    what = f"encoder of model type {model.vision.config.model_type!r} over tp={mesh['tp'].size}, cp={mesh['cp'].size}"
+    rule, fix = "the cut encoder's features are the whole one's", "use tp=1 and cp=1 for this encoder"
+    try:
+        with torch.no_grad():
+            far = float((model(pixels_bchw).cpu() - expected).norm() / expected.norm())
+    except (TypeError, RuntimeError, ValueError, AttributeError, IndexError) as error:
+        raise SpecError(what, found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", rule=rule,
+                        fix=fix) from error
+    if not far <= 1e-3:
+        raise SpecError(what, found=f"features off by {far:.2g} of their norm", rule=rule, fix=fix)

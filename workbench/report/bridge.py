@@ -1,0 +1,75 @@
+"""What a bridge between two layouts costs, as a page: the record of `workbench bench bridge` with every sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workbench.report.markup import Markup, join, table, tag
+from workbench.report.numbers import NONE, mebibytes, milliseconds
+from workbench.report.page import CPU_CAPTION, document
+from workbench.report.rich.traffic import as_html
+from workbench.runs.spec import flatten
+from workbench.runs.store import write_whole
+from workbench.sharding.bridge import Grid, GridPair
+from workbench.sharding.bridge.delivery import Delivery
+from workbench.sharding.bridge.traffic import Traffic
+
+DIRECTIONS = ("forward", "backward")
+
+
+def write_bridge_report(record: Mapping[str, Any], folder: Path) -> Path:
+    """Write ``bridge.html`` into a folder, whole or not at all."""
+    return write_whole(Path(folder) / "bridge.html", page(record).encode())
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The page as text; the same record gives the same bytes."""
+    masthead = tag("header", tag("p", "workbench report · ", tag("b", "bridge"), class_="eyebrow"),
+                   tag("h1", "What does a bridge between two layouts cost?"),
+                   tag("p", answer(record), class_="answer"))
+    sections: list[tuple[str, Any]] = [(name, bridge(record, name)) for name in record["bridges"]]
+    sections += [("Every sample", every_sample(record)), ("Provenance", provenance(record))]
+    return document("bridge", [masthead], sections)
+
+
+def answer(record: Mapping[str, Any]) -> str:
+    """The fastest way of each pair of layouts, forward and backward together."""
+    said = []
+    for name, found in record["bridges"].items():
+        ways = found["ways"]
+        fastest = min(ways, key=lambda way: sum(ways[way][f"{direction}_ms"] for direction in DIRECTIONS))
+        total = sum(ways[fastest][f"{direction}_ms"] for direction in DIRECTIONS)
+        said.append(f"{name}: fastest is the {fastest}, {milliseconds(total)} both ways.")
+    exact = "Every way is exact." if record["bars"]["exact"]["holds"] else "Some ways are wrong: see wrong numbers."
+    return f"On {record['ranks']} × {record['device']}, {record['activation']}. {exact} {' '.join(said)}"
+
+
+def bridge(record: Mapping[str, Any], name: str) -> Markup:
+    """Time and bytes of each way between two layouts, and who sends what to whom."""
+    found = record["bridges"][name]
+    rows = [[way, *(cell for direction in DIRECTIONS for cell in (
+        milliseconds(entry[f"{direction}_ms"]), mebibytes(entry[f"{direction}_bytes"]))), entry["wrong_numbers"]]
+        for way, entry in found["ways"].items()]
+    heads = [f"{direction}, {what}" for direction in DIRECTIONS for what in ("time", "from others")]
+    pair = GridPair(*(Grid.of(**found[side]) for side in ("source", "destination")))
+    drawn = [as_html(Traffic.of(pair, how)) for how in (Delivery(order="zigzag"), Delivery("sharded", "zigzag"))]
+    return join([tag("p", "Median of the slowest rank; bytes of the rank that gets most."),
+                 tag("p", CPU_CAPTION) if record["device"] == "cpu" else None,
+                 table(["", *heads, "wrong numbers"], rows, numbers=range(1, 6)), drawn])
+
+
+def every_sample(record: Mapping[str, Any]) -> Markup:
+    """All times, in the order in which they were taken."""
+    rows = [[name, way, direction, ", ".join(f"{ms:.2f}" for ms in entry[f"{direction}_samples_ms"])]
+            for name, found in record["bridges"].items() for way, entry in found["ways"].items()
+            for direction in DIRECTIONS]
+    return table(["", "", "", "ms"], rows)
+
+
+def provenance(record: Mapping[str, Any]) -> Markup:
+    """Versions, git state, command and machine."""
+    facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
+    return table(["what", "value"], [[tag("code", key), NONE if value is None else str(value)]
+                                     for key, value in sorted(facts.items())], class_="prose")

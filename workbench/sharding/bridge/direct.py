@@ -1,0 +1,103 @@
+"""The fast path of a bridge: one all-gather or none along the batch, and what completes the gradient over cp.
+
+A destination whose cp ranks each got the whole sequence sends back a gradient that is zero outside of the tokens that
+it used. Completing it comes first: an all-reduce over cp, exact in any order because one term of each sum is not zero;
+or, where an order says who uses which tokens, an all-gather of those and the permutation back: half the bytes.
+
+Letters: b samples of a rank | s tokens of a sequence | R ranks of cp | k slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from workbench.sharding import flight
+from workbench.sharding.collectives import all_sum, gather_equal
+from workbench.sharding.mesh import Axis
+
+
+@dataclass(frozen=True, eq=False)
+class Direct:
+    """What one rank does on the fast path.
+
+    Attributes:
+        kind: fan-in, fan-out or equal.
+        slot: which slot of the batch is this rank's.
+        slots: k.
+        batch_dim: of the activation.
+        sequence_dim: of the activation.
+        gather: the ranks that gather along the batch, in the order of their slots.
+        cp: the cp ranks of the destination.
+        owned_Rt: [R, s / R] the positions that each of them uses; None: nobody knows.
+    """
+
+    kind: str
+    slot: int
+    slots: int
+    batch_dim: int
+    sequence_dim: int
+    gather: Axis
+    cp: Axis
+    owned_Rt: Tensor | None = None
+
+
+def hand_over(values: Tensor, direct: Direct) -> Tensor:
+    """This rank's samples at the destination, whole sequences.
+
+    Shapes:   [b, s, h] (or [s, b, h]) -> [b k, s, h], [b / k, s, h] or [b, s, h].
+    Layout:   tp: replicated -> tp: replicated, cp: replicated.
+    Backward: the sum over cp, then of fan-in this rank's slot, of fan-out the slots of all consumers one after another.
+              Those are a sum too: the source's rank is a replica whose copies went to k different consumers.
+    """
+    anchor = values.new_zeros((), requires_grad=torch.is_grad_enabled())
+    return _HandOver.apply(values, anchor, direct)
+
+
+class _HandOver(Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, anchor: Tensor, direct: Direct) -> Tensor:
+        ctx.direct, ctx.caller = direct, flight.caller()
+        if direct.kind == "fan-in":
+            return joined(values, direct, ctx.caller)
+        if direct.kind == "fan-out":
+            return own_slot(values, direct)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        direct = ctx.direct
+        complete = summed_over_cp(gradient, direct, ctx.caller)
+        if direct.kind == "fan-in":
+            return own_slot(complete, direct), None, None
+        if direct.kind == "fan-out":
+            return joined(complete, direct, ctx.caller), None, None
+        return complete, None, None
+
+
+def joined(values: Tensor, direct: Direct, caller: str | None) -> Tensor:
+    """The batches of all slots, in the order of the slots."""
+    everyone = gather_equal(values, direct.gather, caller=caller)
+    return everyone.movedim(0, direct.batch_dim).flatten(direct.batch_dim, direct.batch_dim + 1)
+
+
+def own_slot(values: Tensor, direct: Direct) -> Tensor:
+    """This rank's slot of a batch."""
+    each = values.shape[direct.batch_dim] // direct.slots
+    return values.narrow(direct.batch_dim, direct.slot * each, each).contiguous()
+
+
+def summed_over_cp(gradient: Tensor, direct: Direct, caller: str | None) -> Tensor:
+    """The gradient of whole sequences, from those of all cp ranks."""
+    if direct.cp.size == 1:
+        return gradient
+    if direct.owned_Rt is None:
+        return all_sum(gradient, direct.cp)
+    mine = gradient.index_select(direct.sequence_dim, direct.owned_Rt[direct.cp.rank].to(gradient.device))
+    everyone = gather_equal(mine, direct.cp, caller=caller)
+    in_order = everyone.movedim(0, direct.sequence_dim).flatten(direct.sequence_dim, direct.sequence_dim + 1)
+    return in_order.index_select(direct.sequence_dim, torch.argsort(direct.owned_Rt.flatten()).to(gradient.device))

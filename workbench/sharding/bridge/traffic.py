@@ -1,0 +1,178 @@
+"""Who sends what to whom across a bridge, counted without any rank: for drawings, and for bytes.
+
+Letters: R ranks, numbered within the grids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from workbench.rollouts.batch import PADDING
+from workbench.sharding.bridge.crossing import Crossing
+from workbench.sharding.bridge.delivery import Delivery, Route, check_delivery, route_of, sides_of
+from workbench.sharding.bridge.pair import GridPair, Lines, least_samples
+from workbench.sharding.bridge.sides import Side
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One exchange.
+
+    Attributes:
+        direction: forward or backward.
+        name: what it does.
+        rows_RR: [R, R] rows from rank to rank; what stays on a rank is on the diagonal.
+    """
+
+    direction: Direction
+    name: str
+    rows_RR: Tensor
+
+    @property
+    def between(self) -> Tensor:
+        """[R, R] rows that leave their rank."""
+        return self.rows_RR - torch.diag(self.rows_RR.diagonal())
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """What travels when an activation crosses.
+
+    Attributes:
+        pair: the grids.
+        delivery: what the destination gets.
+        route: the path, and the samples of each dp rank of the source.
+        tokens: of each sequence.
+        sides: who holds which tokens before and after.
+        steps: the exchanges, in order, forward and then backward.
+    """
+
+    pair: GridPair
+    delivery: Delivery
+    route: Route
+    tokens: int
+    sides: tuple[Side, Side]
+    steps: tuple[Step, ...]
+
+    @classmethod
+    def of(cls, pair: GridPair, delivery: Delivery | None = None, *, samples: Sequence[int] | None = None,
+           tokens: int | None = None, general: bool = False) -> Traffic:
+        """Count it.
+
+        Args:
+            pair: the grids.
+            delivery: what the destination gets; None: whole sequences.
+            samples: of each dp rank of the source; None: the fewest that both sides deal evenly.
+            tokens: of each sequence; None: the fewest that any order here cuts.
+            general: by the general path, whatever the bounds of the fast one.
+
+        Raises:
+            ShardingError: what `connect` and `Bridge.cross` refuse.
+        """
+        how = delivery or Delivery()
+        check_delivery(pair, how)
+        dp = pair.source["dp"]
+        held = [least_samples(pair) // dp] * dp if samples is None else list(samples)
+        if tokens is None:
+            tokens = 2 * pair.source["cp"] * pair.destination["cp"] * (
+                pair.destination["tp"] if how.sequence_parallel else 1)
+        route, sides = route_of(pair, how, held), sides_of(pair, how, held, tokens)
+        if general and not route.why:
+            route = Route(route.samples, "general", "as asked")
+        if route.path == "general":
+            crossing = Crossing.make(*sides)
+            steps = (Step("forward", "exchange of rows", crossing.forward_RR),
+                     Step("backward", "exchange of gradients of distinct consumers", crossing.backward_RR))
+        else:
+            steps = _of_fast_path(pair, how, held[0] * tokens)
+        return cls(pair, how, route, tokens, sides, steps)
+
+    def received_bytes(self, direction: Direction, row_bytes: int) -> int:
+        """The most that a rank gets from others in one direction, for rows of so many bytes."""
+        rows = sum(step.between.sum(0) for step in self.steps if step.direction == direction)
+        return int(torch.as_tensor(rows).max() * row_bytes)
+
+    def __repr__(self) -> str:
+        """Say which way leads across."""
+        why = f" ({self.route.why})" if self.route.why else ""
+        return (f"Traffic({self.pair.source.words} -> {self.pair.destination.words}: {self.route.path}{why}; "
+                f"{sum(self.route.samples)} samples of {self.tokens} tokens)")
+
+    def drawing(self) -> str:
+        """The two sides rank by rank, and a table of rows for each exchange, as text.
+
+        Example:
+            >>> from workbench.sharding.bridge.grid import Grid
+            >>> print(Traffic.of(GridPair(Grid.of(tp=2, dp=1), Grid.of(dp=2))).drawing())
+            rank  source           holds         destination      gets
+               0  dp0 cp0 tp0      0, 1          dp0 cp0 tp0      0
+               1  dp0 cp0 tp1      0, 1          dp1 cp0 tp0      1
+            backward, all-gather along the batch: rows from (line) to (column)
+                   0   1
+               0       2
+               1   2
+        """
+        wide = [("rank", 6), ("source", 17), ("holds", 14), ("destination", 17), ("gets", 0)]
+        lines = ["".join(f"{name:<{width}}" for name, width in wide).rstrip()]
+        for rank in range(self.pair.source.size):
+            before, after = (place_words(grid.place(rank + grid.offset)) for grid in (self.pair.source,
+                                                                                     self.pair.destination))
+            holds, gets = (self.held_words(side, rank) for side in self.sides)
+            lines.append(f"{rank + self.pair.source.offset:>4}  {before:<17}{holds:<14}{after:<17}{gets}")
+        for step in self.steps:
+            if not step.between.any():
+                continue
+            lines.append(f"{step.direction}, {step.name}: rows from (line) to (column)")
+            rows = step.between.tolist()
+            width = max(4, len(str(max(map(max, rows)))) + 2)
+            lines.append("    " + "".join(f"{rank:>{width}}" for rank in range(len(rows))))
+            lines += [f"{rank:>4}{''.join(f'{count or str():>{width}}' for count in row)}".rstrip()
+                      for rank, row in enumerate(rows)]
+        return "\n".join(lines)
+
+    def held_words(self, side: Side, rank: int) -> str:
+        """The samples of a rank, and which of their tokens if it has not all of them."""
+        share = side.share_of[rank]
+        tokens_t = share.tokens_t[share.tokens_t != PADDING]
+        samples = sorted(set((tokens_t // self.tokens).tolist()))
+        places = (tokens_t[tokens_t // self.tokens == samples[0]] % self.tokens).tolist() if samples else []
+        words = ", ".join(map(str, samples[:4])) + (" ..." if len(samples) > 4 else "")
+        if not samples or len(places) == self.tokens:
+            return words or "-"
+        return f"{words}: {', '.join(map(str, places[:8]))}" + (" ..." if len(places) > 8 else "")
+
+
+def place_words(place: tuple[int, int, int]) -> str:
+    """A place as dp, cp and tp."""
+    return " ".join(f"{name}{at}" for name, at in zip(("dp", "cp", "tp"), place, strict=True))
+
+
+def _of_fast_path(pair: GridPair, how: Delivery, held: int) -> tuple[Step, ...]:
+    """The collectives of a fan-in, a fan-out or an equal one, for so many rows at a rank of the source."""
+    steps, cp = [], pair.destination["cp"]
+    got = {"fan-in": held * pair.ratio, "fan-out": held // pair.ratio, "equal": held}[pair.path]
+    if pair.path == "fan-in":
+        steps.append(_among(pair, "forward", "all-gather along the batch", pair.gather_lines, held))
+    if cp > 1:
+        lines = pair.destination.lines("cp")
+        steps.append(_among(pair, "backward", "all-reduce over cp", lines, 2 * got // cp) if how.order is None
+                     else _among(pair, "backward", "all-gather over cp of the tokens that each used", lines, got // cp))
+    if pair.path == "fan-out":
+        steps.append(_among(pair, "backward", "all-gather along the batch", pair.gather_lines, got))
+    return tuple(steps)
+
+
+def _among(pair: GridPair, direction: Direction, name: str, lines: Lines, rows: int) -> Step:
+    """Everyone in a line sends so many rows to everyone else in it."""
+    rows_RR = torch.zeros(pair.source.size, pair.source.size, dtype=torch.int64)
+    for line in lines:
+        inside = torch.tensor(line) - pair.source.offset
+        rows_RR[inside[:, None], inside] = rows
+    return Step(direction, name, rows_RR)
