@@ -11,6 +11,8 @@ import tyro
 
 from workbench.cli.terminal import safe_lines, say
 
+_YAML = (".yaml", ".yml")
+
 
 def _bisect(a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
             b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")], *,
@@ -46,18 +48,22 @@ def meant(asked: str) -> Any:
     """The spec of a run that an ablation plans, where one is named; anything else as it was said.
 
     Raises:
-        SpecError: the ablation plans no run of that name.
+        SpecError: the ablation plans no run of that name, or none is named.
     """
     from workbench.errors import SpecError
     from workbench.launch.ablation import load_ablation
+    from workbench.runs.spec import read_yaml
 
     file, _, name = asked.rpartition(":")
-    if Path(file).suffix not in (".yaml", ".yml"):
+    if Path(asked).suffix in _YAML and "configurations" in (read_yaml(Path(asked)) or {}):
+        file, name = asked, ""
+    elif Path(file).suffix not in _YAML:
         return asked
     planned = {run.name: run.spec for run in load_ablation(file).expand()}
     if name not in planned:
-        raise SpecError(f"bisect {asked}", found=f"no run {name!r} in {file}", rule=f"one of {', '.join(planned)}",
-                        fix="choose one of them")
+        found = f"no run {name!r} in {file}" if name else f"an ablation of {len(planned)} runs"
+        raise SpecError(f"bisect {asked}", found=found, rule=f"one of {', '.join(planned)}",
+                        fix=f"say which, as {file}:{next(iter(planned))}")
     return planned[name]
 
 

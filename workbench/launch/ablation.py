@@ -298,19 +298,36 @@ def _check_comparable(where: str, planned: Sequence[Planned]) -> None:
         others = {"reference": run.reference, "truth": run.truth if run.reference and below and not bits else ""}
         for role, other in ((role, specs[name]) for role, name in others.items() if name):
             facts = {"steps": (run.spec.steps, other.steps)}
-            if not bits:
+            if bits:
+                facts["reproducible"] = (run.spec.reproducible, other.reproducible)
+                facts["rows"] = (_rows(run.spec), _rows(other))
+            else:
                 facts["record.gradients"] = (run.spec.record.gradients, other.record.gradients)
             if role == "reference":
                 facts["precision"] = (run.spec.precision, other.precision)
             unequal = [f"{key} {mine} against {theirs}" for key, (mine, theirs) in facts.items()
                        if mine != theirs or (key == "record.gradients" and mine != "full")]
             if unequal:
+                rule, fix = _OF_BITS if bits else _OF_GRADIENTS
                 raise SpecError(f"{where}: hold {run.name!r} against its {role} {others[role]!r}",
-                                found=", ".join(unequal),
-                                rule="gradients are compared step by step: both take as many steps, with "
-                                     "record.gradients full, and a reference has the precision of its runs",
-                                fix="set steps and record in `base`; several precisions are an axis, "
-                                    "axes: {precision: [float64, float32]}")
+                                found=", ".join(unequal), rule=rule, fix=fix)
+
+
+_OF_GRADIENTS = (
+    "gradients are compared step by step: both take as many steps, with record.gradients full, and a reference has the "
+    "precision of its runs",
+    "set steps and record in `base`; several precisions are an axis, axes: {precision: [float64, float32]}")
+_OF_BITS = (
+    "bits are compared step by step: both take as many steps of the same rows, in one precision and in the same pieces",
+    "set steps, precision and reproducible in `base`; give each layout data.micro_batches, so that dp times these is "
+    "the same, or all of them one data.micro_batch_tokens")
+
+
+def _rows(spec: RunSpec) -> str:
+    """Which rows a step has, as far as settings say."""
+    if spec.data.micro_batch_tokens is not None:
+        return f"of {spec.data.micro_batch_tokens} tokens"
+    return f"{spec.layout.dp * spec.data.micro_batches} (dp * data.micro_batches)"
 
 
 def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> SpecError:

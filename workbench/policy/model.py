@@ -203,6 +203,7 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
     model = _load(source, project, tied, seed).eval()  # no dropout; gradients are as in training
     _refuse_unknown(model)
     model = with_our_attention(model)
+    model.get_input_embeddings().padding_idx = None  # in a packed row every id is text, and trains
     if precision == "float64":
         expected = _probe(model, "float32")
         model = lift_to_float64(model)

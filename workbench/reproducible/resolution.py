@@ -30,7 +30,8 @@ class Resolution:
         if self.block_tokens < 1 or chunks < 1 or chunks & (chunks - 1):
             raise SpecError(f"block_tokens = {self.block_tokens}, weight_chunks = {chunks}",
                             rule="at least one token a block; pieces of a weight are a power of two, because they are "
-                                 "added by pairs", fix="choose weight_chunks among 1, 2, 4, 8")
+                                 "added by pairs",
+                            fix="choose block_tokens such as 128, and weight_chunks among 1, 2, 4, 8")
 
 
 class OutOfRange(WorkbenchError, ArithmeticError):

@@ -39,5 +39,9 @@ def test_json_of_runs_that_do_not(asked, capsys):
 def test_what_is_not_there_is_said_in_words(asked, capsys):
     assert main(["bisect", asked("one"), asked("two")]) == 2
     assert "one of one, again, cooler" in capsys.readouterr().err
+    assert main(["bisect", asked("").removesuffix(":"), asked("two")]) == 2
+    said = capsys.readouterr().err
+    assert "an ablation of 3 runs" in said
+    assert "some.yaml:one" in said
     assert main(["bisect", "nowhere", "nowhere"]) == 2
     assert "no run or experiment of that name" in capsys.readouterr().err

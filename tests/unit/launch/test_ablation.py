@@ -203,6 +203,21 @@ class TestRefusals:
         assert "record.gradients none against none" in message
         assert "steps 2 against 1" in self.refused(write(text.replace("cp: 2}", "cp: 2}, steps: 2")))
 
+    @pytest.mark.parametrize(("changes", "found"), [
+        ("layout: {dp: 2}", "rows 2 (dp * data.micro_batches) against 1 (dp * data.micro_batches)"),
+        ("data: {micro_batch_tokens: 64}", "rows of 64 tokens against 1 (dp * data.micro_batches)"),
+        ("reproducible: {bits: 40}", "reproducible block_tokens=8 bits=40 against block_tokens=8")])
+    def test_what_cannot_have_the_bits_of_its_reference(self, write, changes, found):
+        message = self.refused(write("base: {reproducible: {block_tokens: 8}}\nreference: a\n"
+                                     f"configurations: {{a: {{}}, b: {{{changes}}}}}\n"))
+        assert f"hold 'b' against its reference 'a'\n  found: {found}" in message
+
+    def test_rows_that_lie_otherwise_are_the_same_rows(self, write):
+        planned = load_ablation(write(
+            "base: {reproducible: {block_tokens: 8}, data: {micro_batches: 2}}\nreference: a\n"
+            "configurations: {a: {}, b: {layout: {dp: 2}, data: {micro_batches: 1}}}\n"))
+        assert [run.name for run in planned.expand()] == ["a", "b"]
+
     def test_one_spec_alone_may_record_what_it_likes(self, write):
         [run] = load_ablation(write("record: {gradients: none}", "mine.yaml")).expand()
         assert run.spec.record.gradients == "none"

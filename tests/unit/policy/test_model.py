@@ -8,8 +8,10 @@ from workbench.policy import model
 from workbench.policy.model import ATTENTION, load_policy
 from workbench.policy.tiny import tiny_qwen3
 from workbench.sharding.attention import AttentionShard
-from workbench.sharding.mesh import Axis, Mesh
+from workbench.sharding.gradients import full_gradients
+from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
 from workbench.sharding.plan import ShardPlan
+from workbench.sharding.simulated import simulate
 
 TP3 = Mesh({"dp": Axis("dp"), "cp": Axis("cp"), "tp": Axis("tp", 3), "dp_cp": Axis("dp_cp")}, torch.device("cpu"))
 
@@ -130,6 +132,23 @@ def test_other_dense_decoders_are_taken(kind, more, precision, tmp_path):
     with torch.no_grad():
         expected = torch.log_softmax(stock(input_ids=tokens[None]).logits[0], -1)[torch.arange(4), tokens[1:]]
     torch.testing.assert_close(logprobs, expected.to(logprobs.dtype), rtol=0, atol=5e-6)
+
+
+def test_an_id_that_a_tokenizer_pads_with_trains_where_it_is_text(tmp_path):
+    """On one rank as over tp, whose pieces of the embedding know no such id."""
+    small("Llama", tmp_path, pad_token_id=3)
+    tokens = torch.tensor([3, 1, 3, 5])
+
+    def gradient(mesh):
+        policy = load_policy("Llama", project=tmp_path, mesh=mesh, precision="float64")
+        hidden = policy.hidden_states(tokens, torch.arange(4), one_rank([0] * 4))
+        policy.token_logprobs(hidden, tokens.roll(-1)).logprobs_T.sum().backward()
+        return full_gradients(policy.model, policy.shards, mesh)["model.embed_tokens.weight"]
+
+    alone = gradient(single_process_mesh())
+    assert alone[3].abs().max() > 0
+    for over_tp in simulate(gradient, tp=2):
+        torch.testing.assert_close(over_tp, alone)
 
 
 WINDOWED = [
