@@ -55,6 +55,7 @@ class Exact:
     scale: float = 1.0
     leaves: Leaves = field(default_factory=Leaves)
     _rows: MutableMapping[AttentionShard, RowBlocks] = field(default_factory=WeakKeyDictionary, repr=False)
+    _begun: bool = field(default=False, repr=False)
 
     def remove(self) -> None:
         """Put everything back as it was before `install`."""
@@ -77,13 +78,17 @@ class Exact:
         self.bits, self.scale, self.leaves = self.resolution.bits if bits is None else bits, scale, Leaves()
         for accumulator in self.accumulators.values():
             accumulator.start(self.bits)
+        self._begun = True
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard) -> Tensor:
         """Last hidden states of this rank's tokens; see `Policy.hidden_states`.
 
         Raises:
             ShardingError: an order that does not move whole blocks, or attention that is not gathered.
+            SpecError: with a gradient, in no step.
         """
+        if torch.is_grad_enabled():
+            self._require_step("exact.hidden_states(...)")
         blocks = self._rows.get(shard) or self._rows.setdefault(shard, RowBlocks.make(
             shard, self.resolution.block_tokens))
         if torch.is_grad_enabled():
@@ -129,7 +134,9 @@ class Exact:
 
         Raises:
             OutOfRange: the integers do not hold the gradients; alike on every rank, and no gradient was written.
+            SpecError: a second time in a step.
         """
+        self._require_step("exact.reduce()")
         mesh = self.policy.mesh
         names, sums = list(self.accumulators), list(self.accumulators.values())
         used = check_range(sums, names, self.leaves, self.bits, [mesh["dp_cp"], mesh["tp"]])
@@ -142,15 +149,29 @@ class Exact:
         for name, gradient in sum_over_ranks(self.accumulators, held, mesh, finish):
             held[name].leave(gradient)
         self.start(self.scale, self.bits)
+        self._begun = False
+
+    def _require_step(self, asked: str) -> None:
+        if not self._begun:
+            raise SpecError(asked, found="no step that has begun", rule="start(), then forward and backward of every "
+                            "row, then reduce(): a second reduce() would leave gradients of its own rows alone",
+                            fix="call exact.start() before the first row of a step, and reduce() after its last")
 
     @torch.no_grad()
     def norms(self) -> dict[str, float]:
         """L2 norm of every parameter's gradient, by name; the same bits on every rank and in every layout.
 
         Squares of float32 numbers are exact in float64; they are added in integers, as by `exact_sum`.
+
+        Raises:
+            SpecError: before `reduce`.
         """
         mesh, found = self.policy.mesh, {}
         held = held_parameters(self.policy)
+        if missing := [name for name, one in held.items() if one.parameter.grad is None]:
+            raise SpecError("exact.norms()", found=f"no gradient of {missing[0]}",
+                            rule="reduce() leaves every gradient",
+                            fix="call exact.reduce() first")
         together: dict[tuple[str, ...], list[str]] = {}
         for name, one in held.items():
             together.setdefault(one.dealt_over, []).append(name)

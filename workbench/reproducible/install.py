@@ -202,7 +202,7 @@ def _refuse(policy: Policy, resolution: Resolution) -> None:
     """Everything that would not be exact, in one message."""
     model, config = policy.model, policy.model.config.get_text_config()
     named = [(name, module, type(module).__name__.removeprefix("FSDP")) for name, module in model.named_modules()]
-    wrong = [f"{kind} at {name}" for name, _, kind in named if kind not in KNOWN]
+    wrong = [f"{kind} at {name}" if name else kind for name, _, kind in named if kind not in KNOWN]
     wrong += [f"{name} in training mode, with dropout" for name, module, _ in named
               if module.training and getattr(module, "attention_dropout", 0)]
     for name, parameter in model.named_parameters():

@@ -53,7 +53,7 @@ def image_features(numbers_T: Tensor) -> Extension:
                      "the token; -1 where none does.", pad=PADDING, at="input")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ImageRow(LocalRow):
     """One micro-batch as one rank holds it, and what it does about its images.
 

@@ -186,3 +186,20 @@ def test_a_scale_that_would_round_is_refused():
         with pytest.raises(SpecError, match="a power of two"):
             exact.start(scale)
     exact.start(2.0**-20)
+
+
+def test_a_step_is_begun_and_reduced_once():
+    policy = load_policy("tiny-qwen3")
+    exact = install(policy, Resolution(BLOCK))
+    with pytest.raises(SpecError, match=r"exact\.norms\(\)"):
+        exact.norms()
+    backward_of(policy, 1.0)
+    exact.reduce()
+    with pytest.raises(SpecError, match=r"exact\.reduce\(\)"):
+        exact.reduce()
+    with pytest.raises(SpecError, match="no step that has begun"):
+        backward_of(policy, 1.0)
+    exact.start()
+    backward_of(policy, 1.0)
+    exact.reduce()
+    assert min(exact.norms().values()) > 0
