@@ -392,7 +392,7 @@ def test_nothing_else_of_the_inputs_is_needed_and_a_shared_sum_is_asked_for():
     ({"ratio": "token", "ratio_low": 0.7, "ratio_high": 1.4}, lambda gaps: sum(
         min(max(gap, math.log(0.7)), math.log(1.4)) for gap in gaps)),
     ({"ratio": "document_sum", "ratio_high": 3.0}, lambda gaps: min(sum(gaps), math.log(3))),
-    ({"ratio": "document_mean"}, lambda gaps: sum(gaps) / len(gaps))], ids=str)
+    ({"ratio": "document_mean"}, lambda gaps: sum(gaps) / len(gaps))])
 def test_the_log_of_a_documents_correction_adds_tokens_and_counts_a_document_once(settings, log_weight):
     documents = nasty_documents(1, low=0.5, high=2.5)
     _, inputs = packed(documents)
