@@ -81,7 +81,7 @@ def test_implied_rewards_are_sums_or_means_over_documents_and_0_for_an_empty_one
     ({"beta": 0.3, "label_smoothing": 0.1},
      lambda h: -0.9 * math.log(sigmoid(0.3 * h)) - 0.1 * math.log(sigmoid(-0.3 * h)),
      lambda h: -0.27 * sigmoid(-0.3 * h) + 0.03 * sigmoid(0.3 * h)),
-    ({"beta": 0.2, "kind": "ipo"}, lambda h: (h - 2.5) ** 2, lambda h: 2 * (h - 2.5))], ids=str)
+    ({"beta": 0.2, "kind": "ipo"}, lambda h: (h - 2.5) ** 2, lambda h: 2 * (h - 2.5))])
 def test_the_loss_of_a_pair_and_its_slope(settings, value, slope):
     chosen_P = torch.tensor([1.0, -2.0, 0.5, 7.0], dtype=torch.float64, requires_grad=True)
     rejected_P = torch.tensor([0.25, 1.0, 0.5, -6.0], dtype=torch.float64, requires_grad=True)
@@ -143,8 +143,7 @@ def test_rewards_of_documents_need_documents():
     ({"kind": "apo_zero"}, lambda c, r: 1 - sigmoid(c) + sigmoid(r)),
     ({"kind": "apo_down"}, lambda c, r: sigmoid(c) + 1 - sigmoid(c - r)),
     ({"kind": "discopop", "modulation": 0.5},
-     lambda c, r: -math.log(sigmoid(c - r)) * (1 - sigmoid(2 * (c - r))) + math.exp(r - c) * sigmoid(2 * (c - r)))],
-    ids=str)
+     lambda c, r: -math.log(sigmoid(c - r)) * (1 - sigmoid(2 * (c - r))) + math.exp(r - c) * sigmoid(2 * (c - r)))])
 def test_other_losses_of_a_pair_and_their_slopes(settings, value):
     chosen_P = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
     rejected_P = torch.tensor([0.25, 1.0, 0.5, -2.0], dtype=torch.float64, requires_grad=True)
