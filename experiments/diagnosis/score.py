@@ -1,6 +1,7 @@
 """Score diagnose on every fault, where faults hide, and on right pairs: `python experiments/diagnosis/score.py`.
 
-Writes results.json and report.md. What was run before with the same code is not run again.
+Writes results.json and report.md. What was run before with the same code is not run again. What diagnose said of
+faults when they were unseen is kept in unseen.json and unseen.md, which nothing writes again.
 """
 
 from __future__ import annotations
@@ -141,5 +142,5 @@ if __name__ == "__main__":
     results = {"expected_sha256": hashlib.sha256((HERE / "expected.yaml").read_bytes()).hexdigest(),
                "shown": score_shown(expected), "hidden": score_hidden(), "pairs": score_pairs()}
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    (HERE / "report.md").write_text(page(results))
+    (HERE / "report.md").write_text(page(results, json.loads((HERE / "unseen.json").read_text())))
     print("report: experiments/diagnosis/report.md")

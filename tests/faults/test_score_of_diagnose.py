@@ -24,6 +24,11 @@ def results():
     return json.loads((FOLDER / "results.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def unseen():
+    return json.loads((FOLDER / "unseen.json").read_text())
+
+
 def module_of_the_page():
     found = importlib.util.spec_from_file_location("page", FOLDER / "page.py")
     module = importlib.util.module_from_spec(found)
@@ -31,8 +36,36 @@ def module_of_the_page():
     return module
 
 
-def test_the_saved_page_is_the_page_of_the_saved_results(results):
-    assert module_of_the_page().page(results) == (FOLDER / "report.md").read_text()
+def test_the_saved_page_is_the_page_of_the_saved_results(results, unseen):
+    assert module_of_the_page().page(results, unseen) == (FOLDER / "report.md").read_text()
+
+
+def test_the_page_says_how_unseen_faults_fared_by_what_was_kept_of_them(results, unseen):
+    page = module_of_the_page().page
+    assert "When they were unseen: first 37 of 44" in page(results, unseen)
+    worse = unseen | {"shown": [row | {"rank": None} for row in unseen["shown"]]}
+    assert "When they were unseen: first 0 of 44" in page(results, worse)
+    today = results | {"shown": [row | {"rank": 1} for row in results["shown"]]}
+    assert "When they were unseen: first 37 of 44" in page(today, unseen)
+
+
+def test_what_was_kept_of_unseen_faults_is_what_was_reported_of_them(unseen):
+    blind, report = (FOLDER / "blind.txt").read_text().split(), (FOLDER / "unseen.md").read_text()
+    rows = unseen["shown"]
+    assert sorted((row["fault"], row["precision"]) for row in rows) == sorted(itertools.product(blind, PRECISIONS))
+    assert all(row["blind"] for row in rows)
+    assert re.findall(r"\b[0-9a-f]{64}\b", report) == [unseen["diagnose_sha256"]]
+    assert [row["expected"] for row in rows] == [EXPECTED[row["fault"]] for row in rows]
+    scored = [row for row in rows if "right" not in row["class"]]
+    for precision in PRECISIONS:
+        here = [row for row in scored if row["precision"] == precision]
+        first, three = (sum(row["rank"] in range(1, most + 1) for row in here) for most in (1, 3))
+        assert f"| unseen | {precision} | {len(here)} | {first} ({first / len(here):.1%}) | " \
+               f"{three} ({three / len(here):.1%}) |" in report
+    told = {(row["fault"], row["precision"]): row for row in scored if row["rank"] != 1}
+    missed = re.findall(r"^\| (\w+)\* \| (\w+) \| (\w+) \| .* \| (\w+) [\d.]+", report, re.MULTILINE)
+    assert {(name, precision): (place, cause) for name, precision, place, cause in missed} == {
+        key: (str(row["rank"] or "none"), row["causes"][0][0]) for key, row in told.items()}
 
 
 def test_every_fault_has_expected_causes_that_there_are():
@@ -47,8 +80,8 @@ def test_every_fault_is_scored_in_every_precision_against_what_is_written(result
     assert [row["expected"] for row in shown] == [EXPECTED[row["fault"]] for row in shown]
 
 
-def test_a_place_follows_from_the_class_and_what_was_told(results):
-    for row in results["shown"]:
+def test_a_place_follows_from_the_class_and_what_was_told(results, unseen):
+    for row in (*results["shown"], *unseen["shown"]):
         assert row["fault"] in row["class"], row
         right = {cause for name in row["class"] for cause in EXPECTED.get(name, ["no_difference"])}
         places = [place for place, (name, _) in enumerate(row["causes"], 1) if name in right]
@@ -84,6 +117,20 @@ def test_two_hundred_right_pairs_were_held_against_each_other(results):
     assert [row["equal"] for row in pairs] == [row["causes"][0][0] == "no_difference" for row in pairs]
 
 
-@pytest.mark.parametrize("name", ["results.json", "report.md", "expected.yaml", "blind.txt"])
+@pytest.mark.parametrize("name", ["results.json", "report.md", "unseen.json", "unseen.md", "expected.yaml",
+                                  "blind.txt"])
 def test_nothing_saved_names_a_machine(name):
     assert re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", (FOLDER / name).read_text()) == []
+
+
+def test_the_readme_says_of_diagnose_what_its_records_say(results):
+    readme = " ".join((FOLDER.parents[1] / "README.md").read_text().split())
+    unseen = [row for row in json.loads((FOLDER / "unseen.json").read_text())["shown"] if row["precision"] == "float64"]
+    today = [row for row in results["shown"] if row["precision"] == "float64"]
+    assert f"{len(fault_names())} known bugs of the field" in readme
+    assert f"{len(unseen)} of {len(today)} faults were written" in readme
+    assert f"true cause of {sum(row['rank'] == 1 for row in unseen)} of {len(unseen)} first in float64" in readme
+    assert f"names {sum(row['rank'] == 1 for row in today)} first and every one in its first three" in readme
+    assert all((row["rank"] or 9) <= 3 for row in today)
+    assert f"{len(results['pairs'])} pairs of right runs (float32 and bfloat16) are never accused" in readme
+    assert all(row["equal"] for row in results["pairs"])

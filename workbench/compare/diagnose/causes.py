@@ -81,7 +81,7 @@ def _rounded_logprobs(facts: Facts) -> Judged:
     if (name := coarse(right + moved)) is not None and coarse(right) is None:
         return 0.97, [f"every log-probability has a place in {name}, and the trusted ones have not"]
     size, mean = float(moved.square().mean().sqrt()), abs(float(moved.mean()))
-    if not size or float((moved != 0).double().mean()) < 0.9 or float(moved.abs().max()) > min(0.3, 8 * size):
+    if not size or facts.share_moved < 0.9 or float(moved.abs().max()) > min(0.3, 8 * size):
         return NOT
     factor, residue = facts.step.factor, facts.step.residue
     if residue is not None and (residue > 0.15 or abs((factor or 0.0) - 1) > 0.05):
@@ -195,13 +195,37 @@ def _step_count(facts: Facts) -> Judged:
     if facts.forward_same is False or facts.mask_same is False:
         return NOT
     if hits := [way for way in facts.ways if not way.kind]:
-        return 0.9, [f"the recorded loss is the sum over {hits[0].words}"]
+        return (0.5 if _weighed_otherwise(facts) else 0.9), [f"the recorded loss is the sum over {hits[0].words}"]
     if (found := facts.count_ratio) is not None and (facts.loss_follows or not facts.factor_names):
         what, count, other = found
         return (0.5 if facts.factor_names else 0.85), [
             f"every gradient is {facts.step.factor:.6g} times the trusted one, as if there were {other} and not "
             f"{count} {what}, or the other way round"]
     return NOT
+
+
+def _weighed_otherwise(facts: Facts) -> bool:
+    """Whether one count for the whole step gives the loss, and no factor the gradient, as one count for another would.
+
+    Tokens that had counts of their parts have one of the step then, and parts weigh by their size.
+    """
+    return facts.gradient_same is False and not facts.step.parallel and bool(facts.ways) \
+        and not any(way.kind for way in facts.ways)
+
+
+def _uneven_weights(facts: Facts) -> Judged:
+    """Each token pulls by a wrong weight: which a loss shows, or the gradient alone."""
+    step = facts.step
+    if facts.inputs_same and _weighed_otherwise(facts):
+        return 0.9, [f"the recorded loss is the sum over {facts.ways[0].words}, and the gradient is not the trusted "
+                     "one times a number: parts of the step weigh by their size"]
+    if facts.inputs_same and (near := facts.near_name) is not None:
+        return 0.65, [f"every gradient is about {step.factor:.5g} times the trusted one, which is {near.words} within "
+                      f"its rounding, and the loss {facts.loss_factor or 0:.6g} times, which is not: parts of the "
+                      "step weigh by counts of their own"]
+    if (said := _another_gradient(facts)) and (step.cosine or 0) > 0.5 and 0.5 < (facts.norm_factor or 0) < 2:
+        return 0.45, [f"{said}: tokens may pull by weights that are not their own"]
+    return _uneven_counts(facts)
 
 
 def _uneven_counts(facts: Facts) -> Judged:
@@ -225,7 +249,10 @@ def _loss_alone(facts: Facts) -> Judged:
     if facts.loss_same is not False or facts.gradient_same is not True:
         return NOT
     named = f", which is {facts.loss_names[0].words}" if facts.loss_names else ""
-    return 0.95, [f"the gradient is right, and the loss {facts.loss_factor or 0:.4g} times{named}"]
+    if not facts.inputs_same:
+        return 0.3, ["the gradient is right within noise, but the loss is made of other inputs"]
+    return (0.5 if facts.term_hidden else 0.95), [
+        f"the gradient is right, and the loss {facts.loss_factor or 0:.4g} times{named}"]
 
 
 # ---- metrics ------------------------------------------------------------------------------------------------
@@ -279,6 +306,12 @@ def _next_document(facts: Facts) -> Judged:
                _at(("document starts",), "policy_logprobs", "trained")(facts), key=lambda judged: judged[0])
 
 
+def _shard_positions(facts: Facts) -> Judged:
+    """Behind an edge between ranks, or where halves of shards are put elsewhere, which is the rarer mistake."""
+    return max(_at(("behind shard edges", "returns"), "policy_logprobs")(facts),
+               _at(("behind half a shard",), "policy_logprobs", high=0.9)(facts), key=lambda judged: judged[0])
+
+
 def _mask_moved(facts: Facts) -> Judged:
     if facts.mask_same is not False:
         return NOT
@@ -291,6 +324,10 @@ def _mask_moved(facts: Facts) -> Judged:
 def _other_targets(facts: Facts) -> Judged:
     """The distribution at a token is the same, as its entropy says, and what is read of it is not."""
     change, off, entropies = facts.change(), facts.off_tokens("policy_logprobs"), facts.off_tokens("entropy_nats")
+    if (shift := facts.distributions_shifted) is not None:
+        return 0.95, ["entropies are those of the token "
+                      f"{'before' if shift > 0 else 'after'}, and log-probabilities are not: the distributions are "
+                      "right, and the targets of others are read"]
     if change is None or off is None or entropies is None or not bool(off.any()) or not bool((change[1] != 0).any()):
         return NOT
     turned = facts.change("entropy_nats")
@@ -419,6 +456,10 @@ def _ratio(facts: Facts) -> Judged:
     if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
         return NOT
     off = facts.metrics_off("ratio/", "clip/", "correction/", "kl/")
+    if not off and facts.document_values_cut and facts.loss_moves_less and _one_term(facts)[0] >= 0.8 and all(
+            key.startswith("loss/policy") for key in facts.terms[0]):
+        return 0.85, ["only the policy's term differs, its gradient much and its value little; tokens' values do not "
+                      "follow their own ratios, so ratios are those of documents, of which ranks hold parts"]
     if not off or facts.gradient_same is not False or facts.metrics_off(*ADVANTAGES):
         return NOT
     return 0.75, [f"{', '.join(off[:3])} differ, and the log-probabilities that they are made of do not"]
@@ -428,7 +469,7 @@ def _one_term(facts: Facts) -> Judged:
     """One term of the loss is wrong beside others that are right, from the same inputs."""
     off, right = facts.terms
     off = [key for key in off if not key.startswith("loss/total")]
-    if not off or not right or not facts.inputs_same or facts.gradient_same is not False:
+    if not off or not right or not facts.inputs_same or not (facts.gradient_same is False or facts.term_hidden):
         return NOT
     if facts.metrics_off("ratio/", "clip/"):
         return 0.3, [f"{', '.join(off)} differ, {', '.join(right)} do not"]
@@ -593,7 +634,7 @@ def _partial(facts: Facts) -> bool:
     and a share q of n like parts is sqrt(q) times as long, q at least 1 / n.
     """
     norm, factor = facts.norm_factor, facts.step.factor
-    if norm is None:
+    if norm is None or norm > 1:  # what is longer than the whole misses nothing but what was against it
         return False
     parts = math.prod(int(facts.context.get(axis) or 1) for axis in ("dp", "cp", "micro_batches", "accumulation"))
     if not norm or norm**2 < 1 / (4 * max(parts, 2)):
@@ -601,7 +642,7 @@ def _partial(facts: Facts) -> bool:
     if facts.step.cosine is None or factor is None:
         return norm < 0.85
     lost = math.sqrt(max(1 - 2 * factor + norm**2, 0.0))
-    return norm < 1.05 and lost > 0.2 and abs(factor - norm**2) < 0.35 * norm * lost
+    return lost > 0.2 and abs(factor - norm**2) < 0.35 * norm * lost
 
 
 def _repeated(facts: Facts) -> Judged:
@@ -673,7 +714,8 @@ CAUSES: tuple[Cause, ...] = (
           ("row shards", "the loss is divided by counts of each rank's part of a micro-batch"))),
     Cause("other_count", "the loss is divided by a count of other tokens or documents", _step_count,
           uses=("loss", "tokens")),
-    Cause("uneven_weights", "tokens are weighed by counts of parts of the step", _uneven_counts),
+    Cause("uneven_weights", "tokens are weighed by counts of parts of the step, or by weights of others",
+          _uneven_weights),
     Cause("loss_alone", "the loss is reported wrong, and trained right", _loss_alone),
     Cause("metrics_alone", "metrics are computed or merged wrong; training is right", _metrics_alone,
           uses=("metrics",)),
@@ -683,8 +725,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause("targets_at_document_ends", "targets are taken from the next document", _next_document, uses=("tokens",)),
     Cause("first_tokens", "the first trained token of each document is treated otherwise", _at(
         ("document beginnings",), "policy_logprobs", "trained", "old_logprobs", high=0.9), uses=("tokens",)),
-    Cause("positions_of_shards", "positions or keys of earlier ranks are wrong behind a shard's edge", _at(
-        ("behind shard edges",), "policy_logprobs"), _CP, ("tokens",)),
+    Cause("positions_of_shards", "positions or keys of other ranks are wrong where shards or their halves meet",
+          _shard_positions, _CP, ("tokens",)),
     Cause("attention_across_documents", "tokens attend to other documents of their row", _at(
         ("later documents",), "policy_logprobs"), _ROWS, ("tokens",)),
     Cause("other_features", "tokens read other features than their own", other_features, uses=("tokens",)),

@@ -161,6 +161,17 @@ class Facts:
         return names_of(losses[1] / losses[0], self.sizes, max(self.bar, self.step.noise.loss / 5))
 
     @property
+    def near_name(self) -> Named | None:
+        """What the factor of the gradient equals within its rounding, where the loss is known better and is not that.
+
+        None if the loss's own factor has a name, or the gradient's has none.
+        """
+        known = self.step.noise.same_forward and self.scaled and self.loss_follows
+        if not known or self.factor_names or self.count_ratio is not None:
+            return None
+        return next(iter(names_of(self.step.factor or 0.0, self.sizes, self.step.noise.gradient / 15)), None)
+
+    @property
     def loss_factor(self) -> float | None:
         """Ratio of the losses."""
         losses = self.step.losses
@@ -207,6 +218,16 @@ class Facts:
         moved = {key: abs(b.metrics[key] / a.metrics[key] - 1) for key in known if a.metrics[key]}
         least = min((moved[key] for key in off if key in moved), default=math.inf)
         return off, [key for key in moved if key not in off and moved[key] <= least / 10]
+
+    @property
+    def term_hidden(self) -> bool:
+        """Whether one term of the loss is wrong beside right ones, by so little that rounding hides it in the gradient.
+
+        A loss that is reported wrong is wrong as a whole.
+        """
+        of_loss, (off, right) = self.loss_factor, self.terms
+        return bool(self.gradient_same and self.loss_same is False and of_loss and right) and bool(
+            [key for key in off if not key.startswith("loss/total")]) and abs(of_loss - 1) < self.step.noise.gradient
 
     # ---- parameters --------------------------------------------------------------------------------------
 
@@ -362,6 +383,72 @@ class Facts:
         mine, theirs = (tokens[name].double()[both] for tokens in self.tokens)
         return mine, theirs - mine
 
+    @property
+    def share_moved(self) -> float:
+        """Share of the tokens that another log-probability could be said of, and is.
+
+        The first prediction of a document sees one token alone: what is rounded in positions and keys leaves it.
+        """
+        change = self.change()
+        if change is None:
+            return 0.0
+        moved = change[1] != 0
+        both = self.tokens[0]["trained"].bool() & self.tokens[1]["trained"].bool()
+        alone = self.tokens[0].get("positions")
+        here = moved if alone is None else moved[alone[both] != 1]
+        return float(here.double().mean()) if len(here) else 0.0
+
+    @cached_property
+    def distributions_shifted(self) -> int | None:
+        """By how many tokens the suspect's entropies are moved within documents, with other log-probabilities.
+
+        None if they are not.
+        """
+        names = {"policy_logprobs", "entropy_nats", "trained", "documents"}
+        if not all(names <= set(tokens) for tokens in self.tokens) or self.forward_same is not False:
+            return None
+        mine, theirs = self.tokens
+        known, documents = mine["trained"].bool() & theirs["trained"].bool(), mine["documents"]
+        for shift in (1, -1):
+            there = known & known.roll(shift) & (documents.roll(shift) == documents)
+            there[0 if shift > 0 else -1] = False
+            if int(there.sum()) < 4:
+                continue
+            left = {name: _left_by_shift(mine[name].double(), theirs[name].double(), there, shift)
+                    for name in ("entropy_nats", "policy_logprobs")}
+            if left["entropy_nats"] < 0.1 and left["policy_logprobs"] > 0.5:
+                return shift
+        return None
+
+    @cached_property
+    def document_values_cut(self) -> bool:
+        """Whether values of tokens follow no ratio of their own, and trained tokens of a document lie on several ranks.
+
+        A token's value is proportional to its ratio if that is its own: within a document its logarithm grows with the
+        log ratio at slope 1, and with a document's ratio at slope 0.
+        """
+        tokens, trained = self.tokens[0], self.trained
+        if trained is None or not {"losses", "old_logprobs", "policy_logprobs", "documents", "shards"} <= set(tokens):
+            return False
+        here = trained & (tokens["losses"] != 0)
+        documents, shards = tokens["documents"][here], tokens["shards"][here]
+        cut = any(len(shards[documents == one].unique()) > 1 for one in documents.unique())
+        said = tokens["policy_logprobs"].double()[here]
+        sizes, ratios = tokens["losses"].double()[here].abs().log(), said - tokens["old_logprobs"].double()[here]
+        slopes = [_slope_within(documents, each, sizes) for each in (ratios, said.abs().clamp_min(1e-30).log())]
+        return cut and all(slope is not None and abs(slope) < 0.5 for slope in slopes)
+
+    @property
+    def loss_moves_less(self) -> bool:
+        """Whether the loss moves by less than a tenth of what the gradient does, each in parts of itself.
+
+        Ratios are near 1, whatever they are ratios of; what they are differentiated by is another matter.
+        """
+        factor, norm, of_loss = self.step.factor, self.norm_factor, self.loss_factor
+        if factor is None or norm is None or of_loss is None or self.step.cosine is None:
+            return False
+        return abs(of_loss - 1) < 0.1 * math.sqrt(max(1 - 2 * factor + norm**2, 0.0))
+
     # ---- the loss, divided otherwise ---------------------------------------------------------------------
 
     @cached_property
@@ -404,3 +491,17 @@ def fit(x: Tensor, y: Tensor) -> tuple[float, float]:
         return 0.0, 1.0
     slope = float(x @ y) / float(x.square().sum())
     return slope, float((y - slope * x).square().sum()) / float(y.square().sum())
+
+
+def _left_by_shift(mine: Tensor, theirs: Tensor, there: Tensor, shift: int) -> float:
+    """How far the second is from the first after a shift, in parts of how far it is as it stands: medians."""
+    shifted, as_is = (float((theirs - each)[there].abs().median()) for each in (mine.roll(shift), mine))
+    return shifted / as_is if as_is else math.inf
+
+
+def _slope_within(labels: Tensor, x: Tensor, y: Tensor) -> float | None:
+    """Slope of y on x, both less their means over each label; None if x does not vary within any."""
+    _, place = torch.unique(labels, return_inverse=True)
+    counts = torch.bincount(place).double()
+    x, y = (each - (torch.zeros_like(counts).index_add_(0, place, each) / counts)[place] for each in (x, y))
+    return fit(x, y)[0] if float(x.square().sum()) > 1e-12 else None

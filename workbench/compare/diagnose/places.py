@@ -19,9 +19,12 @@ def places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Returns:
         By name: "shard edges" (the last prediction that a cp rank makes before another rank goes on), "behind shard
-        edges" (of a document, all after its first rank change), "document ends", "document beginnings" (first trained
-        tokens), "document starts" (first tokens, which nothing predicts), "later documents" (not the first of their
-        row), "behind features" (of a document, all after the first token in whose place a feature stands).
+        edges" (of a document, all after its first rank change), "returns" (of a document, what a rank predicts after
+        another rank has gone on), "behind half a shard" (of a row, all but the first half of what its first rank holds:
+        the one part that keeps its place when halves of shards are put elsewhere), "document ends", "document
+        beginnings" (first trained tokens), "document starts" (first tokens, which nothing predicts), "later documents"
+        (not the first of their row), "behind features" (of a document, all after the first token in whose place a
+        feature stands).
     """
     if not {"trained", "documents"} <= set(tokens):
         return {}
@@ -34,7 +37,10 @@ def places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         changes[1:] = (shards[1:] != shards[:-1]) & (documents[1:] == documents[:-1]) & (shards[:-1] >= 0)
         edges = changes.roll(-1)
         edges[-1:] = False
-        found |= {"shard edges": edges, "behind shard edges": _after(changes, documents)}
+        found |= {"shard edges": edges, "behind shard edges": _after(changes, documents),
+                  "returns": _returns(documents, shards)}
+        if {"rows", "places"} <= set(tokens):
+            found["behind half a shard"] = _behind_half(tokens["rows"], tokens["places"], shards)
     if "places" in tokens and "positions" in tokens:  # the first document of a row begins at place 0
         found["later documents"] = tokens["places"] > tokens["positions"] - 1
     if "features" in tokens:
@@ -77,3 +83,28 @@ def _after(changes: Tensor, documents: Tensor) -> Tensor:
     begins[1:] = documents[1:] != documents[:-1]
     before[documents[begins]] = (total - changes.long())[begins]
     return total > before[documents]
+
+
+def _returns(documents: Tensor, shards: Tensor) -> Tensor:
+    """All tokens of a document on a rank that held some of it before another rank did."""
+    found = torch.zeros_like(documents, dtype=torch.bool)
+    left: set[tuple[int, int]] = set()
+    before = None
+    for place, here in enumerate(zip(documents.tolist(), shards.tolist(), strict=True)):
+        if before is not None and before != here:
+            left.add(before)
+        if here[1] >= 0:  # the first token of a document is predicted nowhere
+            found[place], before = here in left, here
+    return found
+
+
+def _behind_half(rows: Tensor, places: Tensor, shards: Tensor) -> Tensor:
+    """All tokens of a row from the middle of its first rank's first stretch on; none of a row that one rank holds."""
+    found = torch.zeros_like(rows, dtype=torch.bool)
+    for row in rows[rows >= 0].unique():
+        here = rows == row
+        later = here & (shards != shards[here][places[here].argmin()])
+        if bool(later.any()):
+            stretch = here & (places < places[later].min())
+            found |= here & (2 * places > places[stretch].max())
+    return found

@@ -259,3 +259,101 @@ def test_one_term_is_told_only_beside_terms_that_are_right():
     bf16 = {"precision": "bfloat16"}
     found = diagnose_records(replace(right, context=right.context | bf16), replace(both, context=both.context | bf16))
     assert "one_term" not in [cause.name for cause in found.causes]
+
+
+def laid(**by_name):
+    """A record and its tokens, some of which are given."""
+    return make_record(metrics=METRICS, tokens=tokens() | by_name), tokens() | by_name
+
+
+def elsewhere(there, where):
+    return there | {"policy_logprobs": put(where, -2.1)(there["policy_logprobs"])}
+
+
+@pytest.mark.parametrize(("shards", "where"), [
+    ([0, 0, 1, 1, 0, 0] * 3, [4, 5, 10, 11, 16]), ([0] * 9 + [1] * 9, [5, 8, 9, 10, 11, 14, 15, 16])])
+def test_positions_are_wrong_where_shards_or_their_halves_meet(shards, where):
+    right, there = laid(shards=torch.tensor(shards))
+    found = diagnose_records(right, make_record(metrics=METRICS, tokens=elsewhere(there, where)))
+    assert found.causes[0].name == "positions_of_shards"
+    every = elsewhere(there, there["trained"])
+    assert first_of(right, make_record(metrics=METRICS, tokens=every)) != "positions_of_shards"
+
+
+def test_rounded_positions_spare_what_sees_itself_alone():
+    index = torch.arange(18)
+    right, there = laid(trained=(index % 6 > 0) & (index < 17))
+    noise = torch.linspace(-1, 1, 18, dtype=torch.float64).roll(5) * 0.001
+    small = {name: each + 0.01 * gradients(3)[name] for name, each in gradients().items()}
+
+    def first_when_rounded_but_at(position):
+        moved = torch.where(there["positions"] == position, 0.0, noise)
+        said = {"policy_logprobs": there["policy_logprobs"] + moved, "entropy_nats": there["entropy_nats"] - moved}
+        return first_of(right, make_record(metrics=METRICS, changes=small, tokens=there | said))
+
+    assert first_when_rounded_but_at(1) == "lower_precision"
+    assert first_when_rounded_but_at(2) == "other_logprobs"
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_distributions_of_the_token_before_are_other_targets(shift):
+    moved = values(policy_logprobs=lambda p: p.flip(0), entropy_nats=lambda h: h.roll(shift),
+                   trained=put([2, 8, 14], False))
+    both = values(policy_logprobs=lambda p: p.roll(shift), entropy_nats=lambda h: h.roll(shift),
+                  trained=put([2, 8, 14], False))
+    changes = {"changes": mixed([""]), "loss": 0.3}
+    assert first_of(make_record(), make_record(tokens=moved, **changes)) == "other_targets"
+    found = diagnose_records(make_record(), make_record(tokens=both, **changes))
+    assert "other_targets" not in [cause.name for cause in found.causes]
+
+
+def test_a_loss_made_of_other_inputs_is_not_reported_wrong():
+    old = values(old_logprobs=lambda old: old + torch.linspace(-1, 1, 18) * 0.01)
+    found = diagnose_records(make_record(), make_record(tokens=old, loss=0.3))
+    assert [cause.name for cause in found.causes[:2]] == ["old_logprobs", "loss_alone"]
+
+
+@pytest.mark.parametrize(("precision", "policy", "name"), [
+    ("bfloat16", 0.2, "one_term"), ("float64", 0.2, "loss_alone"), ("bfloat16", 0.204, "loss_alone")])
+def test_rounding_may_hide_a_term_in_the_gradient(precision, policy, name):
+    right, wrong = (make_record({"precision": precision}, metrics={"loss/policy": first, "loss/kl": second},
+                                loss=first + second) for first, second in ((0.2, 0.05), (policy, 0.051)))
+    assert first_of(right, wrong) == name
+
+
+@pytest.mark.parametrize(("times", "name"), [(3.0, "times_dp"), (2.997, "uneven_weights")])
+def test_a_loss_that_is_nearly_a_number_is_of_parts_that_weigh_unevenly(times, name):
+    bf16 = {"precision": "bfloat16"}
+    near = {name: 3 * each + 0.01 * gradients(7)[name] for name, each in gradients().items()}
+    assert first_of(make_record(bf16), make_record(bf16, changes=near, loss=0.25 * times)) == name
+
+
+@pytest.mark.parametrize(("gradient", "name"), [
+    ({"changes": mixed([""])}, "uneven_weights"), ({"scale": 1.1}, "other_count")])
+def test_a_mean_over_tokens_in_place_of_documents_weighs_long_ones_more(gradient, name):
+    there = tokens()
+    losses, documents = (there[key][there["trained"]] for key in ("losses", "documents"))
+    by_document = torch.stack([losses[documents == one].mean() for one in documents.unique()]).mean()
+    right, wrong = (make_record(loss=float(loss), metrics={}, **more) for loss, more in (
+        (by_document, {}), (losses.mean(), gradient)))
+    assert first_of(right, wrong) == name
+
+
+def test_other_weights_in_the_gradient_alone():
+    turned = {name: each + 0.22 * gradients(9)[name] for name, each in gradients().items()}
+    found = diagnose_records(make_record(), make_record(changes=turned))
+    assert [cause.name for cause in found.causes] == ["term_without_gradient", "uneven_weights", "ranks_lost"]
+    assert found["ranks_lost"].score < 0.5, "it is longer than the whole"
+
+
+@pytest.mark.parametrize(("own", "shards", "policy", "name"), [
+    (0.0, [0] * 9 + [1] * 9, 0.2001, "ratio"), (1.0, [0] * 9 + [1] * 9, 0.2001, "one_term"),
+    (0.0, [0] * 6 + [1] * 12, 0.2001, "one_term"), (0.0, [0] * 9 + [1] * 9, 0.4, "one_term")])
+def test_ratios_of_documents_that_ranks_hold_in_parts(own, shards, policy, name):
+    log_ratio = 0.1 * torch.randn(18, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    there = tokens()
+    there |= {"old_logprobs": there["policy_logprobs"] - log_ratio, "shards": torch.tensor(shards),
+              "losses": (1.0 + there["documents"]) * torch.exp(own * log_ratio)}
+    right, wrong = (make_record(tokens=there, metrics={"loss/policy": value, "loss/kl": 0.05}, loss=value + 0.05,
+                                changes=changes) for value, changes in ((0.2, None), (policy, mixed([""]))))
+    assert first_of(right, wrong) == name

@@ -21,6 +21,24 @@ def test_each_place():
     assert found["later documents"] == [8, 9, 10, 11, 14, 15, 16]
 
 
+def test_a_rank_returns_to_a_document_after_another_has_gone_on():
+    there_and_back = tokens() | {"shards": torch.tensor([0, 0, 1, 1, 0, 0] * 3)}
+    assert numbers(places(there_and_back)["returns"]) == [4, 5, 10, 11, 16]
+    assert numbers(places(tokens())["returns"]) == []
+
+
+@pytest.mark.parametrize(("first", "expected"), [
+    (11, [8, 9, 10, 11, 14, 15, 16]), (5, [3, 4, 5, 8, 9, 10, 11, 14, 15, 16]), (18, [])])
+def test_halves_of_what_the_first_rank_holds(first, expected):
+    cut = tokens() | {"shards": (torch.arange(18) >= first).long()}
+    assert numbers(places(cut)["behind half a shard"]) == expected
+
+
+def test_a_rank_that_holds_two_stretches_is_cut_in_its_first():
+    zigzag = tokens() | {"shards": torch.tensor([0] * 5 + [1] * 9 + [0] * 4)}
+    assert numbers(places(zigzag)["behind half a shard"]) == [3, 4, 5, 8, 9, 10, 11, 14, 15, 16]
+
+
 def test_what_was_not_recorded_is_left_out():
     laid = {name: values for name, values in tokens().items() if name not in ("shards", "places")}
     assert set(places(laid)) == {"document beginnings", "document ends", "document starts"}
