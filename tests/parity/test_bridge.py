@@ -130,3 +130,33 @@ def test_groups_are_shared_and_given_up(tmp_path):
         assert (with_bridge, after) == (with_mesh, before), "equal needs no more than cp, which is there"
         assert shared
         assert (tuple(dp_cp), tuple(cp)) == ((0, 1, 2, 3), ((0, 1), (2, 3))[rank // 2])
+
+
+def groups_of_a_slow_rank_on_gloo():
+    """On a real rank: when the slow one had its group, and when this one went on with its own."""
+    import time
+
+    import torch.distributed as dist
+
+    from workbench.sharding import wire
+
+    made, at = wire.subgroup, []
+
+    def subgroup(*asked):
+        group = made(*asked)
+        if dist.get_rank() == 1:
+            time.sleep(0.4)
+        at.append(time.monotonic())
+        return group
+
+    wire.subgroup = subgroup
+    groups = GridGroups(world_axis())
+    groups.mesh(grid((1, 2, 2)))
+    went_on = time.monotonic()
+    groups.destroy()
+    return at[-1], went_on
+
+
+def test_no_rank_goes_on_before_every_rank_has_its_groups(tmp_path):
+    found = run_ranks(groups_of_a_slow_rank_on_gloo, 4, tmp_path)
+    assert min(went_on for _, went_on in found) >= found[1][0]

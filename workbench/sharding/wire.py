@@ -61,6 +61,12 @@ def subgroup(world: Group, name: str, ranks: Sequence[int]) -> Group | None:
     return group if dist.get_rank() in ranks else None
 
 
+def meet(group: Group) -> None:
+    """Return when every rank of the group has come here; simulated ranks hand over in every other collective."""
+    if isinstance(group, dist.ProcessGroup):
+        dist.barrier(group=group)
+
+
 def release(group: Group) -> None:
     """Give up a group that `subgroup` made; simulated ones hold nothing."""
     if isinstance(group, dist.ProcessGroup):

@@ -74,6 +74,8 @@ class GridGroups:
                     group = self.world.group if whole else wire.subgroup(self.world.group, name, line)
                     if group is not None:
                         mine = Axis(name, len(line), line.index(self.rank), group, flight.compact(line))
+                if any(1 < len(line) < self.world.size for line in lines):
+                    wire.meet(self.world.group)  # gloo connects in turns: who gave a group up at once would break one
         self._axes[lines] = mine
         return mine
 
