@@ -177,16 +177,15 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return weight_D * (wide_TD * rstd_T1).to(x_TD.dtype), rstd_T1[:, 0]
 
 
-def norm_back(dy_TD: Tensor, x_TD: Tensor, rstd_T: Tensor, weight_D: Tensor, total_D: Tensor | None, peak: Tensor,
+def norm_back(dy_TD: Tensor, x_TD: Tensor, rstd_T: Tensor, weight_D: Tensor, total_D: Tensor, peak: Tensor,
               scale: float) -> Tensor:
-    """Gradient of x; that of the weight goes to the integers, a partial for each row, unless there are none.
+    """Gradient of x; that of the weight goes to the integers, a partial for each row.
 
     Formula:  g = dy * weight; dx = rstd * (g - x rstd * mean(g * x rstd))
     """
     normed_TD = x_TD.float() * rstd_T[:, None]
     dy_TD = dy_TD.float()
-    if total_D is not None:
-        add_rows(total_D, peak, scale, dy_TD * normed_TD.to(x_TD.dtype).float())
+    add_rows(total_D, peak, scale, dy_TD * normed_TD.to(x_TD.dtype).float())
     inner_TD = dy_TD * weight_D.float()
     return (rstd_T[:, None] * (inner_TD - normed_TD * mean_by_halves(inner_TD * normed_TD))).to(x_TD.dtype)
 
