@@ -200,7 +200,7 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
     if implementation == "triton" and (why := triton_refusal(dtype, mesh.device)):
         raise SpecError("policy.logprobs = 'triton'", found=why, rule="a GPU that Triton compiles for, and a dtype of "
                         "at most 32 bits", fix="use auto, or chunked, which needs nothing but torch")
-    model = _load(source, project, tied, seed).eval()  # no dropout; gradients are as in training
+    model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients are as in training
     _refuse_unknown(model)
     model = with_our_attention(model)
     model.get_input_embeddings().padding_idx = None  # in a packed row every id is text, and trains
@@ -276,7 +276,18 @@ def _head_of(model: Any) -> dict[str, Any]:
             "soft_cap": getattr(config, "final_logit_softcapping", None) or None}
 
 
-def _load(source: str, project: Path | None, tied: bool | None, seed: int) -> Any:
+def load_decoder(source: str, *, project: Path | None = None, tied: bool | None = None, seed: int = 0) -> Any:
+    """The stock `transformers` decoder of a source, whole, in float32, on CPU.
+
+    Args:
+        source: a checkpoint folder (absolute, or relative to ``project``), a hub id, or a name of `tiny.TINY`.
+        project: what relative folders are relative to.
+        tied: for tiny ones: whether the head is the embedding.
+        seed: for tiny ones: of their weights.
+
+    Raises:
+        SpecError: no such checkpoint, or one whose tensors are not exactly the model's.
+    """
     if source in TINY:
         return TINY[source](19, tied=tied is not False, seed=seed)
     if tied is not None:

@@ -1,6 +1,6 @@
-"""A task with a checkable reward: arithmetic worked out step by step, one character a token.
+"""A task with a checkable reward: what one is, and arithmetic worked out step by step, one character a token.
 
-A prompt is ``^37+85-12=``; a right answer is ``122-12=110$``: the expression again after each operation,
+A prompt of the arithmetic is ``^37+85-12=``; a right answer is ``122-12=110$``: the expression again after each operation,
 then the result, then the end. Nobody has to judge an answer: `ArithmeticTask.reward` computes the result.
 
 The 19 symbols are chosen so that neither 2 nor 4 divides the vocabulary.
@@ -8,12 +8,15 @@ The 19 symbols are chosen so that neither 2 nor 4 divides the vocabulary.
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
-from workbench.errors import ShapeError
+from workbench.errors import ShapeError, SpecError
 
 START, END, PAD = "^", "$", "_"
 SYMBOLS = "0123456789+-*()=" + START + END + PAD
@@ -22,6 +25,34 @@ _WHOLE_NUMBER = re.compile(r"0|[1-9][0-9]*")
 # What is worked out first stands first; each rule takes the leftmost place where it fits.
 _OPERATIONS = tuple(re.compile(rule) for rule in (
     r"\((\d+)([-+*])(\d+)\)", r"(\d+)(\*)(\d+)", r"(\d+)([-+])(\d+)"))
+
+
+class Task(Protocol):
+    """What online training asks of a task: prompts, the text of tokens and back, and a reward for every answer.
+
+    Attributes:
+        end_ids: tokens of which any ends an answer.
+        right_reward: what an answer earns that is wholly right; `reward/right/fraction` counts those.
+    """
+
+    end_ids: Sequence[int]
+    right_reward: float
+
+    def prompts(self, seed: int, count: int) -> list[str]:
+        """So many prompts; the same for the same seed, in every process."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Vocabulary ids of a prompt, in the policy's own vocabulary."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of an answer, its end included."""
+        ...
+
+    def reward(self, prompt: str, completion: str) -> float:
+        """How good an answer is, a finite number."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -65,6 +96,8 @@ class ArithmeticTask:
 
     vocab_size = len(SYMBOLS)
     start_id, end_id, pad_id = (SYMBOLS.index(symbol) for symbol in (START, END, PAD))
+    end_ids = (end_id,)
+    right_reward = 1.0
 
     def encode(self, text: str) -> list[int]:
         """Vocabulary ids of a text.
@@ -101,6 +134,10 @@ class ArithmeticTask:
             if values and _WHOLE_NUMBER.fullmatch(values[-1]):
                 found.append(Problem(expression, int(values[-1])))
         return found
+
+    def prompts(self, seed: int, count: int) -> list[str]:
+        """The prompts of `problems`."""
+        return [problem.prompt for problem in self.problems(seed, count)]
 
     def reward(self, prompt: str, completion: str) -> float:
         """How good an answer is.
@@ -155,3 +192,48 @@ def _steps(expression: str) -> list[str]:
         expression = expression[:found.start()] + str(value) + expression[found.end():]
         steps.append(expression)
     return steps
+
+
+def named_task(name: str, project: Path) -> Task:
+    """The task that a spec names: ``arithmetic``, or ``FILE.py:NAME``, a class or object of a user's file.
+
+    Args:
+        name: of the task.
+        project: folder that a relative path begins at.
+
+    Raises:
+        SpecError: no such task or file, or an object that lacks something of `Task`.
+    """
+    if name == "arithmetic":
+        return ArithmeticTask()
+    file, attribute = task_file(name, project)
+    found = importlib.util.spec_from_file_location(file.stem, file)
+    assert found is not None and found.loader is not None, "a .py file can be loaded"
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    if not hasattr(module, attribute):
+        raise SpecError(f"online.task = {name!r}", found=f"no {attribute} in {file.name}",
+                        rule="FILE.py:NAME names a class or an object of the file", fix="correct the name")
+    given = getattr(module, attribute)
+    task = given() if isinstance(given, type) else given
+    wanted = (*Task.__annotations__, "prompts", "encode", "decode", "reward")
+    if lacking := [one for one in wanted if not hasattr(task, one)]:
+        raise SpecError(f"online.task = {name!r}", found=f"{attribute} has no {', '.join(lacking)}",
+                        rule=f"a task has {', '.join(wanted)}; see workbench.rollouts.task.Task", fix="add what is missing")
+    return task
+
+
+def task_file(name: str, project: Path) -> tuple[Path, str]:
+    """The file of a user's task, and what it is called there.
+
+    Raises:
+        SpecError: not of the form FILE.py:NAME, or no such file.
+    """
+    path, colon, attribute = name.rpartition(":")
+    if not (colon and path.endswith(".py") and attribute.isidentifier()):
+        raise SpecError(f"online.task = {name!r}", found="no task of that name", rule="arithmetic, or FILE.py:NAME",
+                        fix="name a file that ends in .py and a class in it, such as tasks/sorting.py:Sorting")
+    if not (project / path).is_file():
+        raise SpecError(f"online.task = {name!r}", found=f"no file {project / path}",
+                        rule="a relative path begins at the project root", fix="check the path, or give an absolute one")
+    return project / path, attribute

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from workbench.errors import SpecError
 from workbench.policy.precision import lift_to_float64
+from workbench.policy.sampling import Answer, generate
 from workbench.policy.tiny import tiny_qwen3
 from workbench.rollouts import files
 from workbench.rollouts.advantages import group_advantages
@@ -102,19 +103,6 @@ class WarmUp:
     steps: int
     success_rate: float
     seconds: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One sampled completion.
-
-    Attributes:
-        tokens: vocabulary ids, the end symbol included if it came.
-        logprobs: nats of each of them, as the sampler computed them.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
 
 
 def warm_up(task: ArithmeticTask, settings: RecordingSettings,
@@ -200,35 +188,20 @@ def _success_rate(policy: nn.Module, task: ArithmeticTask, settings: RecordingSe
     return sum(reward == 1.0 for reward in rewards) / len(rewards)
 
 
-@torch.no_grad()
 def sample(policy: nn.Module, task: ArithmeticTask, prompts: Sequence[str], *, temperature: float,
            max_new_tokens: int, generator: torch.Generator) -> list[Answer]:
-    """One answer for each prompt, token by token with cached keys and values, as inference engines do.
+    """One answer for each prompt; prompts of one length are answered together, so nothing is padded."""
+    def choose(logprobs_NV: Tensor, place: int) -> Tensor:
+        return torch.multinomial(logprobs_NV.exp(), 1, generator=generator)[:, 0]
 
-    Prompts of one length are answered together, so nothing is padded.
-    """
-    answers: list[Answer | None] = [None] * len(prompts)
+    answers: dict[int, Answer] = {}
     encoded = [task.encode(prompt) for prompt in prompts]
     for length in sorted(set(map(len, encoded))):
         members = [index for index, tokens in enumerate(encoded) if len(tokens) == length]
-        inputs, cache = torch.tensor([encoded[index] for index in members]), None
-        chosen: list[Tensor] = []
-        logprobs: list[Tensor] = []
-        ended = torch.zeros(len(members), dtype=torch.bool)
-        while len(chosen) < max_new_tokens and not ended.all():
-            output = policy(input_ids=inputs, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            all_logprobs = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)
-            token = torch.multinomial(all_logprobs.exp(), 1, generator=generator)
-            chosen.append(token[:, 0])
-            logprobs.append(all_logprobs.gather(1, token)[:, 0])
-            ended |= token[:, 0] == task.end_id
-            inputs = token
-        for row, index in enumerate(members):
-            tokens = [int(step[row]) for step in chosen]
-            kept = tokens.index(task.end_id) + 1 if task.end_id in tokens else len(tokens)
-            answers[index] = Answer(tokens[:kept], [float(step[row]) for step in logprobs[:kept]])
-    return [answer for answer in answers if answer is not None]
+        said = generate(policy, [encoded[index] for index in members], choose, temperature=temperature,
+                        max_new_tokens=max_new_tokens, end_ids=task.end_ids)
+        answers |= dict(zip(members, said, strict=True))
+    return [answers[index] for index in range(len(prompts))]
 
 
 @torch.no_grad()

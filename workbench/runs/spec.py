@@ -176,6 +176,53 @@ class DataSpec(_Model):
         return self
 
 
+class OnlineSpec(_Model):
+    """Rollouts that the policy of the run samples itself, from a task with a checkable reward; see
+    `workbench.runs.online`."""
+
+    task: str | None = None
+    """arithmetic, or FILE.py:NAME, a class of your own (see `workbench.rollouts.task.Task`). None: rollouts come from
+    data.path."""
+    prompts: int = Field(16, ge=1)
+    """Prompts of a sampling."""
+    answers: int = Field(8, ge=1)
+    """Answers to each of them; they are a group."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the sampler's logits. The trainer's are divided by policy.temperature, which takes this one if it is left
+    out."""
+    max_new_tokens: int = Field(64, ge=1)
+    """An answer of so many tokens is cut off there."""
+    updates: int = Field(1, ge=1)
+    """Optimizer steps on what was sampled, before the policy samples again. Each takes data.documents_per_step of the
+    answers, in order and cyclically; all of them if that is left out."""
+    sampler_precision: Literal["float64", "float32", "bfloat16"] | None = None
+    """Of the sampler's weights and activations; None takes the run's."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Whose log-probabilities are the old policy's: the trainer's, from a forward pass before the first update, or the
+    sampler's own."""
+    prompts_at_once: int = Field(8, ge=1)
+    """Prompts whose answers are written in one batch. Batches, and not prompts, are dealt to ranks, so that they are
+    alike in every layout."""
+
+    @property
+    def on(self) -> bool:
+        """Whether the run samples its own rollouts."""
+        return self.task is not None
+
+    @property
+    def documents(self) -> int:
+        """Answers of a sampling."""
+        return self.prompts * self.answers
+
+    @model_validator(mode="after")
+    def _is_asked_for_by_its_task(self) -> OnlineSpec:
+        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if not self.on and given:
+            raise ValueError(f"{', '.join(given)} without a task, which asks for online rollouts; give online.task, "
+                             "such as arithmetic")
+        return self
+
+
 class OptimizerSpec(_Model):
     """What happens to the weights after the gradient."""
 
@@ -226,6 +273,9 @@ class RecordSpec(_Model):
     certificate: bool | None = None
     """A hash of each step's loss, log-probabilities, gradients and weights, bit for bit; see
     `workbench.runs.certificate`. None: in the reproducible mode."""
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Weights and optimizer state are kept every so many steps, the newest only, and at the end: a run that was
+    interrupted is continued from there when it is launched again. None: they are not kept."""
     trace_tokens: int | None = Field(None, ge=1)
     """Fingerprints of what every module read and made, and of its gradient, for every so many tokens of a row; see
     `workbench.runs.trace`. None: no trace."""
@@ -241,6 +291,7 @@ class RunSpec(_Model):
 
     model: ModelSpec = ModelSpec()
     data: DataSpec = DataSpec()
+    online: OnlineSpec = OnlineSpec()
     policy: PolicySpec = PolicySpec()
     loss: LossSpec = LossSpec()
     layout: LayoutSpec = LayoutSpec()
@@ -271,6 +322,21 @@ class RunSpec(_Model):
             raise ValueError(f"loss.correction.denominator = {self.loss.correction.denominator!r} with old_policy "
                              "'current' counts what the live policy keeps, and the weights of a step are data from "
                              "before its forward pass; use old_policy: recorded")
+        return self
+
+    @model_validator(mode="after")
+    def _penalty_in_the_reward_is_used(self) -> RunSpec:
+        kl = self.loss.kl
+        if kl.coefficient and kl.placement == "reward" and self.data.advantages.name == "recorded":
+            raise ValueError("loss.kl.placement 'reward' with advantages that came with the rollouts: a penalty in the "
+                             "reward acts before advantages are made; name an estimator in data.advantages, or place "
+                             "the penalty in the loss")
+        return self
+
+    @model_validator(mode="after")
+    def _online_rollouts_are_made_here(self) -> RunSpec:
+        if self.online.on and (wrong := list(_not_online(self))):
+            raise ValueError(f"online: {'; '.join(wrong)}")
         return self
 
     @model_validator(mode="after")
@@ -327,8 +393,25 @@ class RunSpec(_Model):
         return parse_spec(RunSpec, merge(mine, changes), where="settings")
 
 
-LATER = ("reproducible", "record.certificate", "record.trace_tokens")
+LATER = ("reproducible", "online", "record.certificate", "record.checkpoint_every", "record.trace_tokens")
 """Settings that came when there were records already: left as they are by default, they change no run's identity."""
+
+
+def _not_online(spec: RunSpec) -> Iterator[str]:
+    """What of a spec does not go with rollouts that the run samples itself, and what to do about it."""
+    data, online, every = spec.data, spec.online, spec.record.checkpoint_every
+    if data.path != DataSpec().path:
+        yield f"data.path = {data.path!r} would not be read, because online.task makes the rollouts; leave one of them out"
+    if data.advantages.name == "recorded":
+        yield "a task gives rewards and no advantages; name an estimator in data.advantages, such as {name: grpo}"
+    if data.documents_per_step is not None and data.documents_per_step > online.documents:
+        yield (f"data.documents_per_step = {data.documents_per_step} is more than a sampling has ({online.prompts} "
+               f"prompts with {online.answers} answers); a step takes each document at most once")
+    if spec.frozen_clip is not None:
+        yield "frozen_clip takes decisions of another run, whose tokens are others; leave it out"
+    if every is not None and every % online.updates:
+        yield (f"record.checkpoint_every = {every} lies between samplings, which come every {online.updates} steps; take "
+               f"a multiple of online.updates")
 
 
 def _inexact(spec: RunSpec) -> Iterator[str]:

@@ -162,16 +162,12 @@ def make_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
     Every document of the step is here, so baselines see their groups, as far as the step holds them.
 
     Raises:
-        SpecError: an estimator that lacks something in this batch; a KL penalty in a reward that nobody uses.
+        SpecError: an estimator that lacks something in this batch, or a KL penalty in the reward that does.
     """
     asked, kl = spec.data.advantages, spec.loss.kl
-    in_reward = bool(kl.coefficient) and kl.placement == "reward"
     if asked.name == "recorded":
-        if in_reward:
-            raise SpecError("loss.kl.placement = 'reward'", found="advantages that came with the rollouts",
-                            rule="a penalty in the reward acts before advantages are made",
-                            fix="name an estimator in data.advantages, or place the penalty in the loss")
         return batch
+    in_reward = bool(kl.coefficient) and kl.placement == "reward"
     if in_reward and batch.ref_logprobs_T is None:
         raise SpecError("loss.kl.placement = 'reward'", found="no ref_logprobs",
                         rule="the penalty is of the old policy against the reference",
@@ -326,7 +322,7 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         metrics=numbers | gradient_group_norms(norms, level),
         norms=norms,
         gradients=full_gradients(policy.model, policy.shards, mesh) if keep_gradients else {},
-        tokens=_in_source_order(per_token, mesh, num_source) if num_source else {},
+        tokens=in_source_order(per_token, mesh, num_source) if num_source else {},
         totals=totals,
         fallbacks=tuple(dict.fromkeys(fallbacks)),
     )
@@ -371,7 +367,7 @@ def _token_values(loss: Loss, inputs: LossInputs, terms: Mapping[str, Term], row
     }
 
 
-def _in_source_order(per_token: list[dict[str, Tensor]], mesh: Mesh, num_source: int) -> dict[str, Tensor]:
+def in_source_order(per_token: Sequence[Mapping[str, Tensor]], mesh: Mesh, num_source: int) -> dict[str, Tensor]:
     """Gather per-token values of all dp x cp ranks and put each where its target stands in the source batch."""
     mine = {name: torch.cat([tokens[name] for tokens in per_token]).to(mesh.device) for name in per_token[0]}
     whole = {name: torch.cat(all_gather(values_T, mesh["dp_cp"])) for name, values_T in mine.items()}

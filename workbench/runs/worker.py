@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from torch import Tensor
 
 from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
-from workbench.policy.model import Policy, load_policy
+from workbench.policy.model import Policy
 from workbench.rollouts.batch import RolloutBatch
-from workbench.rollouts.files import load
+from workbench.rollouts.files import load, save
 from workbench.runs import step as flow
 from workbench.runs.certificate import Certificate, certify, mark_gradients, write_certificate
+from workbench.runs.checkpoint import continue_run, save_checkpoint
 from workbench.runs.exact import as_asked, kernels_of
 from workbench.runs.faults import planted
+from workbench.runs.online import Online, StepData, in_order, with_advantages
+from workbench.runs.policies import make_policy
 from workbench.runs.spec import OptimizerSpec, RunSpec
 from workbench.runs.store import RunDirectory, provenance
 from workbench.runs.trace import Tracer, write_trace
@@ -98,30 +102,38 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: 
 
 def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
     torch.manual_seed(spec.seed)
-    batch = load(project / spec.data.path)
-    policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision,
-                         temperature=spec.policy.temperature or batch.temperature,
-                         implementation=spec.policy.logprobs, project=project, tied=spec.model.tied,
-                         seed=spec.model.seed, fp32_head=spec.policy.fp32_head, chunk_tokens=spec.policy.chunk_tokens,
-                         keep_bytes=spec.policy.keep_bytes, shard_parameters=spec.layout.shard_parameters,
-                         checkpointing=spec.layout.checkpointing,
-                         sequence_parallel=spec.layout.sequence_parallel)
-    _check_batch(batch, spec, policy.vocabulary_size)
-    with as_asked(policy, spec):
+    batch = None if spec.online.on else load(project / spec.data.path)
+    policy = make_policy(spec, mesh, project, temperature=spec.online.temperature if batch is None else batch.temperature)
+    with contextlib.ExitStack() as swapped:
+        if batch is None:
+            online = Online(spec, policy, project)
+            steps, spec = online.steps, with_advantages(spec)
+            if online.reference is not None:
+                swapped.enter_context(as_asked(online.reference, spec))
+        else:
+            _check_batch(batch, spec, policy.vocabulary_size)
+            steps = functools.partial(_recorded, batch, spec)
+        swapped.enter_context(as_asked(policy, spec))
         if mesh.is_first:
             run.write_json("provenance.json", provenance(project, seed=spec.seed) | kernels_of(policy))
-        _take_steps(run, spec, mesh, policy, batch)
+        _take_steps(run, spec, mesh, policy, steps)
 
 
-def _take_steps(run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy, batch: RolloutBatch) -> None:
+def _recorded(batch: RolloutBatch, spec: RunSpec, first: int) -> Iterator[StepData]:
+    return (StepData(documents, batch) for documents in in_order(batch, spec.data.documents_per_step, first))
+
+
+def _take_steps(run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy,
+                steps: Callable[[int], Iterator[StepData]]) -> None:
     loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
-    for number, documents in zip(range(spec.steps), _step_batches(batch, spec.data.documents_per_step), strict=False):
+    first = continue_run(run, policy, optimizer)
+    for number, data in zip(range(first, spec.steps), steps(first), strict=False):
         with StepClock(mesh.device) as clock:
-            rows, totals = flow.prepare_rows(documents, spec, mesh)
+            rows, totals = flow.prepare_rows(data.documents, spec, mesh)
             tracer = Tracer(policy, rows, spec.record.trace_tokens) if spec.record.trace_tokens else None
             tokens = spec.record.tokens or spec.certified or tracer is not None
             with tracer or contextlib.nullcontext():
-                result = flow.run_step(policy, loss, rows, totals, num_source=batch.num_tokens if tokens else 0,
+                result = flow.run_step(policy, loss, rows, totals, num_source=data.source.num_tokens if tokens else 0,
                                        frozen_clip_S=_frozen_clip(run, number),
                                        keep_gradients=spec.record.gradients == "full", level=spec.record.metrics,
                                        loss_spec=spec.loss, fused=spec.policy.fused_loss)
@@ -135,7 +147,12 @@ def _take_steps(run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy, ba
         if mesh.is_first:
             if trace is not None:
                 write_trace(run, number, trace)
-            _record(run, number, result, norm, clock.step_ms, mesh, certificate)
+            if spec.online.on and spec.record.tokens and data.fresh:
+                save(data.source, run.path / "rollouts" / _name(number), provenance={"made_by": "workbench run"})
+            _record(run, number, result, norm, clock.step_ms, mesh, certificate, data.numbers)
+        if spec.record.checkpoint_every and ((number + 1) % spec.record.checkpoint_every == 0
+                                             or number + 1 == spec.steps):
+            save_checkpoint(run, number + 1, policy, optimizer)
 
 
 def make_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer:
@@ -160,18 +177,6 @@ def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:
                         rule="a step takes each document at most once", fix="leave it out to take all of them")
 
 
-def _step_batches(batch: RolloutBatch, documents_per_step: int | None) -> Iterator[RolloutBatch]:
-    """The documents of each optimizer step: in order, around and around."""
-    taken = 0
-    while True:
-        if documents_per_step is None:
-            yield batch
-            continue
-        chosen = [(taken + i) % batch.num_documents for i in range(documents_per_step)]
-        taken += documents_per_step
-        yield batch.select(chosen)
-
-
 def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
     """Clip decisions of another configuration of the same experiment, at this step.
 
@@ -187,17 +192,18 @@ def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
                           found=", ".join(f"{other.path.name} ({other.status})" for other in runs) or "no such run",
                           rule="one finished run of that configuration, with record.tokens, in the same experiment",
                           fix="run the whole ablation, or leave frozen_clip out")
-    return runs[0].read_tensors(_name(number, "tokens"))["clipped"]
+    return runs[0].read_tensors(_name(number, ".tokens"))["clipped"]
 
 
 def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float, step_ms: float, mesh: Mesh,
-            certificate: Certificate | None = None) -> None:
+            certificate: Certificate | None, numbers: Mapping[str, float]) -> None:
     record: dict[str, Any] = {"step": number}
     record |= {f"loss/{name}/sum": float(scalar) for name, scalar in result.loss.items()}
     record |= {"gradient/norm/global": norm,
                "gradient/clip/coefficient": flow.clip_coefficient(norm, run.spec.optimizer.max_grad_norm),
                "documents/trained/sum": result.totals.documents}
     record |= result.metrics
+    record |= numbers
     record |= {"time/step_ms": step_ms, "time/ended_ns": time.time_ns(), "memory/peak_bytes": peak_bytes(mesh.device)}
     record |= {f"reproducible/{name}": value for name, value in result.range.items()}
     if result.fallbacks:
@@ -205,17 +211,17 @@ def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float
     if run.spec.record.gradients != "none":
         record["gradient_norms"] = dict(result.norms)
     if result.gradients:
-        run.write_tensors(_name(number, "gradients"), result.gradients)
+        run.write_tensors(_name(number, ".gradients"), result.gradients)
     if run.spec.record.tokens:
-        run.write_tensors(_name(number, "tokens"), result.tokens)
+        run.write_tensors(_name(number, ".tokens"), result.tokens)
     if certificate is not None:
         write_certificate(run, number, certificate)
         record["certificate"] = certificate.hash
     run.append_step(record)
 
 
-def _name(number: int, what: str) -> str:
-    return f"step{number:04d}.{what}"
+def _name(number: int, what: str = "") -> str:
+    return f"step{number:04d}{what}"
 
 
 def main() -> None:

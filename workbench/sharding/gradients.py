@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from workbench.sharding.collectives import all_gather, all_sum, all_sum_
 from workbench.sharding.mesh import Mesh
-from workbench.sharding.tensor_parallel import ParameterShard, full_gradient
+from workbench.sharding.tensor_parallel import ParameterShard, full_gradient, own_part
 
 
 @torch.no_grad()
@@ -68,12 +68,12 @@ def scale_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], fact
 
 def full_gradients(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Every parameter's whole gradient, on every rank. Collective over tp, and dp x cp where parameters are sharded."""
-    return {name: _whole(parameter.grad, shards[name], mesh) for name, parameter in model.named_parameters()}
+    return {name: whole_tensor(parameter.grad, shards[name], mesh) for name, parameter in model.named_parameters()}
 
 
 def full_weights(model: nn.Module, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, Tensor]:
     """Every parameter, whole, on every rank. Collective over tp, and dp x cp where parameters are sharded."""
-    return {name: _whole(parameter, shards[name], mesh) for name, parameter in model.named_parameters()}
+    return {name: whole_tensor(parameter, shards[name], mesh) for name, parameter in model.named_parameters()}
 
 
 def _here(value: Any, shard: ParameterShard) -> Tensor:
@@ -86,6 +86,18 @@ def _sum_of_squares(gradient: Tensor) -> Tensor:
     return torch.stack([piece.double().square().sum() for piece in gradient.reshape(-1).split(2**24)]).sum()
 
 
-def _whole(value: Tensor, shard: ParameterShard, mesh: Mesh) -> Tensor:
+def whole_tensor(value: Tensor, shard: ParameterShard, mesh: Mesh) -> Tensor:
+    """A parameter, its gradient or its optimizer state, whole, on every rank; on its way there as `full_weights` is."""
     held = _here(value, shard)
     return full_gradient(torch.cat(all_gather(held, mesh["dp_cp"])) if shard.over_dp_cp else held, shard, mesh["tp"])
+
+
+@torch.no_grad()
+def keep_own_part(value: Tensor, whole: Tensor, shard: ParameterShard, mesh: Mesh) -> None:
+    """Write what this rank holds of a whole tensor, in place: the way back from `whole_tensor`. Not collective."""
+    part = own_part(whole, shard, mesh["tp"])
+    held = _here(value, shard)
+    if shard.over_dp_cp:
+        pieces = part.chunk(mesh["dp_cp"].size)
+        part = pieces[mesh["dp_cp"].rank] if mesh["dp_cp"].rank < len(pieces) else part[:0]
+    held.copy_(part)

@@ -140,6 +140,16 @@ def full_gradient(local: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
     return torch.cat(pieces).transpose(0, shard.dim).contiguous()
 
 
+def own_part(whole: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
+    """What this tp rank holds of a whole tensor, the way back from `full_gradient`; a view."""
+    if shard.dim is None or axis.size == 1:
+        return whole
+    sections = whole.split(shard.parts, shard.dim) if shard.parts else (whole,)
+    mine = [section.narrow(shard.dim, start, stop - start) for section in sections
+            for start, stop in [shard_range(section.shape[shard.dim], axis, what="parameter")]]
+    return mine[0] if len(mine) == 1 else torch.cat(mine, dim=shard.dim)
+
+
 def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """What a plan is about: name -> style, of modules and of single parameters."""
     modules: dict[str, str] = {}

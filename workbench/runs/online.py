@@ -1,0 +1,271 @@
+"""Online rollouts: the policy answers prompts of a task, the answers are scored, and become the batch of a step.
+
+    weights to the sampler -> prompts -> answers, dealt to ranks and sent to all -> rewards -> old and reference
+    log-probabilities -> advantages -> the documents of one or several optimizer steps
+
+What trains on them is `workbench.runs.step`, as on a recording: any loss, head, layout, precision and correction. What
+a prompt draws is decided by the run's seed, the number of the sampling and the prompt's place in it, so neither the
+layout nor an interruption changes it; weights that differ in their last bits can.
+
+Letters: P prompts | G answers to a prompt | N = P G documents | M most tokens of an answer | S tokens of what was
+sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from workbench.errors import SpecError
+from workbench.losses.spec import LossSpec
+from workbench.policy.model import Policy
+from workbench.policy.sampling import Answer, Sampler, by_uniforms
+from workbench.rollouts.batch import Extension, RolloutBatch
+from workbench.rollouts.task import Task, named_task
+from workbench.runs import step as flow
+from workbench.runs.exact import unsplit
+from workbench.runs.policies import make_policy
+from workbench.runs.spec import AdvantageSpec, RunSpec
+from workbench.sharding.collectives import all_sum
+from workbench.sharding.gradients import full_weights
+from workbench.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What one optimizer step trains on.
+
+    Attributes:
+        documents: of the step.
+        source: the batch that they were chosen from; per-token records are in its order.
+        numbers: about the sampling, for the step's record.
+        fresh: whether this is the first step on that batch.
+    """
+
+    documents: RolloutBatch
+    source: RolloutBatch
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    fresh: bool = False
+
+
+def in_order(batch: RolloutBatch, documents_per_step: int | None, first: int = 0) -> Iterator[RolloutBatch]:
+    """The documents of each optimizer step from step ``first`` on: in order, around and around; None: all of them."""
+    if documents_per_step is None:
+        yield from itertools.repeat(batch)
+        return
+    for taken in itertools.count(first * documents_per_step, documents_per_step):
+        yield batch.select([(taken + i) % batch.num_documents for i in range(documents_per_step)])
+
+
+class Online:
+    """Samples from a policy as it is trained.
+
+    Every rank holds the sampler's whole weights, writes the answers to its share of the prompts, and gets the others'.
+
+    Args:
+        spec: of the run, with `spec.online.task`.
+        policy: that is trained.
+        project: folder that relative paths in the spec begin at.
+        task: None takes the one that the spec names.
+
+    Example:
+        >>> from workbench.sharding.mesh import single_process_mesh
+        >>> spec = RunSpec(model={"source": "tiny-qwen3"}, data={"advantages": {"name": "grpo"}},
+        ...                online={"task": "arithmetic", "prompts": 2, "answers": 3, "max_new_tokens": 5})
+        >>> policy = make_policy(spec, single_process_mesh(), Path(), temperature=1.0)
+        >>> batch, numbers = Online(spec, policy, Path()).sample(0)
+        >>> batch.num_documents, batch.group_ids_N.tolist(), batch.sampler_logprobs_T is None
+        (6, [0, 0, 0, 1, 1, 1], False)
+    """
+
+    def __init__(self, spec: RunSpec, policy: Policy, project: Path, *, task: Task | None = None) -> None:
+        self.spec, self.policy, self.mesh = spec, policy, policy.mesh
+        self.task = task or named_task(spec.online.task or "", project)
+        model = spec.model
+        self.sampler = Sampler(model.source, precision=spec.online.sampler_precision or spec.precision,
+                               device=self.mesh.device, project=project, tied=model.tied, seed=model.seed)
+        self.reference = (make_policy(spec, self.mesh, project, temperature=spec.online.temperature)
+                          if needs_reference(spec.loss) else None)
+        if self.reference is not None:
+            self.reference.model.requires_grad_(False)
+
+    def steps(self, first: int = 0) -> Iterator[StepData]:
+        """What each optimizer step trains on, from step ``first`` on; sampled when the step before is over.
+
+        Collective. ``first`` is a multiple of ``updates``.
+        """
+        updates, per_step = self.spec.online.updates, self.spec.data.documents_per_step
+        for number in itertools.count(first // updates):
+            batch, numbers = self.sample(number)
+            for update, documents in enumerate(itertools.islice(in_order(batch, per_step), updates)):
+                yield StepData(documents, batch, numbers, fresh=update == 0)
+
+    def sample(self, number: int) -> tuple[RolloutBatch, dict[str, float]]:
+        """What the policy answers, as it is now, with everything that a loss asks for; and what there is to say of it.
+
+        Collective. The batch is the same on every rank.
+
+        Raises:
+            SpecError: a prompt or reward that cannot be used.
+        """
+        began, online = time.perf_counter(), self.spec.online
+        self.sampler.take(full_weights(self.policy.model, self.policy.shards, self.mesh))
+        prompts = self.task.prompts(seed_of(self.spec.seed, number), online.prompts)
+        if len(prompts) != online.prompts:
+            raise SpecError(f"{online.prompts} prompts of {online.task}", found=f"{len(prompts)}",
+                            rule="a task gives as many prompts as it is asked for", fix="correct its prompts()")
+        encoded = [self.task.encode(prompt) for prompt in prompts]
+        answers, rewards_N = self._everybodys(self._answer_own(number, prompts, encoded))
+        sampled = time.perf_counter()
+        batch = self._batch(encoded, answers, rewards_N)
+        batch = self._scored(batch)
+        numbers = describe(batch, self.task.right_reward, online.answers)
+        return batch, numbers | {"time/sample_ms": 1e3 * (sampled - began),
+                                 "time/score_ms": 1e3 * (time.perf_counter() - sampled)}
+
+    # ---- writing answers -----------------------------------------------------------------------------
+
+    def _answer_own(self, number: int, prompts: Sequence[str],
+                    encoded: Sequence[Sequence[int]]) -> dict[int, tuple[Answer, float]]:
+        """Answers and rewards of this rank's share, by document."""
+        online, found = self.spec.online, {}
+        rank = self.mesh["dp_cp"].rank * self.mesh["tp"].size + self.mesh["tp"].rank
+        shares = [range(begin, min(begin + online.prompts_at_once, len(prompts)))
+                  for begin in range(0, len(prompts), online.prompts_at_once)]
+        for share in shares[rank::self.mesh.world_size]:
+            uniforms_NM = torch.cat([self._uniforms(number, at) for at in share])
+            answers = self.sampler.answers([encoded[at] for at in share for _ in range(online.answers)],
+                                           by_uniforms(uniforms_NM.to(self.mesh.device)),
+                                           temperature=online.temperature, max_new_tokens=online.max_new_tokens,
+                                           end_ids=self.task.end_ids)
+            documents = [at * online.answers + i for at in share for i in range(online.answers)]
+            for document, answer in zip(documents, answers, strict=True):
+                found[document] = answer, self._reward(prompts[document // online.answers], answer)
+        return found
+
+    def _uniforms(self, number: int, prompt: int) -> Tensor:
+        """[G, M] what the answers to a prompt draw."""
+        generator = torch.Generator().manual_seed(seed_of(self.spec.seed, number, prompt))
+        return torch.rand(self.spec.online.answers, self.spec.online.max_new_tokens, generator=generator,
+                          dtype=torch.float64)
+
+    def _reward(self, prompt: str, answer: Answer) -> float:
+        completion = self.task.decode(answer.tokens)
+        reward = float(self.task.reward(prompt, completion))
+        if not math.isfinite(reward):
+            raise SpecError(f"reward of the answer {completion!r} to {prompt!r}", found=f"{reward}",
+                            rule="a reward is a finite number", fix="correct reward() of the task")
+        return reward
+
+    def _everybodys(self, own: Mapping[int, tuple[Answer, float]]) -> tuple[list[Answer], Tensor]:
+        """All answers and rewards, on every rank. Each is written by one rank and 0 on the others, so sums are exact."""
+        online, device = self.spec.online, self.mesh.device
+        tokens_NM = torch.zeros(online.documents, online.max_new_tokens, dtype=torch.int64)
+        numbers_NM = torch.zeros(online.documents, online.max_new_tokens + 2, dtype=torch.float64)
+        for document, (answer, reward) in own.items():
+            tokens_NM[document, : len(answer.tokens)] = torch.tensor(answer.tokens)
+            numbers_NM[document, : len(answer.logprobs)] = torch.tensor(answer.logprobs, dtype=torch.float64)
+            numbers_NM[document, -2:] = torch.tensor([len(answer.tokens), reward], dtype=torch.float64)
+        tokens_NM, numbers_NM = (all_sum(all_sum(held.to(device), self.mesh["tp"]), self.mesh["dp_cp"]).cpu()
+                                 for held in (tokens_NM, numbers_NM))
+        lengths = numbers_NM[:, -2].long().tolist()
+        return [Answer(tokens[:n], said[:n]) for tokens, said, n in
+                zip(tokens_NM.tolist(), numbers_NM.tolist(), lengths, strict=True)], numbers_NM[:, -1]
+
+    # ---- making a batch ------------------------------------------------------------------------------
+
+    def _batch(self, encoded: Sequence[Sequence[int]], answers: Sequence[Answer], rewards_N: Tensor) -> RolloutBatch:
+        """Prompts and answers as documents. Old log-probabilities are the sampler's, advantages 0, for now."""
+        online, documents = self.spec.online, []
+        for number, answer in enumerate(answers):
+            prompt, zeros = list(encoded[number // online.answers]), [0.0] * len(encoded[number // online.answers])
+            said = torch.tensor(zeros + answer.logprobs, dtype=torch.float64)
+            documents.append({"tokens": prompt + answer.tokens, "advantages": 0.0, "old_logprobs": said,
+                              "loss_mask": [0] * len(prompt) + [1] * len(answer.tokens), "sampler_logprobs": said,
+                              "reward": rewards_N[number], "group_id": number // online.answers})
+        cut_off_N = torch.tensor([float(a.tokens[-1] not in self.task.end_ids) for a in answers])
+        batch = RolloutBatch.from_documents(documents, temperature=online.temperature)
+        truncated = Extension(cut_off_N[batch.document_ids_T], "token", "1", "whether the sampler cut the answer off")
+        return replace(batch, extensions={"truncated": truncated})
+
+    def _scored(self, batch: RolloutBatch) -> RolloutBatch:
+        """The batch with the trainer's own log-probabilities, where they are asked for, and advantages."""
+        if self.spec.online.old_logprobs == "trainer":
+            batch = replace(batch, old_logprobs_T=document_logprobs(self.policy, batch, self.spec, self.mesh))
+        if self.reference is not None:
+            batch = replace(batch, ref_logprobs_T=document_logprobs(self.reference, batch, self.spec, self.mesh))
+        return flow.make_advantages(batch, self.spec)
+
+
+def needs_reference(loss: LossSpec) -> bool:
+    """Whether a loss looks at the frozen reference policy, which is the one that the run began with."""
+    return bool(loss.kl.coefficient and loss.kl.against == "ref") or loss.needs_pairs
+
+
+def with_advantages(spec: RunSpec) -> RunSpec:
+    """The spec for steps on documents whose advantages have been made, of all that was sampled with them."""
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"advantages": AdvantageSpec()})})
+
+
+@torch.no_grad()
+def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> Tensor:
+    """What a policy says of the trained tokens of documents, computed as a step of the run would; 0 on all others.
+
+    Collective. The same on every rank. Rows are packed and split as those of a step on the whole batch are.
+
+    Shapes: [S], in the order of the batch. Units: nats, at the policy's temperature.
+    """
+    plain = with_advantages(spec).model_copy(update={"loss": LossSpec()})
+    rows, _ = flow.prepare_rows(batch, plain, mesh)
+    per_token = []
+    for local in rows:
+        said = policy.token_logprobs(local.hidden_states(policy), local.row.targets_T, wanted=())
+        local, said = unsplit(local, said)
+        per_token.append({"source": local.row.source_T, "logprobs": said.logprobs_T})
+    logprobs_S = flow.in_source_order(per_token, mesh, batch.num_tokens)["logprobs"]
+    return torch.where(batch.loss_mask_T, logprobs_S, 0.0)
+
+
+def describe(batch: RolloutBatch, right_reward: float, answers: int) -> dict[str, float]:
+    """Rewards and lengths of what was sampled, as numbers of a step record.
+
+    Args:
+        batch: N documents, those of a prompt one after another.
+        right_reward: what a right answer earns.
+        answers: G.
+
+    Units: rewards in their own; lengths in tokens of the answer; fractions of documents, or of prompts.
+    """
+    rewards_N = batch.rewards_N.double()
+    lengths_N = torch.zeros(batch.num_documents, dtype=torch.float64)
+    lengths_N.index_add_(0, batch.document_ids_T, batch.loss_mask_T.double())
+    cut_off_N = batch.extensions["truncated"].values[batch.positions_T == 0]
+    grouped_PG = rewards_N.view(-1, answers)
+    mixed_P = grouped_PG.amax(1) > grouped_PG.amin(1)
+    return {
+        "reward/all/mean": float(rewards_N.mean()),
+        "reward/all/std": float(rewards_N.std(correction=0)),
+        "reward/right/fraction": float((rewards_N == right_reward).double().mean()),
+        "reward/mixed_prompts/fraction": float(mixed_P.double().mean()),
+        "length/answer/mean": float(lengths_N.mean()),
+        "length/answer/max": float(lengths_N.max()),
+        "length/truncated/fraction": float(cut_off_N.double().mean()),
+    }
+
+
+def seed_of(*parts: int) -> int:
+    """A seed made of whole numbers, unlike that of any others.
+
+    Example:
+        >>> seed_of(0, 1) == seed_of(0, 1), seed_of(0, 1) == seed_of(1, 0)
+        (True, False)
+    """
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])
