@@ -18,8 +18,9 @@ from workbench.errors import RecordError, WorkbenchError
 from workbench.launch.ablation import load_ablation
 from workbench.launch.waits import find_waits
 from workbench.report.numbers import significant
-from workbench.report.trial import GRADIENT_NORM, LOSS, duration
+from workbench.report.trial import GRADIENT_NORM, LOSS, REWARD, duration
 from workbench.runs.lookup import Found, Target, look_up, runs_of, spelled, steps_recorded
+from workbench.runs.progress import Pace
 from workbench.runs.spec import flatten
 from workbench.runs.store import ENDED, STATES, RunDirectory, failure_in_short, from_json, to_json
 from workbench.sharding import flight
@@ -86,6 +87,7 @@ class RunStatus:
         handle: the scheduler's name of the job, "" if none.
         compared_with: name of the run whose settings are the usual ones here; "" if it is this one.
         settings: setting -> its value there and here, where they differ.
+        seconds_left: it will take yet, by the pace of its last steps; None if it does not run, or too few have ended.
         step_ms: median time of a step, without the first, which warms up; None if there is no other.
         last: the last step's record; {} if there is none.
         ranks: how each rank does.
@@ -114,6 +116,7 @@ class RunStatus:
     handle: str
     compared_with: str
     settings: dict[str, list[Any]]
+    seconds_left: float | None
     step_ms: float | None
     last: dict[str, Any]
     ranks: list[RankStatus]
@@ -159,6 +162,7 @@ def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
         device=str(state.get("device", "")), device_note=str(state.get("device_note", "")),
         backend=str(state.get("backend", "")), handle=str(state.get("handle", "")),
         compared_with=usual.name if usual else "", settings=settings_that_differ(usual, run) if usual else {},
+        seconds_left=Pace(steps).seconds_left(run.spec.steps - len(steps)) if status == "running" else None,
         step_ms=median(times) if times else None, last=steps[-1] if steps else {},
         ranks=_ranks(run, world_size, exits), waiting=[] if status in ENDED else _waiting(run, world_size, exits),
         failure=failure, problem=problem)
@@ -242,7 +246,8 @@ def lines_of_run(status: RunStatus) -> list[str]:
 def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     asked = ", its end was asked for" if status.cancel_requested and status.state not in ENDED else ""
     took = f", {duration(round(status.seconds, 1))}" if status.seconds is not None else ""
-    yield "state", f"{status.state}{asked}, {status.steps_done} of {status.steps} steps{took}"
+    left = f", about {duration(round(status.seconds_left))} left" if status.seconds_left is not None else ""
+    yield "state", f"{status.state}{asked}, {status.steps_done} of {status.steps} steps{took}{left}"
     if status.state == "lost":
         yield "", "nobody is left who could end it; running it again does what is missing"
     moments = (("asked for", status.created_ns), ("began", status.started_ns), ("ended", status.ended_ns))
@@ -254,7 +259,8 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
                             f" ({status.device_note})" if status.device_note else ""])
     if status.last:
         loss, norm = (significant(status.last.get(key), 6) for key in (LOSS, GRADIENT_NORM))
-        yield f"step {status.last.get('step', '?')}", f"loss {loss}, gradient norm {norm}"
+        reward = f", reward {significant(status.last[REWARD], 3)}" if REWARD in status.last else ""
+        yield f"step {status.last.get('step', '?')}", f"loss {loss}, gradient norm {norm}{reward}"
     if status.step_ms is not None:
         yield "step time", f"{status.step_ms:.1f} ms (median without the first)"
     if status.compared_with:

@@ -1,4 +1,4 @@
-"""What a run reads besides its spec: the recording, the checkpoint, and the code; found, and known by content.
+"""What a run reads besides its spec: recording or task, the checkpoint, and the code; found, and known by content.
 
 A spec names folders, and a folder may hold something else tomorrow. So a run directory keeps the identity of what
 its run read, and an earlier run is taken in place of a new one only if that is the same.
@@ -15,6 +15,7 @@ from typing import Any
 import workbench
 from workbench.errors import SpecError
 from workbench.policy.tiny import TINY
+from workbench.rollouts.task import task_file
 from workbench.runs.spec import RunSpec
 from workbench.runs.store import versions
 
@@ -32,14 +33,21 @@ def identify(specs: Iterable[RunSpec], project: Path) -> list[dict[str, Any]]:
         project: folder that relative paths in them begin at.
 
     Raises:
-        SpecError: a recording or checkpoint that is not there, with the folder that was searched.
+        SpecError: a recording, checkpoint or task that is not there, with the folder that was searched.
     """
     specs = list(specs)
-    recordings = {path: _recording(path, project) for path in {spec.data.path: None for spec in specs}}
+    recordings = {path: _recording(path, project)
+                  for path in {spec.data.path: None for spec in specs if not spec.online.on}}
     checkpoints = {source: _checkpoint(source, project) for source in {spec.model.source: None for spec in specs}}
     made_by = {"versions": versions(), "code": _code()}
-    return [made_by | {"recording": recordings[spec.data.path], "checkpoint": checkpoints[spec.model.source]}
-            for spec in specs]
+    return [made_by | {"checkpoint": checkpoints[spec.model.source]}
+            | ({"recording": recordings[spec.data.path]} if spec.online.task is None else
+               {"task": _task(spec.online.task, project)}) for spec in specs]
+
+
+def _task(name: str, project: Path) -> str:
+    """A user's task by its file; what the file imports is not looked at."""
+    return name if name == "arithmetic" else _sha256(task_file(name, project)[0])
 
 
 def _recording(path: str, project: Path) -> str:

@@ -1,7 +1,8 @@
 """What an experiment has already: which runs may stand for new ones, and what changed since the last time.
 
 An experiment's ``runs/sweep.json`` says what was launched last, and which folder answers for which name. Launching
-again takes every run that succeeded with the same settings, device, recording, checkpoint and code. A configuration
+again takes every run that succeeded with the same settings, device, recording (or task), checkpoint and code, and
+continues those that were interrupted and had kept a checkpoint. A configuration
 whose settings or data changed is refused rather than run beside its namesake: whoever reads the report would take the
 two for one. Other code or other package versions make a run old, not wrong: it is run again without a question.
 """
@@ -22,7 +23,7 @@ from workbench.runs.spec import flatten
 from workbench.runs.store import ENDED, RunDirectory, from_json, locked, this_process, to_json, write_whole
 
 RECORD = "sweep.json"
-_DATA = ("recording", "checkpoint")
+_DATA = ("recording", "task", "checkpoint")
 
 
 @contextlib.contextmanager
@@ -51,6 +52,14 @@ def reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunD
         return None
     state = same[-1].state
     return same[-1] if all(state.get(key) == value for key, value in identity.items()) else None
+
+
+def interrupted(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunDirectory | None:
+    """The run of a plan's settings, device and inputs that came furthest, kept a checkpoint, and did not succeed."""
+    found = [run for run in RunDirectory.find(runs_dir, plan.name)
+             if run.spec.content_hash() == plan.spec.content_hash() and run.status in ENDED and run.checkpoints()
+             and all(run.state.get(key) == value for key, value in identity.items())]
+    return max(found, key=lambda run: max(run.checkpoints()), default=None)
 
 
 def bury_the_lost(runs_dir: Path, name: str) -> None:

@@ -46,7 +46,7 @@ def launch(ablation: AblationSpec | Sequence[Planned], experiment_dir: Path, *, 
         project: folder that relative paths in specs begin at; None takes `project_root`.
         on_event: told about every step and end of a run, on the thread that watches (`Sweep.follow` tells on yours).
         fresh: run everything anew. Otherwise the newest run of the same name, settings, device, recording, checkpoint
-            and code stands for a new one, if it succeeded.
+            and code stands for a new one, if it succeeded, and is continued, if it kept a checkpoint and did not.
         force: run what changed since the last time anew, instead of refusing.
         trial: the runs answer for nothing: they neither are held to the experiment's earlier runs nor replace them.
         options: of the cluster's scheduler, such as {"partition": "gpu"} or {"queue": "default"}.
@@ -134,6 +134,8 @@ def _prepare(runs_dir: Path, plan: Planned, placement: Placement, inputs: Mappin
     earlier = None if fresh else resume.reusable(runs_dir, plan, identity)
     if earlier is not None:
         return Task(plan, earlier, placement, reused=True)
+    if not fresh and (begun := resume.interrupted(runs_dir, plan, identity)):
+        identity["continues"] = begun.path.name
     run = RunDirectory.create(runs_dir, plan.name, plan.spec, launcher=this_process(), backend=where,
                               device_note=placement.note, world_size=plan.world_size, **identity)
     return Task(plan, run, placement)

@@ -25,6 +25,7 @@ from workbench.launch.devices import Placement
 from workbench.launch.jobs import Job
 from workbench.launch.slots import Lease, take
 from workbench.runs.lookup import steps_recorded
+from workbench.runs.progress import Pace
 from workbench.runs.store import ENDED, RunDirectory, StepTail, failure_in_short
 
 _POLL_S = 0.1
@@ -50,6 +51,7 @@ class RunEvent:
         steps: optimizer steps in all.
         seconds: since it was started.
         why: what failed, asked and found in a line; "" if nothing did.
+        seconds_left: that the run will take yet, by the pace of its last steps; None if it has ended, or too few have.
     """
 
     number: int
@@ -63,6 +65,7 @@ class RunEvent:
     steps: int
     seconds: float
     why: str = ""
+    seconds_left: float | None = None
 
     def __str__(self) -> str:
         """Say it in a line."""
@@ -71,8 +74,9 @@ class RunEvent:
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ' '}"
         note = f" ({self.device_note})" if self.device_note else ""
         why = f": {self.why}" if self.why else ""
+        left = "" if self.seconds_left is None else f", {self.seconds_left:.0f} s left"
         return (f"{count} {self.name:<28} {ranks} {self.device}  {self.steps_done}/{self.steps} steps  "
-                f"{self.state} {self.seconds:.1f} s{why}{note}")
+                f"{self.state} {self.seconds:.1f} s{left}{why}{note}")
 
 
 @dataclass
@@ -97,6 +101,7 @@ class Task:
     steps_done: int = -1
     noted: bool = False
     tail: StepTail = field(init=False)
+    pace: Pace = field(default_factory=Pace)
 
     def __post_init__(self) -> None:
         self.tail = StepTail(self.run)
@@ -358,13 +363,16 @@ class Sweep:
 
     def _steps_done(self, task: Task) -> int:
         with contextlib.suppress(RecordError):
-            return max(task.steps_done, 0) + len(task.tail.new())
+            new = task.tail.new()
+            task.pace.add(new)
+            return max(task.steps_done, 0) + len(new)
         return max(task.steps_done, 0)
 
     def _tell(self, task: Task, number: int, state: str, why: str) -> None:
         seconds = time.monotonic() - task.started if task.started else 0.0
+        left = task.pace.seconds_left(task.run.spec.steps - task.steps_done) if state == "running" else None
         event = RunEvent(number, len(self._tasks), task.plan.name, state, task.plan.world_size, task.placement.device,
-                         task.placement.note, task.steps_done, task.run.spec.steps, seconds, why)
+                         task.placement.note, task.steps_done, task.run.spec.steps, seconds, why, left)
         self._events.put(event)
         self._told(event)
 

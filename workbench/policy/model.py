@@ -200,7 +200,7 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
     if implementation == "triton" and (why := triton_refusal(dtype, mesh.device)):
         raise SpecError("policy.logprobs = 'triton'", found=why, rule="a GPU that Triton compiles for, and a dtype of "
                         "at most 32 bits", fix="use auto, or chunked, which needs nothing but torch")
-    model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients are as in training
+    model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients as in training
     _refuse_unknown(model)
     model = with_our_attention(model)
     model.get_input_embeddings().padding_idx = None  # in a packed row every id is text, and trains

@@ -1,4 +1,4 @@
-"""The sampler: a stock decoder that writes answers, token by token with cached keys and values, as inference engines do.
+"""The sampler: a stock decoder that writes answers, token by token with cached keys and values, as engines do.
 
 It is another program than the trainer on purpose: other kernels, padded rows instead of packed ones, perhaps another
 precision. What it says of its own tokens is kept, and differs from what the trainer says of them.

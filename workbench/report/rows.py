@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from workbench.report.markup import Markup, breakable, tag
-from workbench.report.sparkline import sparkline
-from workbench.report.trial import GONE, Trial, duration, last
+from workbench.report.sparkline import sparkline, sparkline_text
+from workbench.report.trial import GONE, Trial, duration, last, left
 from workbench.runs.store import STATES
 
 STYLE_SHEET = Path(__file__).with_name("live.css")
@@ -61,7 +61,8 @@ def row(trial: Trial, *, said_once: str = "") -> Markup:
         trial: to draw.
         said_once: the place that the heading names already.
     """
-    note = "; ".join(filter(None, [trial.note, trial.place if trial.place != said_once else ""]))
+    reward = f"reward {sparkline_text(trial.reward)} {last(trial.reward)}" if trial.reward else ""
+    note = "; ".join(filter(None, [reward, left(trial), trial.note, trial.place if trial.place != said_once else ""]))
     ranks = f"{trial.ranks} rank{'s' if trial.ranks > 1 else ''}"
     bar = tag("span", tag("i", class_=f"done {trial.state}", style=f"width:{_per_cent(trial):.4g}%"), class_="progress",
               role="progressbar", aria_valuemin="0", aria_valuemax=str(trial.steps),

@@ -15,9 +15,10 @@ from typing import Any
 from workbench.errors import WorkbenchError
 from workbench.report.numbers import NONE, significant
 from workbench.report.sparkline import sparkline_text
+from workbench.runs.progress import Pace
 from workbench.runs.store import ENDED, RunDirectory, StepTail, failure_in_short
 
-LOSS, GRADIENT_NORM = "loss/total/sum", "gradient/norm/global"
+LOSS, GRADIENT_NORM, REWARD = "loss/total/sum", "gradient/norm/global", "reward/all/mean"
 
 GONE = "gone"
 """The state, so to say, of a run whose directory is not there any more."""
@@ -37,6 +38,8 @@ class Trial:
         loss: of each step, as recorded; None where a step recorded none.
         gradient_norm: likewise, the global one.
         seconds: since its ranks said running, whole while it runs; None before.
+        reward: mean of each step's sampling, of a run that samples its own rollouts.
+        seconds_left: that it will take yet, whole, while it runs and enough steps have ended; None otherwise.
         note: what it waits for, or why it failed; "" if there is nothing to say.
         place: where it runs if that is not as asked, and why; "" otherwise.
         created_ns: when it was asked for, in nanoseconds since 1970; 0 if unknown.
@@ -52,6 +55,8 @@ class Trial:
     loss: tuple[float | None, ...] = ()
     gradient_norm: tuple[float | None, ...] = ()
     seconds: float | None = None
+    reward: tuple[float | None, ...] = ()
+    seconds_left: float | None = None
     note: str = ""
     place: str = ""
     created_ns: int = 0
@@ -75,6 +80,7 @@ class TrialReader:
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
         self._tail: StepTail | None = StepTail(run)
+        self._pace = Pace()
         self._mark: tuple[int, ...] | None = None
         self._damage = ""
         ranks = run.spec.layout.world_size
@@ -99,9 +105,13 @@ class TrialReader:
         # the state first: what was recorded before the run said that it had ended is then surely seen
         status, state = self.run.status, self.run.state
         new = self._new_steps()
+        self._pace.add(new)
+        done = self._last.steps_done + len(new)
+        left = self._pace.seconds_left(self.run.spec.steps - done) if status == "running" else None
         return replace(
             self._last, name=str(state["name"]), state=status, ranks=int(state.get("world_size", self._last.ranks)),
-            steps_done=self._last.steps_done + len(new),
+            steps_done=done, reward=_longer(self._last.reward, [r for r in new if REWARD in r], REWARD),
+            seconds_left=None if left is None else float(math.ceil(left)),
             loss=_longer(self._last.loss, new, LOSS),
             gradient_norm=_longer(self._last.gradient_norm, new, GRADIENT_NORM),
             seconds=_seconds(status, state), note=self._damage or self._note(status, state),
@@ -150,10 +160,20 @@ def as_line(trial: Trial, *, names: int = 0) -> str:
     """
     cells = [f"{trial.name:<{names}}", f"{trial.state:<9}", f"{trial.steps_done}/{trial.steps} steps",
              f"{duration(trial.seconds):<6}"]
-    for label, values in (("loss", trial.loss), ("gradient norm", trial.gradient_norm)):
+    for label, values in (("loss", trial.loss), ("gradient norm", trial.gradient_norm), ("reward", trial.reward)):
         if values:
             cells.append(f"{label} {sparkline_text(values)} {last(values)}")
-    return "  ".join([*cells, trial.note]).rstrip()
+    return "  ".join(filter(None, [*cells, left(trial), trial.note])).rstrip()
+
+
+def left(trial: Trial) -> str:
+    """How long it will take yet, "" if that is not known.
+
+    Example:
+        >>> left(Trial("cp2", "cp2-0badcafe", "running", 2, 4, 2, seconds_left=75.0))
+        '1 min 15 s left'
+    """
+    return "" if trial.seconds_left is None else f"{duration(trial.seconds_left)} left"
 
 
 def elapsed_s(trials: Sequence[Trial], began_ns: int = 0) -> float | None:

@@ -1,19 +1,22 @@
 """A task with a checkable reward: what one is, and arithmetic worked out step by step, one character a token.
 
-A prompt of the arithmetic is ``^37+85-12=``; a right answer is ``122-12=110$``: the expression again after each operation,
-then the result, then the end. Nobody has to judge an answer: `ArithmeticTask.reward` computes the result.
+A prompt of the arithmetic is ``^37+85-12=``; a right answer is ``122-12=110$``: the expression again after each
+operation, then the result, then the end. Nobody has to judge an answer: `ArithmeticTask.reward` computes the result.
 
 The 19 symbols are chosen so that neither 2 nor 4 divides the vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import random
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 from workbench.errors import ShapeError, SpecError
@@ -207,20 +210,35 @@ def named_task(name: str, project: Path) -> Task:
     if name == "arithmetic":
         return ArithmeticTask()
     file, attribute = task_file(name, project)
-    found = importlib.util.spec_from_file_location(file.stem, file)
-    assert found is not None and found.loader is not None, "a .py file can be loaded"
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module = _loaded(file)
     if not hasattr(module, attribute):
         raise SpecError(f"online.task = {name!r}", found=f"no {attribute} in {file.name}",
                         rule="FILE.py:NAME names a class or an object of the file", fix="correct the name")
-    given = getattr(module, attribute)
-    task = given() if isinstance(given, type) else given
+    task = getattr(module, attribute)
+    if isinstance(task, type):
+        try:
+            task = task()
+        except TypeError as error:
+            raise SpecError(f"online.task = {name!r}", found=f"{attribute} cannot be made: {error}",
+                            rule="a class is called without arguments",
+                            fix="give its arguments defaults, or name an object of the file") from error
     wanted = (*Task.__annotations__, "prompts", "encode", "decode", "reward")
     if lacking := [one for one in wanted if not hasattr(task, one)]:
         raise SpecError(f"online.task = {name!r}", found=f"{attribute} has no {', '.join(lacking)}",
-                        rule=f"a task has {', '.join(wanted)}; see workbench.rollouts.task.Task", fix="add what is missing")
+                        rule=f"a task has {', '.join(wanted)}; see workbench.rollouts.task.Task",
+                        fix="add what is missing")
     return task
+
+
+def _loaded(file: Path) -> ModuleType:
+    """The module of a file, under a name that no other module has; dataclasses look their own up."""
+    name = f"workbench_task_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
+    found = importlib.util.spec_from_file_location(name, file)
+    assert found is not None, "a .py file can be loaded"
+    assert found.loader is not None, "a .py file can be loaded"
+    sys.modules[name] = module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def task_file(name: str, project: Path) -> tuple[Path, str]:
@@ -235,5 +253,6 @@ def task_file(name: str, project: Path) -> tuple[Path, str]:
                         fix="name a file that ends in .py and a class in it, such as tasks/sorting.py:Sorting")
     if not (project / path).is_file():
         raise SpecError(f"online.task = {name!r}", found=f"no file {project / path}",
-                        rule="a relative path begins at the project root", fix="check the path, or give an absolute one")
+                        rule="a relative path begins at the project root",
+                        fix="check the path, or give an absolute one")
     return project / path, attribute

@@ -28,12 +28,6 @@ KEPT_OF_STEPS = ("tensors", "certificates", "traces", "rollouts")
 """Folders of a run directory that hold what belongs to one step, under names that begin with it."""
 
 
-def checkpoints(run: RunDirectory) -> dict[int, Path]:
-    """The checkpoints that are there: how many steps they are after -> folder, oldest first."""
-    found = sorted((run.path / "checkpoints").glob("step[0-9]*"))
-    return {int(path.name.removeprefix("step")): path for path in found}
-
-
 def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """Keep weights and optimizer state as they are after so many steps. Collective; the first rank writes."""
     weights = full_weights(policy.model, policy.shards, policy.mesh)
@@ -47,7 +41,7 @@ def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: to
     making.mkdir(parents=True)
     whole_files.write_tensors(making / WEIGHTS, weights)
     whole_files.write_tensors(making / OPTIMIZER, state)
-    earlier = checkpoints(run)
+    earlier = run.checkpoints()
     making.rename(folder)
     for path in earlier.values():
         shutil.rmtree(path)
@@ -83,7 +77,7 @@ def continue_run(run: RunDirectory, policy: Policy, optimizer: torch.optim.Optim
     if name is None:
         return 0
     earlier = RunDirectory.open(run.path.parent / name)
-    found = checkpoints(earlier)
+    found = earlier.checkpoints()
     if not found:
         raise RecordError(f"continue {name}", found="no checkpoint", rule="a run is continued from its newest one",
                           fix="run anew, with fresh=True or --fresh")
@@ -113,10 +107,11 @@ def trained_policy(run: RunDirectory, *, project: Path | None = None) -> Any:
     Raises:
         RecordError: the run kept no checkpoint.
     """
-    found = checkpoints(run)
+    found = run.checkpoints()
     if not found:
         raise RecordError(f"the policy that {run.path.name} trained", found="no checkpoint",
-                          rule="a run keeps its weights where it is told to", fix="set record.checkpoint_every, and run again")
+                          rule="a run keeps its weights where it is told to",
+                          fix="set record.checkpoint_every, and run again")
     spec = run.spec.model
     weights = _read(list(found.values())[-1] / WEIGHTS)
     model = load_decoder(spec.source, project=project or project_root(), tied=spec.tied, seed=spec.seed).eval()
@@ -128,7 +123,7 @@ def trained_policy(run: RunDirectory, *, project: Path | None = None) -> Any:
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor, Any]]:
-    """Name of the parameter, of its state, the tensor, and how it lies; None for what every rank has alike (a count)."""
+    """Name of the parameter, of its state, the tensor, and how it lies; None for a count, the same everywhere."""
     for name, parameter in policy.model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             yield name, key, value, policy.shards[name] if value.shape == parameter.shape else None

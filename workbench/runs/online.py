@@ -122,16 +122,24 @@ class Online:
         if len(prompts) != online.prompts:
             raise SpecError(f"{online.prompts} prompts of {online.task}", found=f"{len(prompts)}",
                             rule="a task gives as many prompts as it is asked for", fix="correct its prompts()")
-        encoded = [self.task.encode(prompt) for prompt in prompts]
+        encoded = [self._encoded(prompt) for prompt in prompts]
         answers, rewards_N = self._everybodys(self._answer_own(number, prompts, encoded))
         sampled = time.perf_counter()
         batch = self._batch(encoded, answers, rewards_N)
-        batch = self._scored(batch)
         numbers = describe(batch, self.task.right_reward, online.answers)
+        batch = self._scored(batch)
         return batch, numbers | {"time/sample_ms": 1e3 * (sampled - began),
                                  "time/score_ms": 1e3 * (time.perf_counter() - sampled)}
 
     # ---- writing answers -----------------------------------------------------------------------------
+
+    def _encoded(self, prompt: str) -> list[int]:
+        tokens, size = self.task.encode(prompt), self.policy.vocabulary_size
+        if not tokens or not all(0 <= token < size for token in tokens):
+            raise SpecError(f"tokens of the prompt {prompt!r}", found=f"{tokens}",
+                            rule=f"at least one, each from 0 to {size - 1}, of the policy's own vocabulary",
+                            fix="correct encode() of the task, or take the model that it is for")
+        return tokens
 
     def _answer_own(self, number: int, prompts: Sequence[str],
                     encoded: Sequence[Sequence[int]]) -> dict[int, tuple[Answer, float]]:
@@ -166,7 +174,7 @@ class Online:
         return reward
 
     def _everybodys(self, own: Mapping[int, tuple[Answer, float]]) -> tuple[list[Answer], Tensor]:
-        """All answers and rewards, on every rank. Each is written by one rank and 0 on the others, so sums are exact."""
+        """All answers and rewards, on every rank. Each is written by one rank, and 0 on the others: sums are exact."""
         online, device = self.spec.online, self.mesh.device
         tokens_NM = torch.zeros(online.documents, online.max_new_tokens, dtype=torch.int64)
         numbers_NM = torch.zeros(online.documents, online.max_new_tokens + 2, dtype=torch.float64)
@@ -198,6 +206,8 @@ class Online:
 
     def _scored(self, batch: RolloutBatch) -> RolloutBatch:
         """The batch with the trainer's own log-probabilities, where they are asked for, and advantages."""
+        if self.spec.loss.needs_pairs:
+            batch = without_ties(batch)
         if self.spec.online.old_logprobs == "trainer":
             batch = replace(batch, old_logprobs_T=document_logprobs(self.policy, batch, self.spec, self.mesh))
         if self.reference is not None:
@@ -207,7 +217,14 @@ class Online:
 
 def needs_reference(loss: LossSpec) -> bool:
     """Whether a loss looks at the frozen reference policy, which is the one that the run began with."""
-    return bool(loss.kl.coefficient and loss.kl.against == "ref") or loss.needs_pairs
+    return bool(loss.kl.coefficient and loss.kl.against == "ref") or loss.surrogate.kind in ("dpo", "ref_kl")
+
+
+def without_ties(batch: RolloutBatch) -> RolloutBatch:
+    """Pairs of answers, of which those with the same reward train nothing: neither is preferred."""
+    rewards_P2 = batch.rewards_N.view(-1, 2)
+    differ_N = (rewards_P2[:, 0] != rewards_P2[:, 1]).repeat_interleave(2)
+    return replace(batch, loss_mask_T=batch.loss_mask_T & differ_N[batch.document_ids_T])
 
 
 def with_advantages(spec: RunSpec) -> RunSpec:

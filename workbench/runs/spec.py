@@ -177,8 +177,7 @@ class DataSpec(_Model):
 
 
 class OnlineSpec(_Model):
-    """Rollouts that the policy of the run samples itself, from a task with a checkable reward; see
-    `workbench.runs.online`."""
+    """Rollouts that the policy of the run samples itself, for a task with a checkable reward."""
 
     task: str | None = None
     """arithmetic, or FILE.py:NAME, a class of your own (see `workbench.rollouts.task.Task`). None: rollouts come from
@@ -401,17 +400,19 @@ def _not_online(spec: RunSpec) -> Iterator[str]:
     """What of a spec does not go with rollouts that the run samples itself, and what to do about it."""
     data, online, every = spec.data, spec.online, spec.record.checkpoint_every
     if data.path != DataSpec().path:
-        yield f"data.path = {data.path!r} would not be read, because online.task makes the rollouts; leave one of them out"
+        yield f"data.path = {data.path!r} would not be read: online.task makes the rollouts; leave one of them out"
     if data.advantages.name == "recorded":
         yield "a task gives rewards and no advantages; name an estimator in data.advantages, such as {name: grpo}"
     if data.documents_per_step is not None and data.documents_per_step > online.documents:
         yield (f"data.documents_per_step = {data.documents_per_step} is more than a sampling has ({online.prompts} "
                f"prompts with {online.answers} answers); a step takes each document at most once")
+    if spec.loss.needs_pairs and online.answers != 2:
+        yield f"loss {spec.loss.name!r} compares pairs, and online.answers = {online.answers}; take answers: 2"
     if spec.frozen_clip is not None:
         yield "frozen_clip takes decisions of another run, whose tokens are others; leave it out"
     if every is not None and every % online.updates:
-        yield (f"record.checkpoint_every = {every} lies between samplings, which come every {online.updates} steps; take "
-               f"a multiple of online.updates")
+        yield (f"record.checkpoint_every = {every} lies between samplings, which come every {online.updates} steps; "
+               "take a multiple of online.updates")
 
 
 def _inexact(spec: RunSpec) -> Iterator[str]:

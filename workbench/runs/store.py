@@ -16,6 +16,8 @@ lines carry their own checksum; JSON is standard JSON (NaN too); nothing is ever
       tensors/<name>.safetensors   gradients and per-token values
       certificates/step0000.json   what the hash of a step was made of, see `workbench.runs.certificate`
       traces/step0000.json         fingerprints of what every module made, see `workbench.runs.trace`
+      rollouts/step0000/           what an online run sampled before a step, a recording like any other
+      checkpoints/step0020/        weights and optimizer state after 20 steps, see `workbench.runs.checkpoint`
 
 This module imports no torch until a tensor is read or written, so that looking at runs stays quick.
 """
@@ -306,6 +308,14 @@ class RunDirectory:
     def write_json(self, name: str, value: Any) -> Path:
         """Write a JSON file (such as provenance.json), whole or not at all."""
         return write_whole(self.path / name, to_json(value))
+
+    def checkpoints(self) -> dict[int, Path]:
+        """The checkpoints that are there: how many steps they are after -> folder, oldest first.
+
+        See `workbench.runs.checkpoint`.
+        """
+        found = {int(path.name.removeprefix("step")): path for path in (self.path / "checkpoints").glob("step[0-9]*")}
+        return dict(sorted(found.items()))
 
     # ---- how ranks ended -----------------------------------------------------------------------------
 

@@ -103,7 +103,8 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: 
 def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
     torch.manual_seed(spec.seed)
     batch = None if spec.online.on else load(project / spec.data.path)
-    policy = make_policy(spec, mesh, project, temperature=spec.online.temperature if batch is None else batch.temperature)
+    sampled_at = spec.online.temperature if batch is None else batch.temperature
+    policy = make_policy(spec, mesh, project, temperature=sampled_at)
     with contextlib.ExitStack() as swapped:
         if batch is None:
             online = Online(spec, policy, project)

@@ -96,3 +96,30 @@ def test_a_folder_that_is_there_from_the_current_folder_is_pointed_out(project, 
 
 def test_a_folder_without_a_configuration_is_no_checkpoint(project):
     assert "a checkpoint folder with config.json" in refused(project, {"model": {"source": "models"}})
+
+
+class TestTask:
+    SPEC = RunSpec(model={"source": "models/own"}, data={"advantages": {"name": "grpo"}},
+                   online={"task": "tasks/own.py:Own"})
+
+    @pytest.fixture
+    def project(self, project):
+        (project / "tasks").mkdir()
+        (project / "tasks/own.py").write_text("class Own: ...")
+        (project / "data/own/manifest.json").unlink()  # no recording is read
+        return project
+
+    def test_a_task_is_known_by_its_file(self, project):
+        before = identity(project, self.SPEC)
+        assert "recording" not in before
+        (project / "tasks/own.py").write_text("class Own: right_reward = 2")
+        assert identity(project, self.SPEC) != before
+
+    def test_the_task_of_this_package_by_its_name(self, project):
+        named = self.SPEC.merged({"online": {"task": "arithmetic"}})
+        assert identity(project, named)["task"] == "arithmetic"
+
+    @pytest.mark.parametrize("task", ["tasks/another.py:Own", "tasks/own.py", "arithmetics"])
+    def test_a_task_that_is_not_there_is_refused_before_anything_starts(self, project, task):
+        with pytest.raises(SpecError, match=f"online.task = '{task}'"):
+            identity(project, self.SPEC.merged({"online": {"task": task}}))

@@ -9,6 +9,7 @@ from workbench.launch.ablation import Planned
 from workbench.launch.resume import (
     alone,
     bury_the_lost,
+    interrupted,
     read_record,
     refuse_changed,
     refuse_running,
@@ -136,3 +137,37 @@ class TestRunning:
         assert run.state["state"] == "pending"
         bury_the_lost(tmp_path, "a")
         assert run.state["state"] == "lost"
+
+
+class TestInterrupted:
+    def kept(self, run, *steps):
+        for done in steps:
+            (run.path / "checkpoints" / f"step{done:04d}").mkdir(parents=True)
+        return run
+
+    @pytest.mark.parametrize("state", ["failed", "cancelled", "lost"])
+    def test_a_run_that_ended_early_is_gone_on_with_where_its_checkpoint_stands(self, tmp_path, state):
+        run = self.kept(made(tmp_path, plan("a"), state), 20)
+        assert interrupted(tmp_path, plan("a"), IDENTITY).path == run.path
+
+    def test_the_one_that_came_furthest_is_taken_and_not_the_newest(self, tmp_path):
+        far = self.kept(made(tmp_path, plan("a"), "failed"), 20, 40)
+        self.kept(made(tmp_path, plan("a"), "failed"), 30)
+        made(tmp_path, plan("a"), "cancelled")
+        assert interrupted(tmp_path, plan("a"), IDENTITY).path == far.path
+
+    def test_without_a_checkpoint_there_is_nothing_to_go_on_with(self, tmp_path):
+        made(tmp_path, plan("a"), "failed")
+        run = made(tmp_path, plan("b"), "failed")
+        (run.path / "checkpoints" / ".step0020").mkdir(parents=True)  # being made when it was killed
+        assert [interrupted(tmp_path, plan(name), IDENTITY) for name in ("a", "b")] == [None, None]
+
+    def test_what_goes_on_is_not_taken_from_whoever_runs_it(self, tmp_path):
+        self.kept(made(tmp_path, plan("a"), "running"), 20)
+        assert interrupted(tmp_path, plan("a"), IDENTITY) is None
+
+    @pytest.mark.parametrize("other", [{"device": "cuda"}, {"inputs": INPUTS | {"code": "other"}}])
+    def test_another_device_or_input_is_another_run(self, tmp_path, other):
+        self.kept(made(tmp_path, plan("a"), "failed"), 20)
+        assert interrupted(tmp_path, plan("a"), IDENTITY | other) is None
+        assert interrupted(tmp_path, plan("a", steps=2), IDENTITY) is None

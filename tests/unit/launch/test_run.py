@@ -168,6 +168,14 @@ class TestHere:
         fresh = launch(self.ABLATION, tmp_path, fresh=True, **options)
         assert {run.path for run in fresh}.isdisjoint({run.path for run in [*first, *again]})
 
+    def test_what_was_interrupted_goes_on_where_its_checkpoint_stands_unless_all_is_fresh(self, tmp_path, project):
+        options = {"where": "here", "worker": FAKE, "project": project}
+        failed = launch(self.ABLATION, tmp_path, **options).runs[1]
+        (failed.path / "checkpoints" / "step0001").mkdir(parents=True)
+        again, fresh = (launch(self.ABLATION, tmp_path, fresh=fresh, **options).runs[1] for fresh in (False, True))
+        assert (again.state["continues"], fresh.state.get("continues")) == (failed.path.name, None)
+        assert failed.status == "failed"
+
     def test_what_changed_is_refused_in_words_and_nothing_is_made_unless_forced(self, tmp_path, project):
         options = {"where": "here", "worker": FAKE, "project": project}
         first = launch(self.ABLATION, tmp_path, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 
@@ -83,8 +82,8 @@ def leases(monkeypatch):
     return free
 
 
-def task(folder, name, ranks=1, *, device="cpu", frozen_clip=None):
-    spec = RunSpec(layout={"cp": ranks}, frozen_clip=frozen_clip, steps=2)
+def task(folder, name, ranks=1, *, device="cpu", frozen_clip=None, steps=2):
+    spec = RunSpec(layout={"cp": ranks}, frozen_clip=frozen_clip, steps=steps)
     run = RunDirectory.create(folder / "runs", name, spec)
     return Task(Planned(name, spec, "", "", name), run, Placement(device))
 
@@ -276,7 +275,7 @@ class TestEnds:
 def test_a_folder_that_somebody_removed_ends_its_run_only_and_is_told(tmp_path):
     sweep, jobs = begin([task(tmp_path, "a"), task(tmp_path, "b")], tmp_path)
     until(lambda: set(jobs) == {"a", "b"})
-    shutil.rmtree(sweep.runs[0].path)
+    sweep.runs[0].path.rename(tmp_path / "elsewhere")  # at once: a folder that is emptied is written to meanwhile
     until(lambda: jobs["a"].state == "cancelled")
     assert jobs["b"].state == "running"
     jobs["b"].end("succeeded")
@@ -321,3 +320,22 @@ def test_who_follows_a_second_time_is_back_at_once(tmp_path):
     threading.Thread(target=follow_twice, daemon=True).start()
     assert again.wait(10)
     assert heard == []
+
+
+@pytest.mark.usefixtures("leases")
+def test_time_left_is_told_by_the_pace_of_the_last_steps(tmp_path):
+    told = []
+
+    def listen(event):
+        told.append(event)
+        done = event.steps_done
+        if event.state == "running" and done < 2:
+            jobs["a"].run.append_step({"step": done, "time/ended_ns": 30 * 10**9 * done})
+        elif event.state == "running":
+            jobs["a"].end("succeeded")
+
+    sweep, jobs = begin([task(tmp_path, "a", steps=5)], tmp_path)
+    until(lambda: "a" in jobs)
+    sweep.follow(listen)
+    assert [(event.steps_done, event.seconds_left) for event in told] == [(0, None), (1, None), (2, 90.0), (2, None)]
+    assert str(told[2]).endswith(" s, 90 s left")

@@ -142,3 +142,16 @@ def test_elapsed_counts_from_the_launch_to_the_last_end():
 def test_state_that_is_foreign_json_is_no_run(run):
     (run.path / "state.json").write_text(json.dumps({"state": "cancelled", "name": "<b>", "created_ns": 1}))
     assert TrialReader(run).read().name == "<b>"
+
+
+def test_time_left_and_reward_of_a_run_that_samples(run):
+    run.set_state("running")
+    reader = TrialReader(run)
+    for step in range(3):
+        run.append_step({"step": step, "loss/total/sum": 0.5, "gradient/norm/global": 1.0,
+                         "reward/all/mean": 0.1 * step, "time/ended_ns": 10 * 10**9 * step})
+        assert reader.read().seconds_left == (10.0 * (3 - step) if step else None)
+    assert reader.read().reward == (0.0, 0.1, 0.2)
+    assert as_line(reader.read()).endswith("reward ▁▅█ 0.200  10 s left")
+    run.set_state("succeeded")
+    assert reader.read().seconds_left is None
