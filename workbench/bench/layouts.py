@@ -13,18 +13,14 @@ Letters: T packed tokens | S tokens of the source batch.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
-import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +32,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workbench.errors import LaunchError, WorkbenchError
+from workbench.bench.entries import GIVE_UP_S, entry_file, found_of, run_entries, saying_why
+from workbench.errors import WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
 from workbench.report.gpu_layouts import write_layout_report
@@ -53,8 +50,6 @@ FOLDER = "gpu_layouts"
 """Of the project's experiments."""
 
 SAMPLES = 3
-GIVE_UP_S = 120.0
-"""For a collective: longer than kernels take to compile, which may fall between two ranks."""
 MINUTES = 8.0
 """For all layouts; those that are not reached in time are named in the record."""
 _PADDED = 16
@@ -136,8 +131,10 @@ def measure(*, pairs: int = SAMPLES, minutes: float = MINUTES,
         shutil.copy(source, folder / "plan.yaml")
         for ranks in sorted({layout.world_size for layout in plan.layouts.values()}):
             if ranks <= max(gpus, 0 if gpus else 2):
-                _on(ranks, plan.entries(ranks), folder, pairs, deadline, told)
-        found = {name: {layout: _found(folder, name, layout) for layout in plan.of(name)} for name in plan.workloads}
+                run_entries("workbench.bench.layouts", ranks, plan.entries(ranks), folder, pairs, deadline=deadline,
+                            told=told, needed=lambda ranks=ranks: "one rank ends with 0" if ranks == 1 else "")
+        found = {name: {layout: found_of(folder, f"{name}/{layout}") for layout in plan.of(name)}
+                 for name in plan.workloads}
         old = {name: from_json((folder / f"{name}.json").read_text()) for name in plan.workloads}
     for layouts in found.values():
         _judge(layouts)
@@ -167,44 +164,6 @@ def write_page(record: Mapping[str, Any], folder: Path) -> Path:
 
 
 # ---- the launching process -----------------------------------------------------------------------------
-
-
-def _on(ranks: int, entries: Sequence[str], folder: Path, samples: int, deadline: float,
-        told: Callable[[str], None]) -> None:
-    """Run entries in one job; if it dies, name the entry at which it did, and go on with the others in another."""
-    left = list(entries)
-    environment = os.environ | {"OMP_NUM_THREADS": "4" if torch.cuda.is_available() else "1"}
-    while left and time.time() < deadline:
-        told(f"{ranks} rank(s): {', '.join(left)}")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m",
-                   "workbench.bench.layouts", str(folder), str(samples), str(deadline), *left]
-        words = "no answer in time"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False,
-                                  timeout=deadline - time.time() + GIVE_UP_S)
-            if not done.returncode:
-                return
-            words = done.stderr[-2000:]
-        said = sorted(folder.glob("failed*"))
-        words = said[0].read_text() if said else words
-        at = next((entry for entry in left if not _file(folder, *entry.split("/")).exists()), left[-1])
-        told(f"{at}: {words}")
-        if ranks == 1:
-            raise LaunchError(f"layouts on one rank, at {at}", found=words, rule="one rank ends with 0",
-                              fix="read its last words above")
-        for file in said:
-            file.unlink()
-        write_whole(_file(folder, *at.split("/")), to_json({"left_out": words.strip().splitlines()[-1]}))
-        left = left[left.index(at) + 1:]
-
-
-def _file(folder: Path, workload: str, layout: str) -> Path:
-    return folder / f"{workload}.{layout}.json"
-
-
-def _found(folder: Path, workload: str, layout: str) -> dict[str, Any]:
-    file = _file(folder, workload, layout)
-    return from_json(file.read_text()) if file.exists() else {"left_out": "not reached"}
 
 
 def _judge(layouts: dict[str, dict[str, Any]]) -> None:
@@ -326,7 +285,7 @@ class Rank:
     def measure(self, workload_name: str, layout_name: str) -> None:
         """Hold a layout to the truth, time it, and write what was found."""
         workload, layout = self.plan.workloads[workload_name], self.plan.layouts[layout_name]
-        file = _file(self.folder, workload_name, layout_name)
+        file = entry_file(self.folder, f"{workload_name}/{layout_name}")
         mesh = self.mesh(layout)
         try:
             found = self._measured(workload_name, workload, layout, mesh)
@@ -462,7 +421,7 @@ def _tensor(file: Path, name: str) -> Tensor:
 def main(arguments: Sequence[str]) -> None:
     """One rank. Why it failed lies in the folder then, whatever became of its output."""
     folder, samples, deadline, entries = Path(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3:]
-    try:
+    with saying_why(folder):
         device = join("cuda" if torch.cuda.is_available() else "cpu", timeout_s=GIVE_UP_S)
         rank = Rank(folder, device, samples)
         if not (folder / "model").exists():
@@ -474,9 +433,6 @@ def main(arguments: Sequence[str]) -> None:
                 break
             rank.measure(workload, layout)
         leave()
-    except BaseException:
-        (folder / f"failed{os.environ.get('RANK', '0')}").write_text(traceback.format_exc())
-        raise
 
 
 if __name__ == "__main__":

@@ -21,11 +21,9 @@ import itertools
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +34,9 @@ from pydantic import BaseModel, ConfigDict
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from workbench.bench.layouts import GIVE_UP_S, draw_documents
-from workbench.errors import LaunchError, RecordError, SpecError, WorkbenchError
+from workbench.bench.entries import GIVE_UP_S, entry_file, found_of, run_entries, saying_why
+from workbench.bench.layouts import draw_documents
+from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
 from workbench.report.reproducible import write_reproducible_report
@@ -185,8 +184,9 @@ def measure(*, pairs: int = SAMPLES, minutes: float = MINUTES, only: Sequence[st
         write_whole(folder / "plan.yaml", to_json(chosen.model_dump(mode="json")))
         entries = chosen.entries(gpus)
         for ranks, some in entries.items():
-            _on(ranks, some, folder, pairs, deadline, told)
-        found = {name: {layout: _found(folder, name, layout) for layout in plan.of(name)
+            run_entries("workbench.bench.reproducible", ranks, some, folder, pairs, deadline=deadline, told=told,
+                        needed=lambda: "" if (folder / PREPARED).exists() else "one rank makes weights and truths")
+        found = {name: {layout: found_of(folder, f"{name}/{layout}") for layout in plan.of(name)
                         if f"{name}/{layout}" in itertools.chain(*entries.values())} for name in chosen.workloads}
     for layouts in found.values():
         compare_certificates(layouts)
@@ -230,44 +230,6 @@ def write_page(record: Mapping[str, Any], folder: Path) -> Path:
 
 
 # ---- the launching process -----------------------------------------------------------------------------
-
-
-def _on(ranks: int, entries: Sequence[str], folder: Path, samples: int, deadline: float,
-        told: Callable[[str], None]) -> None:
-    """Run entries in one job; if it dies, name the entry at which it did, and go on with the others in another."""
-    left = list(entries)
-    environment = os.environ | {"OMP_NUM_THREADS": "4" if torch.cuda.is_available() else "1"}
-    while left and time.time() < deadline:
-        told(f"{ranks} rank(s): {', '.join(left)}")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m",
-                   "workbench.bench.reproducible", str(folder), str(samples), str(deadline), *left]
-        words = "no answer in time"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False,
-                                  timeout=deadline - time.time() + GIVE_UP_S)
-            if not done.returncode:
-                return
-            words = done.stderr[-2000:]
-        said = sorted(folder.glob("failed*"))
-        words = said[0].read_text() if said else words
-        at = next((entry for entry in left if not _file(folder, *entry.split("/")).exists()), left[-1])
-        told(f"{at}: {words}")
-        if not (folder / PREPARED).exists():
-            raise LaunchError("weights, rollouts and truths of the workloads", found=words, rule="one rank makes them",
-                              fix="read its last words above")
-        for file in said:
-            file.unlink()
-        write_whole(_file(folder, *at.split("/")), to_json({"left_out": words.strip().splitlines()[-1]}))
-        left = left[left.index(at) + 1:]
-
-
-def _file(folder: Path, workload: str, layout: str) -> Path:
-    return folder / f"{workload}.{layout}.json"
-
-
-def _found(folder: Path, workload: str, layout: str) -> dict[str, Any]:
-    file = _file(folder, workload, layout)
-    return from_json(file.read_text()) if file.exists() else {"left_out": "not reached"}
 
 
 def _earlier(plan: Plan, gpus: int, measured: Sequence[str]) -> list[dict[str, Any]]:
@@ -440,7 +402,7 @@ class Rank:
         except WorkbenchError as refused:  # the same on every rank, before any collective
             found = {"left_out": str(refused).replace("\n", ";")}
         if first:
-            write_whole(_file(self.folder, workload_name, layout_name), to_json(found))
+            write_whole(entry_file(self.folder, f"{workload_name}/{layout_name}"), to_json(found))
 
     def _measured(self, name: str, workload: Workload, layout: LayoutSpec, mesh: Mesh) -> dict[str, Any]:
         batch = load(self.folder / name)
@@ -578,7 +540,7 @@ def world_size() -> int:
 def main(arguments: Sequence[str]) -> None:
     """One rank. Why it failed lies in the folder then, whatever became of its output."""
     folder, samples, deadline, entries = Path(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3:]
-    try:
+    with saying_why(folder):
         device = join("cuda" if torch.cuda.is_available() else "cpu", timeout_s=GIVE_UP_S)
         rank = Rank(folder, device, samples)
         if not (folder / PREPARED).exists():
@@ -590,9 +552,6 @@ def main(arguments: Sequence[str]) -> None:
                 break
             rank.measure(*entry.split("/"))
         leave()
-    except BaseException:
-        (folder / f"failed{os.environ.get('RANK', '0')}").write_text(traceback.format_exc())
-        raise
 
 
 if __name__ == "__main__":

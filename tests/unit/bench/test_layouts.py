@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +9,12 @@ import pytest
 import torch
 
 from workbench.bench import layouts
+from workbench.bench.entries import found_of
 from workbench.bench.layouts import OldPolicy, Plan, draw_rollouts, perturb
-from workbench.errors import LaunchError
 from workbench.policy.tiny import tiny_qwen3
 from workbench.runs import step as flow
 from workbench.runs.spec import RunSpec, parse_spec, read_yaml
-from workbench.runs.store import from_json, project_root, to_json
+from workbench.runs.store import from_json, project_root
 
 PLANS = [parse_spec(Plan, read_yaml(project_root() / "experiments/gpu_layouts" / name), where=name)
          for name in ("layouts.yaml", "dry_run.yaml")]
@@ -91,35 +89,6 @@ def test_without_one_rank_there_is_nothing_to_hold_others_to():
     assert bars["layouts left out"]["holds"] is False
 
 
-def test_a_layout_that_dies_is_named_and_the_others_go_on(tmp_path, monkeypatch):
-    asked = []
-
-    def run(command, **_):
-        entries = command[command.index("workbench.bench.layouts") + 4:]
-        asked.append(entries)
-        for entry in entries:
-            if entry == "w/second":
-                (tmp_path / "failed3").write_text("Traceback\nOutOfMemoryError: too much")
-                return subprocess.CompletedProcess(command, 1, "", "elastic says")
-            (tmp_path / f"{entry.replace('/', '.')}.json").write_bytes(to_json({"fine": 1}))
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(layouts.subprocess, "run", run)
-    layouts._on(4, ["w/first", "w/second", "w/third"], tmp_path, 1, time.time() + 60, lambda line: None)
-    assert asked == [["w/first", "w/second", "w/third"], ["w/third"]]
-    assert layouts._found(tmp_path, "w", "second") == {"left_out": "OutOfMemoryError: too much"}
-    assert layouts._found(tmp_path, "w", "third") == {"fine": 1}
-    assert layouts._found(tmp_path, "w", "fourth") == {"left_out": "not reached"}
-    with pytest.raises(LaunchError, match="one rank ends with 0"):
-        layouts._on(1, ["w/second"], tmp_path, 1, time.time() + 60, lambda line: None)
-
-
-def test_nothing_is_begun_after_the_deadline(tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts.subprocess, "run", None)
-    layouts._on(4, ["w/first"], tmp_path, 1, time.time() - 1, lambda line: None)
-    assert layouts._found(tmp_path, "w", "first") == {"left_out": "not reached"}
-
-
 def test_one_rank_prepares_measures_and_agrees_with_itself(tmp_path):
     source = project_root() / "experiments/gpu_layouts/dry_run.yaml"
     (tmp_path / "plan.yaml").write_text(source.read_text())
@@ -129,7 +98,7 @@ def test_one_rank_prepares_measures_and_agrees_with_itself(tmp_path):
     assert 0.02 < said["clipped"] < 0.5
     assert 0.05 < said["old_policy_apart_nats"] < 0.5
     rank.measure("float32_tiny", "one_rank")
-    found = layouts._found(tmp_path, "float32_tiny", "one_rank")
+    found = found_of(tmp_path, "float32_tiny/one_rank")
     assert found["ranks"] == 1
     assert len(found["samples_ms"]) == 1
     assert found["attention_max_over_mean"] == 1
@@ -149,7 +118,7 @@ def test_a_layout_that_is_refused_says_why(tmp_path):
     layouts.save_file({"clipped": torch.zeros(batch.num_tokens, dtype=torch.bool)},
                       tmp_path / "float32_tiny.tokens.safetensors")
     rank.measure("float32_tiny", "one_rank")
-    assert "flash" in layouts._found(tmp_path, "float32_tiny", "one_rank")["left_out"]
+    assert "flash" in found_of(tmp_path, "float32_tiny/one_rank")["left_out"]
 
 
 @pytest.mark.slow

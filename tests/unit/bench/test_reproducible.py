@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 
 from workbench.bench import reproducible as bench
 from workbench.bench.reproducible import Plan
-from workbench.errors import LaunchError, SpecError
+from workbench.errors import SpecError
 from workbench.report import style
 from workbench.runs import step as flow
 from workbench.runs.spec import parse_spec, read_yaml
@@ -98,31 +96,6 @@ def test_bars():
         "tensors of other bits than one rank's", "error of the gradient, of the fast mode's", "left out",
         "hidden_1024, dp4: time, of the fast mode's", "hidden_1024, dp4: memory, of the fast mode's"}
     assert not any(bar["holds"] for name, bar in bench.bars(plan, []).items() if "hidden" in name)
-
-
-def test_an_entry_that_dies_is_named_and_the_others_go_on(tmp_path, monkeypatch):
-    asked = []
-
-    def run(command, **_):
-        entries = command[command.index("workbench.bench.reproducible") + 4:]
-        asked.append(entries)
-        for entry in entries:
-            if entry == "w/second":
-                (tmp_path / "failed0").write_text("Traceback\nOutOfMemoryError: too much")
-                return subprocess.CompletedProcess(command, 1, "", "elastic says")
-            (tmp_path / f"{entry.replace('/', '.')}.json").write_bytes(to_json({"fine": 1}))
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(bench.subprocess, "run", run)
-    with pytest.raises(LaunchError, match="one rank makes them"):
-        bench._on(1, ["w/second"], tmp_path, 1, time.time() + 60, lambda line: None)
-    (tmp_path / bench.PREPARED).touch()
-    asked.clear()
-    bench._on(1, ["w/first", "w/second", "w/third"], tmp_path, 1, time.time() + 60, lambda line: None)
-    assert asked == [["w/first", "w/second", "w/third"], ["w/third"]]
-    assert bench._found(tmp_path, "w", "second") == {"left_out": "OutOfMemoryError: too much"}
-    assert bench._found(tmp_path, "w", "third") == {"fine": 1}
-    assert bench._found(tmp_path, "w", "fourth") == {"left_out": "not reached"}
 
 
 def test_machines_with_other_numbers_of_gpus_stay_in_the_record(tmp_path, monkeypatch):
