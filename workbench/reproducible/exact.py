@@ -85,8 +85,12 @@ class Exact:
 
         Raises:
             ShardingError: an order that does not move whole blocks, or attention that is not gathered.
-            SpecError: with a gradient, in no step.
+            SpecError: with a gradient, in no step; under autocast.
         """
+        if torch.is_autocast_enabled(tokens_T.device.type):
+            raise SpecError("hidden states in the reproducible mode", found="autocast is on",
+                            rule="every product is computed in the dtype of the weights, block by block",
+                            fix="leave torch.autocast out, and give the policy the precision that you want")
         if torch.is_grad_enabled():
             self._require_step("exact.hidden_states(...)")
         blocks = self._rows.get(shard) or self._rows.setdefault(shard, RowBlocks.make(

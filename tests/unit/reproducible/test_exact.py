@@ -188,6 +188,13 @@ def test_a_scale_that_would_round_is_refused():
     exact.start(2.0**-20)
 
 
+def test_autocast_is_refused_in_words():
+    policy = load_policy("tiny-qwen3")
+    install(policy, Resolution(BLOCK))
+    with pytest.raises(SpecError, match="autocast is on"), torch.autocast("cpu", dtype=torch.bfloat16):
+        backward_of(policy, 1.0)
+
+
 def test_a_step_is_begun_and_reduced_once():
     policy = load_policy("tiny-qwen3")
     exact = install(policy, Resolution(BLOCK))
