@@ -111,6 +111,11 @@ class Policy:
         out = forward(**read, position_ids=positions_T[None], use_cache=False, shard=shard)
         return out.last_hidden_state[0]
 
+    def give_back(self) -> None:
+        """Let go of the weights that `hidden_states` without a backward left whole, where parameters are sharded."""
+        if self.trunk is not None:
+            data_parallel.give_back(self.trunk)
+
     def embeddings(self, tokens_T: Tensor) -> Tensor:
         """What the first layer reads of this rank's tokens, to be changed here and there before it does.
 

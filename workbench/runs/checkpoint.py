@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from workbench.errors import RecordError
-from workbench.policy.model import Policy, load_decoder
+from workbench.policy.model import DTYPES, Policy, load_decoder
+from workbench.policy.precision import cast, lift_to_float64
 from workbench.runs import whole_files
 from workbench.runs.store import RunDirectory, project_root
 from workbench.sharding.gradients import full_weights, keep_own_part, whole_tensor
@@ -112,10 +113,10 @@ def trained_policy(run: RunDirectory, *, project: Path | None = None) -> Any:
         raise RecordError(f"the policy that {run.path.name} trained", found="no checkpoint",
                           rule="a run keeps its weights where it is told to",
                           fix="set record.checkpoint_every, and run again")
-    spec = run.spec.model
+    spec, precision = run.spec.model, run.spec.precision
     weights = _read(list(found.values())[-1] / WEIGHTS)
     model = load_decoder(spec.source, project=project or project_root(), tied=spec.tied, seed=spec.seed).eval()
-    model.to(next(iter(weights.values())).dtype)
+    model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])

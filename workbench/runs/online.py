@@ -94,8 +94,6 @@ class Online:
                                device=self.mesh.device, project=project, tied=model.tied, seed=model.seed)
         self.reference = (make_policy(spec, self.mesh, project, temperature=spec.online.temperature)
                           if needs_reference(spec.loss) else None)
-        if self.reference is not None:
-            self.reference.model.requires_grad_(False)
 
     def steps(self, first: int = 0) -> Iterator[StepData]:
         """What each optimizer step trains on, from step ``first`` on; sampled when the step before is over.
@@ -247,6 +245,7 @@ def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: 
         said = policy.token_logprobs(local.hidden_states(policy), local.row.targets_T, wanted=())
         local, said = unsplit(local, said)
         per_token.append({"source": local.row.source_T, "logprobs": said.logprobs_T})
+    policy.give_back()
     logprobs_S = flow.in_source_order(per_token, mesh, batch.num_tokens)["logprobs"]
     return torch.where(batch.loss_mask_T, logprobs_S, 0.0)
 

@@ -289,6 +289,7 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         inputs = loss_inputs(local.row, said, totals, local.sums, frozen_clip_T)
         return evaluate_loss(loss, inputs, local.weights, local.row.loss_mask_T)
 
+    policy.give_back()
     policy.model.zero_grad(set_to_none=True)
     for local in rows:
         row = local.row

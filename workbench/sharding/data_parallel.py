@@ -82,6 +82,16 @@ def shard_parameters(root: nn.Module, units: Sequence[nn.Module], shards: Mappin
     return {name: replace(shard, over_dp_cp=True) for name, shard in shards.items()}
 
 
+def give_back(root: nn.Module) -> None:
+    """Let go of what a forward without a backward left whole: its parameters are then the shards again.
+
+    While they are whole, they are others than those that an optimizer has: zeroing their gradients zeroes none of the
+    shards'.
+    """
+    if hasattr(root, "reshard"):
+        root.reshard()
+
+
 def is_shard(value: Any) -> bool:
     """Whether a parameter or gradient is the part of a rank, and not gathered."""
     return hasattr(value, "to_local")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from workbench.errors import ShapeError
-from workbench.rollouts.task import SYMBOLS, ArithmeticTask, Problem
+from workbench.errors import ShapeError, SpecError
+from workbench.rollouts.task import SYMBOLS, ArithmeticTask, Problem, named_task, task_file
 
 TASK = ArithmeticTask()
 
@@ -85,3 +85,89 @@ def test_reward(completion, expected_reward):
 def test_reward_of_an_answer_to_no_problem_is_refused(prompt):
     with pytest.raises(ShapeError, match="no such expression"):
         TASK.reward(prompt, "1$")
+
+
+# ---- tasks of others ---------------------------------------------------------------------------------------------
+
+TASKS = '''
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Copying:
+    """Says what it is told."""
+
+    right_reward: float = 2.0
+    end_ids: tuple[int, ...] = (17,)
+
+    def prompts(self, seed: int, count: int) -> list[str]:
+        return [f"{seed}{i}" for i in range(count)]
+
+    def encode(self, text: str) -> list[int]:
+        return [int(c) for c in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return " ".join(map(str, tokens))
+
+    def reward(self, prompt: str, completion: str) -> float:
+        return 0.0
+
+
+EAGER = Copying(right_reward=5.0)
+
+
+class Lazy:
+    end_ids = (17,)
+
+    def prompts(self, seed, count):
+        return []
+
+
+class Asks(Copying):
+    def __init__(self, question):
+        self.question = question
+'''
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "tasks.py").write_text(TASKS)
+    return tmp_path
+
+
+def test_prompts_are_those_of_the_problems():
+    assert TASK.prompts(5, 4) == [problem.prompt for problem in TASK.problems(5, 4)]
+    assert TASK.prompts(5, 6)[:4] == TASK.prompts(5, 4) != TASK.prompts(6, 4)
+
+
+def test_the_arithmetic_is_a_task_by_its_name(tmp_path):
+    task = named_task("arithmetic", tmp_path)
+    assert isinstance(task, ArithmeticTask)
+    assert (task.end_ids, task.right_reward) == ((SYMBOLS.index("$"),), 1.0)
+
+
+def test_a_class_or_an_object_of_a_file_is_a_task(tasks):
+    made, found = (named_task(f"mine/tasks.py:{name}", tasks) for name in ("Copying", "EAGER"))
+    assert (made.right_reward, found.right_reward) == (2.0, 5.0)
+    assert made.decode(made.encode(made.prompts(3, 2)[1])) == "3 1"
+    absolute = named_task(f"{tasks / 'mine' / 'tasks.py'}:Copying", tasks / "elsewhere")
+    assert absolute.prompts(0, 1) == ["00"]
+    assert task_file("mine/tasks.py:EAGER", tasks) == (tasks / "mine" / "tasks.py", "EAGER")
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("sorting", "found: no task of that name\n  rule: +arithmetic, or FILE.py:NAME"),
+    ("mine/tasks.py", "no task of that name"),
+    ("mine/tasks:Copying", "no task of that name"),
+    ("mine/tasks.py:", "no task of that name"),
+    ("mine/other.py:Copying", "found: no file .*other.py"),
+    ("mine/tasks.py:Sorting", "found: no Sorting in tasks.py"),
+    ("mine/tasks.py:Lazy", "found: Lazy has no right_reward, encode, decode, reward"),
+    ("mine/tasks.py:Asks", "found: Asks cannot be made: .*question"),
+])
+def test_what_is_no_task_is_refused_in_words(name, words, tasks):
+    with pytest.raises(SpecError, match=words):
+        named_task(name, tasks)

@@ -187,6 +187,29 @@ def test_a_warm_up_that_succeeds_too_well_says_so(monkeypatch):
         recording.warm_up(TASK, settings)
 
 
+def test_a_policy_of_ones_own_is_warmed_up_in_place(monkeypatch):
+    model = tiny_qwen3(TASK.vocab_size, seed=7)
+    before, asked = copy.deepcopy(model), []
+    answered = recording.generate
+    monkeypatch.setattr(recording, "generate",
+                        lambda policy, prompts, *a, **k: asked.append(prompts) or answered(policy, prompts, *a, **k))
+    warmed = recording.warm_up(TASK, SMALL, policy=model)
+    assert warmed.policy is model
+    assert not torch.equal(model.model.embed_tokens.weight, before.model.embed_tokens.weight)
+    assert [len(prompts) for prompts in asked] == [SMALL.evaluation_problems] * 2
+    assert len({len(prompt) for prompt in asked[0]}) > 1  # of several lengths, all of them at once
+
+
+def test_prompts_of_all_lengths_together_draw_from_the_same_distribution():
+    model = tiny_qwen3(TASK.vocab_size, seed=5)
+    prompts = ["^12+3=", "^4+5=", "^66-6+10="]
+    answers = sample(model, TASK, prompts, temperature=0.5, max_new_tokens=9, padded=True,
+                     generator=torch.Generator().manual_seed(3))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = document_logprobs(model, TASK.encode(prompt), answer.tokens, temperature=0.5)
+        torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("settings", [{"answers": 0}, {"temperature": 0.0}, {"success_low": 0.7}])
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(SpecError, match=f"{next(iter(settings))[:7]}"):

@@ -198,3 +198,54 @@ def test_a_run_cannot_count_what_the_live_policy_keeps(correction):
     with pytest.raises(SpecError, match="before its forward pass"):
         parse_spec(RunSpec, {"loss": {"old_policy": "current", "correction": correction}}, where="settings")
     assert RunSpec(loss={"correction": correction}).loss.correction.denominator == correction["denominator"]
+
+
+ONLINE = {"online": {"task": "arithmetic"}, "data": {"advantages": {"name": "grpo"}}}
+
+
+class TestOnline:
+    def test_a_task_asks_for_it(self):
+        assert not RunSpec().online.on
+        spec = parse_spec(RunSpec, ONLINE, where="here")
+        assert spec.online.on
+        assert spec.online.documents == 16 * 8
+
+    @pytest.mark.parametrize(("changes", "words"), [
+        ({"data": {"advantages": {"name": "recorded"}}}, "a task gives rewards and no advantages; name an estimator"),
+        ({"data": {"path": "elsewhere"}}, "data.path = 'elsewhere' would not be read"),
+        ({"data": {"documents_per_step": 129}}, r"documents_per_step = 129 is more than a sampling has \(16 prompts"),
+        ({"frozen_clip": "other"}, "frozen_clip takes decisions of another run"),
+        ({"record": {"checkpoint_every": 3}, "online": {"updates": 2}}, "checkpoint_every = 3 lies between samplings"),
+        ({"loss": {"name": "dpo"}}, "loss 'dpo' compares pairs, and online.answers = 8; take answers: 2"),
+    ])
+    def test_what_does_not_go_with_it_is_refused(self, changes, words):
+        with pytest.raises(SpecError, match=f"online: .*{words}"):
+            parse_spec(RunSpec, merge(ONLINE, changes), where="here")
+
+    def test_all_that_is_wrong_is_said_at_once(self):
+        with pytest.raises(SpecError, match=r"advantages; name(.|\n)*; frozen_clip takes"):
+            parse_spec(RunSpec, {"online": {"task": "arithmetic"}, "frozen_clip": "other"}, where="here")
+
+    def test_what_goes_with_it_is_taken(self):
+        changes = {"data": {"documents_per_step": 128}, "record": {"checkpoint_every": 4}, "online": {"updates": 2}}
+        assert parse_spec(RunSpec, merge(ONLINE, changes), where="here").online.updates == 2
+        assert parse_spec(RunSpec, merge(ONLINE, {"loss": {"name": "dpo"}, "online": {"answers": 2}}), where="here")
+
+    @pytest.mark.parametrize(("settings", "words"), [
+        ({"prompts": 4}, "prompts without a task"), ({"answers": 2, "updates": 2}, "answers, updates without a task"),
+        ({"temperature": 0.7}, "temperature without a task"), ({"sampler_precision": "bfloat16"}, "without a task")])
+    def test_settings_without_a_task_are_refused(self, settings, words):
+        with pytest.raises(SpecError, match=words):
+            parse_spec(RunSpec, {"online": settings}, where="here")
+
+    def test_who_does_not_ask_for_it_keeps_his_identity(self):
+        """Runs are named by their settings, and were before there was any of this."""
+        settings = json.loads(RunSpec().canonical())
+        assert "online" not in settings
+        assert "checkpoint_every" not in settings["record"]
+        assert RunSpec(online={}, record={"checkpoint_every": None}).content_hash() == RunSpec().content_hash()
+        on = parse_spec(RunSpec, ONLINE | {"record": {"checkpoint_every": 4}}, where="here")
+        written = json.loads(on.canonical())
+        assert (written["online"]["prompts"], written["record"]["checkpoint_every"]) == (16, 4)
+        assert parse_spec(RunSpec, written, where="canonical") == on
+        assert on.content_hash() != RunSpec().content_hash()

@@ -11,7 +11,7 @@ from workbench.losses import Term
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import RolloutBatch
 from workbench.runs import step as flow
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import RunSpec, parse_spec
 from workbench.sharding.mesh import Axis, Mesh, single_process_mesh
 
 
@@ -257,9 +257,11 @@ def test_the_gradient_may_be_divided_by_the_documents_once_more():
 
 
 def test_a_penalty_in_the_reward_is_not_dropped_without_a_word():
-    spec, batch, policy = fixture(loss={"kl": {"coefficient": 0.1, "placement": "reward"}})
-    with pytest.raises(SpecError, match=r"kl.placement = 'reward'\n  found: advantages that came with the rollouts"):
-        flow.prepare_rows(batch, spec, policy.mesh)
+    settings = {"loss": {"kl": {"coefficient": 0.1, "placement": "reward"}}}
+    with pytest.raises(SpecError, match=r"loss.kl.placement 'reward' with advantages that came with the rollouts"):
+        parse_spec(RunSpec, settings, where="settings")
+    parse_spec(RunSpec, settings | {"data": {"advantages": {"name": "rloo"}}}, where="settings")
+    parse_spec(RunSpec, {"loss": {"kl": {"coefficient": 0.0, "placement": "reward"}}}, where="settings")
 
 
 def test_advantages_are_made_by_the_estimator_that_the_spec_names():

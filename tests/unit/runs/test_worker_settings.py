@@ -9,7 +9,7 @@ from tests.helpers.batches import nasty_documents
 from workbench.errors import RecordError
 from workbench.rollouts import files
 from workbench.rollouts.batch import RolloutBatch
-from workbench.runs import worker
+from workbench.runs import policies, worker
 from workbench.runs.spec import OptimizerSpec, RunSpec
 from workbench.runs.store import RunDirectory
 from workbench.sharding.mesh import single_process_mesh
@@ -71,8 +71,8 @@ def test_all_of_a_layout_reaches_the_mesh_and_the_policy(do, monkeypatch, tmp_pa
         asked.update(settings)
         raise RecordError("load_policy", rule="far enough", fix="ask for less")
 
-    for seam in (make_mesh, simulate, load_policy):
-        monkeypatch.setattr(worker, seam.__name__, seam)
+    for module, seam in ((worker, make_mesh), (worker, simulate), (policies, load_policy)):
+        monkeypatch.setattr(module, seam.__name__, seam)
     with pytest.raises(RecordError, match="far enough"):
         do(created(tmp_path, "asked", layout=layout), tmp_path)
     assert {name: asked[name] for name in layout} == layout

@@ -1,10 +1,20 @@
+import pytest
 import torch
 from torch import nn
 
 from tests.helpers.ranks import run_ranks
+from workbench.policy.model import load_policy
 from workbench.sharding import collectives
-from workbench.sharding.gradients import full_gradients, full_weights, gradient_norms, sum_gradients
+from workbench.sharding.gradients import (
+    full_gradients,
+    full_weights,
+    gradient_norms,
+    keep_own_part,
+    sum_gradients,
+    whole_tensor,
+)
 from workbench.sharding.mesh import make_mesh
+from workbench.sharding.simulated import simulate
 from workbench.sharding.tensor_parallel import ParameterShard
 
 
@@ -51,3 +61,33 @@ def test_sums_once_and_counts_every_element_once(tmp_path):
 def test_a_rank_without_a_gradient_takes_part_with_zeros(tmp_path):
     answers = run_ranks(rank_gradients, 4, tmp_path)
     assert [a[0]["idle"] for a in answers] == [[1.0], [0.0], [1.0], [0.0]]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("source", ["tiny-qwen3", "tiny-qwen3-moe"])
+def test_a_rank_keeps_its_own_part_of_a_whole_tensor(source, sequence_parallel):
+    """Gate and up in one tensor, and 19 rows of vocabulary over two ranks."""
+    others = {name: torch.randn_like(whole) for name, whole in load_policy(source).model.named_parameters()}
+
+    def check(mesh):
+        policy = load_policy(source, mesh=mesh, sequence_parallel=sequence_parallel)
+        for name, parameter in policy.model.named_parameters():
+            assert not torch.equal(whole_tensor(parameter, policy.shards[name], mesh), others[name])
+            keep_own_part(parameter, others[name], policy.shards[name], mesh)
+            assert torch.equal(whole_tensor(parameter, policy.shards[name], mesh), others[name]), name
+            assert parameter.requires_grad
+            assert parameter.grad_fn is None
+        return policy.model.get_input_embeddings().weight.shape[0]
+
+    assert simulate(check, tp=2) == [10, 9]
+
+
+def test_a_whole_tensor_is_a_copy():
+    """What is kept of it does not change with the weights."""
+    model = nn.Linear(2, 2)
+    mesh = make_mesh()
+    whole = whole_tensor(model.weight, ParameterShard(), mesh)
+    with torch.no_grad():
+        model.weight.zero_()
+    assert whole.abs().min() > 0
+    assert not whole.requires_grad

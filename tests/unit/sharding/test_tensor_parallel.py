@@ -15,6 +15,7 @@ from workbench.sharding.tensor_parallel import (
     check_heads,
     full_gradient,
     leave_sums,
+    own_part,
     shard_range,
 )
 
@@ -264,6 +265,37 @@ def test_a_block_that_is_called_in_another_way_is_refused():
 def test_sections_of_a_packed_parameter_come_back_in_order():
     shard = ParameterShard(0, parts=(4, 4))
     assert torch.equal(full_gradient(torch.arange(8), shard, Axis("tp")), torch.arange(8))
+
+
+@pytest.mark.parametrize(("shard", "shape", "tp"), [
+    (ParameterShard(), (5, 3), 2), (ParameterShard(0), (19, 3), 2), (ParameterShard(0), (19,), 4),
+    (ParameterShard(1), (3, 8), 2), (ParameterShard(0, parts=(6, 6)), (12, 2), 2),
+    (ParameterShard(1, parts=(4, 4, 4)), (2, 12), 4)])
+def test_a_part_is_the_way_back_from_the_whole(shard, shape, tp):
+    whole = torch.randn(shape)
+
+    def there_and_back(mesh):
+        part = own_part(whole, shard, mesh["tp"])
+        return part, full_gradient(part, shard, mesh["tp"])
+
+    for part, again in simulate(there_and_back, tp=tp):
+        assert torch.equal(again, whole)
+        assert (part.numel() < whole.numel()) == (shard.dim is not None)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_part_of_the_whole_is_what_a_cut_model_holds(sharded):
+    """Packed sections and experts too."""
+    whole = dict(decoder().named_parameters())
+
+    def check(mesh):
+        model = decoder()
+        shards = apply_tensor_parallel(model, EVERYTHING, mesh["tp"], sequence_parallel=sharded)
+        assert {shard.dim for shard in shards.values()} == {None, 0, 1, 2}
+        return [name for name, held in model.named_parameters()
+                if not torch.equal(own_part(whole[name], shards[name], mesh["tp"]), held)]
+
+    assert simulate(check, tp=2) == [[], []]
 
 
 def test_sums_at_the_input_of_a_block_can_be_left_to_others():

@@ -1,0 +1,39 @@
+"""Online runs of the tiniest size, on a task whose rewards differ although its policy knows nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from workbench.rollouts.task import ArithmeticTask
+from workbench.runs.spec import RunSpec, merge
+from workbench.runs.store import RunDirectory
+from workbench.runs.worker import run_here
+
+BASE = {
+    "model": {"source": "tiny-qwen3"}, "precision": "float64", "device": "cpu",
+    "data": {"advantages": {"name": "rloo"}},
+    "online": {"task": f"{__file__}:Digits", "prompts": 3, "answers": 3, "max_new_tokens": 6, "prompts_at_once": 1},
+    "optimizer": {"learning_rate": 1e-2},
+}
+
+
+class Digits(ArithmeticTask):
+    """Wants digits, the greater the better: answers earn their mean, over 9."""
+
+    def reward(self, prompt: str, completion: str) -> float:
+        """The mean digit of the answer, over 9; what is no digit counts as 0."""
+        return sum(int(symbol) for symbol in completion if symbol.isdigit()) / 9 / len(completion)
+
+
+def spec_of(**changes: Any) -> RunSpec:
+    """The settings above with some changed."""
+    return RunSpec.model_validate(merge(BASE, changes))
+
+
+def done(folder: Path, name: str = "run", continues: str | None = None, **changes: Any) -> RunDirectory:
+    """A run of `spec_of`, over."""
+    run = RunDirectory.create(folder, name, spec_of(**changes), **({"continues": continues} if continues else {}))
+    run_here(run, folder)
+    assert run.status == "succeeded"
+    return run
