@@ -68,6 +68,8 @@ _PLACES = {
     "token_logprobs": "workbench.policy.logprobs",
     "token_logprobs_from_logits": "workbench.policy.logprobs.from_logits",
     "figures": "workbench.report.figures:",
+    "online_curves": "workbench.report.online",
+    "trained_policy": "workbench.runs.checkpoint",
     "contract_table": "workbench.adapters.contracts",
     "explain": "workbench.adapters.explanations",
     "loss_spec": "workbench.adapters.translate",

@@ -7,8 +7,10 @@ import pytest
 
 from workbench.compare.comparison import Comparison
 from workbench.launch.ablation import load_ablation
-from workbench.report import bridge, gpu_layouts, reproducible
+from workbench.report import bridge, fused_ab, gpu_layouts, ratio_at_step_zero, reproducible
 from workbench.report.head import page
+from workbench.report.numbers import significant
+from workbench.report.online import online_answer
 from workbench.report.page import write_report
 from workbench.runs.spec import RunSpec, parse_spec
 from workbench.runs.store import from_json
@@ -16,11 +18,16 @@ from workbench.runs.store import from_json
 PROJECT = Path(__file__).parents[2]
 EXPERIMENTS = PROJECT / "experiments"
 SAVED = sorted(path.parent for path in EXPERIMENTS.glob("*/comparison.json"))
-MEASURED = [EXPERIMENTS / name for name in ("head", "gpu_layouts", "reproducible", "encoder_bridge", "benchmarks")]
+MEASURED = [EXPERIMENTS / name for name in ("head", "gpu_layouts", "reproducible", "encoder_bridge", "benchmarks",
+                                            "fused_ab", "ratio_at_step_zero")]
+ONLINE = [EXPERIMENTS / "fused_ab" / name for name in fused_ab.ABLATIONS] \
+    + [EXPERIMENTS / "ratio_at_step_zero" / name for name in ratio_at_step_zero.ABLATIONS]
+UNTRACKED = {"runs", "policy", "__pycache__"}
 
 
 def tracked(folder):
-    return [p for p in folder.rglob("*") if p.is_file() and "runs" not in p.relative_to(EXPERIMENTS).parts]
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return [path for path in files if UNTRACKED.isdisjoint(path.relative_to(EXPERIMENTS).parts)]
 
 
 def test_experiments_stay_small():
@@ -149,6 +156,87 @@ def test_the_readme_says_of_verify_what_its_record_says():
     assert all(bar["holds"] for bar in record["bars"].values())
 
 
+@pytest.mark.parametrize("folder", ONLINE, ids=lambda folder: folder.name)
+def test_what_ran_online_is_what_the_file_asks_for(folder):
+    comparison = Comparison.load(folder / "comparison.json")
+    planned = {plan.name: plan.spec for plan in load_ablation(folder.with_suffix(".yaml")).expand()}
+    assert {c.name: parse_spec(RunSpec, c.settings, where=c.name) for c in comparison.configurations} == planned
+    assert {(c.state, c.device) for c in comparison.configurations} == {("succeeded", "cuda")}
+
+
+def test_online_runs_are_the_same_in_every_layout_on_gpus():
+    comparison = Comparison.load(EXPERIMENTS / "online_layouts/comparison.json")
+    planned = load_ablation(EXPERIMENTS / "online_layouts/ablation.yaml").expand()
+    assert {c.name: parse_spec(RunSpec, c.settings, where=c.name) for c in comparison.configurations} \
+        == {plan.name: plan.spec for plan in planned}
+    assert {c.device for c in comparison.configurations} == {"cuda"}
+    verdicts = {c.name: c.verdict for c in comparison.configurations}
+    assert verdicts.pop("one_rank") == "reference"
+    assert {name for name, verdict in verdicts.items() if verdict != "equal"} \
+        == {"fault_missing_cp_factor", "other_seed"}
+    assert len(verdicts) == 10
+    assert comparison["fault_missing_cp_factor"].factor_meaning == "1 / cp"
+    assert comparison["other_seed"].why == "step 0: it trains on other tokens than the reference"
+    assert {len(c.whole_gradient) for c in comparison.configurations if c.verdict == "equal"} == {4}
+
+
+def test_the_saved_page_of_the_fused_head_is_that_of_its_records():
+    records = fused_ab.Records.load(EXPERIMENTS / "fused_ab")
+    assert fused_ab.page(records) == (EXPERIMENTS / "fused_ab/report.html").read_text()
+    assert records.policy["parameters_beside_embedding"] > 30e6
+    assert fused_ab.holds(records.step_one)
+    assert "All runs drew the same answers" in fused_ab.page(records)
+    for one, fifty in (("plain-float32", "run-False-0"), ("fused-float32", "run-True-0")):  # the same step, bit for bit
+        alone, first = records.step_one[one].steps[0], records.fifty_steps[fifty].steps[0]
+        keys = (fused_ab.LOSS, fused_ab.NORM, fused_ab.REWARD)
+        assert [first[key] for key in keys] == [alone[key] for key in keys]
+
+
+def test_the_saved_page_of_the_first_ratio_is_that_of_its_records():
+    records = ratio_at_step_zero.Records.load(EXPERIMENTS / "ratio_at_step_zero")
+    assert ratio_at_step_zero.page(records) == (EXPERIMENTS / "ratio_at_step_zero/report.html").read_text()
+    drew = ratio_at_step_zero.ratios(records).groupby("sampler")["answers"].nunique()
+    assert drew.to_dict() == {"bfloat16": 1, "float32": 1}
+
+
 def test_the_figure_of_the_readme_is_saved():
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", (PROJECT / "README.md").read_text()):
         assert (PROJECT / picture).is_file(), picture
+
+
+def test_the_readme_says_of_the_fused_head_what_its_records_say():
+    records = fused_ab.Records.load(EXPERIMENTS / "fused_ab")
+    readme = " ".join((PROJECT / "README.md").read_text().split())
+    curves, step = fused_ab.training_table(records), fused_ab.step_table(records.step_one)
+    for key, title in fused_ab.METRICS.items():
+        cells = [significant(curves.loc[key, name]) for name in ("first", "last", "fused_last")]
+        cells += [significant(curves.loc[key, name], 2) for name in ("fused_plain", "rounding", "seeds")]
+        assert f"| {title} | {' | '.join(cells)} |" in readme
+    for precision, away in (("float64", "away "), ("float32", "")):
+        said, row = "{} and {} " + away + "(allowed {} and {})", step.loc[f"fused-{precision}"]
+        names = ("loss_off", "norm_off", "loss_budget", "norm_budget")
+        assert said.format(*(significant(row[name], 2) for name in names)) in readme
+    times = curves["fused_plain"] / curves["rounding"]
+    assert f"lie {significant(times.min(), 2)} to {significant(times.max(), 2)} times as far apart" in readme
+    million = records.policy["parameters_beside_embedding"] / 1e6
+    assert f"{million:.1f} million parameters beside its embedding" in readme
+    assert f"until {records.policy['success_rate']:.0%} of its answers are right" in readme
+
+
+def test_the_readme_says_of_the_first_ratio_what_its_records_say():
+    found = ratio_at_step_zero.ratios(ratio_at_step_zero.Records.load(EXPERIMENTS / "ratio_at_step_zero"))
+    made = {f"| {row['sampler']} | {row['trainer']} | {row['head']} | {row['temperature']:g} "
+            f"| {significant(row['mean_distance'], 2)} | {significant(row['most'], 2)} "
+            f"| {significant(100 * row['outside'], 2)} % |" for _, row in found.iterrows()}
+    lines = re.findall(r"^\| b?float\d+ \| b?float\d+ \| .*% \|$", (PROJECT / "README.md").read_text(), re.MULTILINE)
+    assert len(lines) == 7
+    assert made.issuperset(lines)
+
+
+def test_the_readme_says_of_the_small_run_what_its_record_says():
+    comparison = Comparison.load(EXPERIMENTS / "online/comparison.json")
+    first, last = re.search(r"Right answers rise from (\d+) to (\d+) %", (PROJECT / "README.md").read_text()).groups()
+    said = f"{first} % of the answers right in the first tenth of the steps, {last} % in the last"
+    assert said in online_answer(comparison)
+    planned = {plan.name: plan.spec for plan in load_ablation(EXPERIMENTS / "online/ablation.yaml").expand()}
+    assert {c.name: parse_spec(RunSpec, c.settings, where=c.name) for c in comparison.configurations} == planned

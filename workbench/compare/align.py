@@ -94,7 +94,9 @@ def _configuration(subject: Subject, by_name: Mapping[str, Subject]) -> Configur
     base |= {"world_size": run.spec.layout.world_size, "steps": run.steps()}
     if not subject.reference:
         base["ratios"] = _ratio_histograms(run, run)
-        return Configuration(**base, verdict="reference", why=f"what the others are held against{_not_finite(run)}")
+        followed = any(subject.name in (other.reference, other.truth) for other in by_name.values())
+        why = "what the others are held against" if followed else "stands for itself"
+        return Configuration(**base, verdict="reference", why=f"{why}{_not_finite(run)}")
     try:
         other = by_name[subject.reference].run
         certified = compare_certificates(run, other) if other and other.state["state"] == "succeeded" else None
@@ -182,8 +184,10 @@ def _not_finite(run: RunDirectory) -> str:
 
 def _judge(base: dict[str, Any], run: RunDirectory, reference: RunDirectory, truth: RunDirectory) -> Configuration:
     exact = run.spec.precision == "float64"
-    whole, parameters = [], []
+    whole, parameters, parted = [], [], ""
     for step in range(run.spec.steps):
+        if parted := _other_tokens(run, {"the reference": reference, "the truth": truth}, step):
+            break
         mine, theirs = (_gradients(r, step) for r in (run, reference))
         if unlike := _unlike(mine, theirs):
             return Configuration(**base, verdict="different", first_step=step, first_parameter=unlike[0].split(" ")[0],
@@ -201,6 +205,8 @@ def _judge(base: dict[str, Any], run: RunDirectory, reference: RunDirectory, tru
     failing = [w["step"] for w in whole if not w["within"]]
     bitwise = all(w["bitwise_equal"] for w in whole)
     base |= {"whole_gradient": whole, "parameters": parameters}
+    if parted and not failing:
+        return Configuration(**base, verdict="different", first_step=len(whole), why=parted)
     if not failing:
         verdict = "equal" if exact or bitwise else "within budget"
         return Configuration(**base, verdict=verdict, why=_agreement_sentence(verdict, whole, parameters, bitwise))
@@ -313,10 +319,31 @@ def _loss(run: RunDirectory, step: int) -> float:
     return run.steps()[step]["loss/total/sum"]
 
 
+def _other_tokens(run: RunDirectory, others: Mapping[str, RunDirectory], step: int) -> str:
+    """Why a step cannot be laid beside others: runs that sample their own rollouts may have drawn others. "" if it can.
+
+    Nothing is said where tokens were not recorded.
+    """
+    for role, other in others.items():
+        if _same_tokens(run, other, step) is False:
+            since = f", and agrees in the {step} before" if step else ""
+            return f"step {step}: it trains on other tokens than {role}{since}"
+    return ""
+
+
+def _same_tokens(run: RunDirectory, other: RunDirectory, step: int) -> bool | None:
+    """Whether two runs trained on the same tokens in a step; None if not recorded."""
+    name = f"step{step:04d}.tokens"
+    if not (run.has_tensors(name) and other.has_tensors(name)):
+        return None
+    mine, theirs = (each.read_tensors(name) for each in (run, other))
+    return all(torch.equal(mine[key], theirs[key]) for key in ("targets", "trained"))
+
+
 def _flipped(run: RunDirectory, truth: RunDirectory, step: int) -> int | None:
     """Tokens for which this run alone would decide to clip otherwise than the truth; None if not recorded."""
     name = f"step{step:04d}.tokens"
-    if not (run.has_tensors(name) and truth.has_tensors(name)):
+    if not _same_tokens(run, truth, step):
         return None
     return int((run.read_tensors(name)["would_clip"] != truth.read_tensors(name)["clipped"]).sum())
 

@@ -407,6 +407,9 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
             look = looks[c.name]
             at = [(step["step"], step[key]) for step in c.steps if step.get(key) is not None]
             x, y = [a for a, _ in at], [b for _, b in at]
+            if not c.against and len(members) == 1:
+                axes.plot(x, y, color=look.color, linewidth=1.2, label=c.name)
+                continue
             if not c.against:
                 axes.plot(x, y, color=look.color, linewidth=6, alpha=0.16, label=c.name,
                           solid_capstyle="round")
@@ -415,7 +418,7 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
                       marker=look.marker, markersize=4.6, markeredgewidth=1.0,
                       markerfacecolor="none" if c in agreeing else look.color, label=c.name,
                       zorder=3 + order / 100)
-        axes.set_xticks(sorted({step["step"] for c in members for step in c.steps}))
+        style.step_ticks(axes.xaxis, (step["step"] for c in members for step in c.steps))
         axes.margins(x=0.06, y=0.12)
         if scale == "asinh":
             width = max(map(abs, sound))

@@ -16,6 +16,7 @@ import workbench
 from workbench.compare.comparison import Comparison
 from workbench.compare.seeds import seed_groups
 from workbench.errors import RecordError
+from workbench.report.online import online_groups
 from workbench.runs.store import without_machine_paths, write_whole
 
 NAME = "report.ipynb"
@@ -67,6 +68,9 @@ def _cells(comparison: Comparison, file: str) -> Iterator[tuple[str, str]]:
     yield "text", "## Verdicts"
     yield "code", "comparison.table()"
     yield "code", "wb.figures.verdicts(comparison)"
+    if online_groups(comparison):
+        yield "text", "## Online: reward and mismatch by step"
+        yield "code", "wb.online_curves(comparison)"
     if seed_groups(comparison):
         yield "text", "## Across seeds"
         yield "code", "from workbench.report.seeds import seeds_by_step\n\nseeds_by_step(comparison)"

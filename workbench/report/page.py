@@ -18,6 +18,8 @@ from workbench.compare.seeds import seed_groups
 from workbench.report import figures
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, moment, near_one, share, significant
+from workbench.report.online import CAPTION as ONLINE_CAPTION
+from workbench.report.online import online_answer, online_curves, online_groups, online_table
 from workbench.report.seeds import seeds_by_step, seeds_table
 from workbench.report.show import show
 from workbench.report.style import VERDICT_STYLES, inline_svg
@@ -53,6 +55,7 @@ CAPTIONS = {
         "on it alone.",
     "seeds_by_step":
         "The mean over seeds is the line, one standard deviation to each side the band.",
+    "online_curves": ONLINE_CAPTION,
     "time_and_memory":
         "A mark for every step; the first one, which also warms up, is hollow. The bar is the median of the "
         "others.",
@@ -85,6 +88,7 @@ def write_report(comparison: Comparison, path: Path) -> Path:
 def page(comparison: Comparison) -> str:
     """The report page as text."""
     sections = [
+        *([("Online: reward and mismatch by step", online)] if online_groups(comparison) else []),
         ("What differs between configurations", differences),
         ("Verdicts", verdicts),
         *([("Across seeds", across_seeds)] if seed_groups(comparison) else []),
@@ -98,7 +102,7 @@ def page(comparison: Comparison) -> str:
     ]
     eyebrow = tag("p", "workbench report · ", tag("b", comparison.experiment), class_="eyebrow")
     masthead = tag("header", eyebrow, tag("h1", comparison.question),
-                   tag("p", answer(comparison), class_="answer"), tiles(comparison))
+                   [tag("p", said, class_="answer") for said in _answers(comparison)], tiles(comparison))
     opening = [masthead, "\n", tag("div", summary_table(comparison), class_="first")]
     return document(comparison.experiment, opening, [(title, make(comparison)) for title, make in sections])
 
@@ -177,6 +181,11 @@ def verdicts(comparison: Comparison) -> Markup:
                  more if steps else None])
 
 
+def online(comparison: Comparison) -> Markup:
+    """Runs that sample their own rollouts: the figure, and where each began and ended."""
+    return join([_figure(comparison, online_curves), online_table(comparison)])
+
+
 def across_seeds(comparison: Comparison) -> Markup:
     """Configurations of several seeds, by mean and spread."""
     return join([seeds_table(comparison), _figure(comparison, seeds_by_step)])
@@ -245,6 +254,13 @@ def provenance(comparison: Comparison) -> Markup:
 
 
 # ---- parts of sections --------------------------------------------------------------------------------
+
+
+def _answers(comparison: Comparison) -> list[str]:
+    """What is said first: the verdicts, unless every run stands for itself, and what online runs came to."""
+    sampled = online_answer(comparison)
+    judged = any(c.against or c.verdict == "failed" for c in comparison.configurations)
+    return [*([answer(comparison)] if judged or not sampled else []), *([sampled] if sampled else [])]
 
 
 def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure]) -> Markup:

@@ -37,10 +37,11 @@ def seeds_by_step(comparison: Comparison) -> Figure:
             mean = [spread.mean for spread in spreads.values()]
             half = [spread.deviation if spread.count > 1 else 0.0 for spread in spreads.values()]
             axes.plot(list(spreads), mean, color=color, marker=style.MARKERS[place % len(style.MARKERS)],
-                      markersize=4.6, linewidth=1.7, label=f"{group.name} ({len(group.members)} seeds)")
+                      markevery=max(1, len(mean) // 12), markersize=4.6, linewidth=1.7,
+                      label=f"{group.name} ({len(group.members)} seeds)")
             axes.fill_between(list(spreads), [m - h for m, h in zip(mean, half, strict=True)],
                               [m + h for m, h in zip(mean, half, strict=True)], color=color, alpha=0.18, linewidth=0)
-        axes.set_xticks(sorted({step for group in found for step in group.by_step(key)}))
+        style.step_ticks(axes.xaxis, (step for group in found for step in group.by_step(key)))
         style.plain_ticks(axes.yaxis)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=7.5, ncols=2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, Locator, NullFormatter
+from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullFormatter
 
 from workbench.report.numbers import power_of_ten, significant
 
@@ -103,6 +103,15 @@ def log_ticks(axis: Any) -> None:
 def plain_ticks(axis: Any, digits: int = 3) -> None:
     """Label an axis with plain numbers."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.{digits}g}".replace("-", "−")))
+
+
+def step_ticks(axis: Any, steps: Iterable[int]) -> None:
+    """A tick for every step while they are few, and round numbers among many."""
+    ticks = sorted(set(steps))
+    if len(ticks) > 16:
+        axis.set_major_locator(MaxNLocator(5, integer=True))
+    else:
+        axis.set_ticks(ticks)
 
 
 class DecadesAroundZero(Locator):

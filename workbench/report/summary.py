@@ -131,7 +131,10 @@ def _row(comparison: Comparison, c: Configuration, worst: float | None, scale: _
     if c.factor is not None:
         factor = tag("span", tag("b", f"× {near_one(c.factor)}"), tag("br") if c.factor_meaning else None,
                      tag("span", c.factor_meaning, class_="meaning"))
-    distance = "the others are held against it" if c.verdict == "reference" else NONE
+    distance = NONE
+    if c.verdict == "reference":
+        followed = any(other.against == c.name for other in comparison.configurations)
+        distance = "the others are held against it" if followed else "nothing is held against it"
     if worst is not None:
         value = "0, bit for bit" if worst == 0 and is_bitwise_equal(c) else share(worst)
         distance = tag("div", scale.bar(worst, VERDICT_STYLES[c.verdict].name),

@@ -106,24 +106,31 @@ class WarmUp:
 
 
 def warm_up(task: ArithmeticTask, settings: RecordingSettings,
-            on_event: Callable[[str], None] = lambda line: None) -> WarmUp:
-    """Train a tiny policy on worked-out problems until it answers some problems right and some wrong.
+            on_event: Callable[[str], None] = lambda line: None, *, policy: Any = None) -> WarmUp:
+    """Train a policy on worked-out problems until it answers some problems right and some wrong.
+
+    Args:
+        task: of the problems.
+        settings: what decides the warm-up.
+        on_event: gets a line at every evaluation.
+        policy: a `transformers` decoder in float32, trained in place, where it lies; its evaluations answer prompts
+            of all lengths together. None: a tiny one, drawn from the settings' seed.
 
     Raises:
         SpecError: the success rate jumped over the window, or never reached it.
     """
-    began = time.perf_counter()
-    policy = tiny_qwen3(task.vocab_size, seed=settings.seed)
+    began, padded = time.perf_counter(), policy is not None
+    policy = tiny_qwen3(task.vocab_size, seed=settings.seed) if policy is None else policy
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=settings.weight_decay)
     problems = _endless_problems(task, settings.seed)
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator(policy.device).manual_seed(settings.seed)
 
     def train(step: int, learning_rate: float) -> float:
         documents = [next(problems) for _ in range(settings.documents_per_step)]
         return _supervised_step(policy, optimizer, task, documents, learning_rate * min(1.0, step / 100))
 
     def evaluate(step: int, loss: float) -> float:
-        rate = _success_rate(policy, task, settings, generator)
+        rate = _success_rate(policy, task, settings, generator, padded)
         on_event(f"warm-up step {step}: loss {loss:.3f} nats, {rate:.0%} right, "
                  f"{time.perf_counter() - began:.0f} s")
         return rate
@@ -155,13 +162,13 @@ def _endless_problems(task: ArithmeticTask, seed: int) -> Iterator[Problem]:
         yield from task.problems(1_000_003 * (seed + 1) + chunk, 4096)
 
 
-def _supervised_step(policy: nn.Module, optimizer: torch.optim.Optimizer, task: ArithmeticTask,
+def _supervised_step(policy: Any, optimizer: torch.optim.Optimizer, task: ArithmeticTask,
                      problems: Sequence[Problem], learning_rate: float) -> float:
     """One step on the mean negative log-probability, in nats, of the tokens of the solutions."""
     prompts = [task.encode(problem.prompt) for problem in problems]
     documents = [p + task.encode(problem.solution) for p, problem in zip(prompts, problems, strict=True)]
     longest = max(map(len, documents))
-    tokens = torch.tensor([d + [task.pad_id] * (longest - len(d)) for d in documents])
+    tokens = torch.tensor([d + [task.pad_id] * (longest - len(d)) for d in documents], device=policy.device)
     targets = tokens[:, 1:].clone()
     for row, (prompt, document) in enumerate(zip(prompts, documents, strict=True)):
         targets[row, : len(prompt) - 1] = -100
@@ -179,25 +186,25 @@ def _supervised_step(policy: nn.Module, optimizer: torch.optim.Optimizer, task: 
 
 
 def _success_rate(policy: nn.Module, task: ArithmeticTask, settings: RecordingSettings,
-                  generator: torch.Generator) -> float:
+                  generator: torch.Generator, padded: bool) -> float:
     problems = task.problems(settings.seed + EVALUATION_SEED, settings.evaluation_problems)
     prompts = [problem.prompt for problem in problems]
     answers = sample(policy, task, prompts, temperature=settings.temperature,
-                     max_new_tokens=settings.max_new_tokens, generator=generator)
+                     max_new_tokens=settings.max_new_tokens, generator=generator, padded=padded)
     rewards = [task.reward(p, task.decode(a.tokens)) for p, a in zip(prompts, answers, strict=True)]
     return sum(reward == 1.0 for reward in rewards) / len(rewards)
 
 
 def sample(policy: nn.Module, task: ArithmeticTask, prompts: Sequence[str], *, temperature: float,
-           max_new_tokens: int, generator: torch.Generator) -> list[Answer]:
-    """One answer for each prompt; prompts of one length are answered together, so nothing is padded."""
+           max_new_tokens: int, generator: torch.Generator, padded: bool = False) -> list[Answer]:
+    """One answer for each prompt: prompts of one length together, or with ``padded`` all of them at once."""
     def choose(logprobs_NV: Tensor, place: int) -> Tensor:
         return torch.multinomial(logprobs_NV.exp(), 1, generator=generator)[:, 0]
 
     answers: dict[int, Answer] = {}
     encoded = [task.encode(prompt) for prompt in prompts]
-    for length in sorted(set(map(len, encoded))):
-        members = [index for index, tokens in enumerate(encoded) if len(tokens) == length]
+    for lengths in [set(map(len, encoded))] if padded else [{length} for length in sorted(set(map(len, encoded)))]:
+        members = [index for index, tokens in enumerate(encoded) if len(tokens) in lengths]
         said = generate(policy, [encoded[index] for index in members], choose, temperature=temperature,
                         max_new_tokens=max_new_tokens, end_ids=task.end_ids)
         answers |= dict(zip(members, said, strict=True))

@@ -17,14 +17,15 @@ def gradient(scale=1.0, noise=0.0, small=1e-9):
             for name, value in base.items()}
 
 
-def run(root, name, gradients, *, precision="float64", state="succeeded", flips=False, norm=1.0, **settings):
+def run(root, name, gradients, *, precision="float64", state="succeeded", flips=False, norm=1.0, others_from=99,
+        **settings):
     directory = RunDirectory.create(root, name, RunSpec(precision=precision, steps=len(gradients), **settings))
     directory.set_state("running")
     for step, values in enumerate(gradients):
         directory.write_tensors(f"step{step:04d}.gradients", values)
         directory.write_tensors(f"step{step:04d}.tokens", {
             "clipped": torch.tensor([step == 1, False]), "would_clip": torch.tensor([step == 1, flips]),
-            "trained": torch.tensor([True, True]),
+            "trained": torch.tensor([True, True]), "targets": torch.tensor([3, 4 if step < others_from else 5]),
             "policy_logprobs": torch.tensor([-1.0, -2.0]), "old_logprobs": torch.tensor([-1.5, -2.0])})
         directory.append_step({"step": step, "loss/total/sum": 0.5, "gradient/norm/global": norm})
     directory.set_state(state)
@@ -212,7 +213,7 @@ def test_norms_alone_are_not_judged(tmp_path):
 def test_numbers_that_stopped_being_numbers_are_named(tmp_path):
     subjects = [Subject("ref", run(tmp_path, "ref", [gradient()], norm=float("inf")))]
     found = compare_runs(subjects, experiment="demo", question="?")["ref"]
-    assert found.why == "what the others are held against; from step 0 on its loss or gradient is not finite"
+    assert found.why == "stands for itself; from step 0 on its loss or gradient is not finite"
 
 
 def test_a_truth_of_another_model_stops_no_other_verdict(tmp_path):
@@ -224,3 +225,29 @@ def test_a_truth_of_another_model_stops_no_other_verdict(tmp_path):
     found = compare_runs(subjects, experiment="demo", question="?")
     assert (found["mine"].verdict, found["again"].verdict) == ("failed", "equal")
     assert "small is only in this one" in found["mine"].why
+
+
+class TestRunsThatSampled:
+    """Runs that sample their own rollouts: from some step on they may train on other tokens."""
+
+    def test_a_step_on_other_tokens_is_named_and_not_measured(self, tmp_path):
+        found = judged(tmp_path, [gradient(), gradient(), gradient(scale=3.0)], others_from=2,
+                       reference=[gradient()] * 3)
+        assert (found.verdict, found.first_step, found.factor) == ("different", 2, None)
+        assert found.why == "step 2: it trains on other tokens than the reference, and agrees in the 2 before"
+        assert [w["step"] for w in found.whole_gradient] == [0, 1]
+
+    def test_from_the_first_step_on_nothing_is_measured(self, tmp_path):
+        found = judged(tmp_path, [gradient()] * 2, others_from=0)
+        assert (found.verdict, found.why) == ("different", "step 0: it trains on other tokens than the reference")
+
+    def test_a_gradient_that_differs_before_is_the_cause(self, tmp_path):
+        found = judged(tmp_path, [gradient(0.5), gradient()], others_from=1, layout={"cp": 2})
+        assert (found.first_step, found.factor_meaning) == (0, "1 / cp")
+
+    def test_a_truth_on_other_tokens_measures_nothing(self, tmp_path):
+        subjects = [Subject("truth", run(tmp_path, "truth", [gradient()] * 2, others_from=1)),
+                    Subject("ref", run(tmp_path, "ref", [gradient()] * 2, precision="float32"), "", "truth"),
+                    Subject("mine", run(tmp_path, "mine", [gradient()] * 2, precision="float32"), "ref", "truth")]
+        found = compare_runs(subjects, experiment="demo", question="?")["mine"]
+        assert found.why == "step 1: it trains on other tokens than the truth, and agrees in the 1 before"

@@ -1,0 +1,256 @@
+"""Runs that sample their own rollouts, by optimizer step: reward, answers, mismatch of sampler and trainer, training.
+
+The same figure for a finished comparison and for runs that go on. Reward is noisy, for every sampling has other
+prompts: each run is drawn thin, as it was recorded, and the broad line is the mean over seeds and over a window of
+steps, whose length the figure says.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from workbench.compare.comparison import Comparison, Configuration
+from workbench.compare.seeds import Spread, seed_groups
+from workbench.report import style
+from workbench.report.figures import GRADIENT_NORM, LOSS, STEP_MS
+from workbench.report.markup import Markup, table, tag
+from workbench.report.numbers import NONE, significant
+from workbench.report.seeds import spread_text
+from workbench.runs.store import RunDirectory
+
+RIGHT, MISMATCH = "reward/right/fraction", "kl/policy_sampler/k3_mean"
+DURATIONS = ("time/sample_ms", "time/score_ms", STEP_MS)
+"""Of one optimizer step with the sampling before it; a step that samples nothing has only the last."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small panel.
+
+    Attributes:
+        key: of the step records.
+        title: what it is.
+        unit: its unit, and which direction is better where one is.
+        logarithmic: whether its axis is.
+    """
+
+    key: str
+    title: str
+    unit: str
+    logarithmic: bool = False
+
+
+PANELS = (
+    Panel("reward/all/mean", "reward", "mean of answers, up is better"),
+    Panel(RIGHT, "right answers", "share of answers, up is better"),
+    Panel("length/answer/mean", "answer length", "mean, tokens"),
+    Panel("length/truncated/fraction", "answers cut off", "share of answers, down is better"),
+    Panel(MISMATCH, "sampler and trainer apart", "KL, k3, nats a token, logarithmic, down", logarithmic=True),
+    Panel("entropy/policy/mean", "entropy", "of the policy, nats a token"),
+    Panel(LOSS, "loss", "of the optimizer step"),
+    Panel(GRADIENT_NORM, "gradient norm", "L2, before clipping"),
+)
+CAPTION = (
+    "By optimizer step. Rewards are those of the answers that the step trains on, scored before it does. Up is better "
+    "for reward and right answers, down for answers cut off; length, entropy and norms have no better side, and the "
+    "loss of a policy gradient says nothing of progress. Apart: what the trainer says of the tokens against what the "
+    "sampler said when it drew them, as an estimate of KL (k3, mean over trained tokens); 0 would be no mismatch.")
+
+Runs = Comparison | RunDirectory | Iterable[RunDirectory]
+
+
+def online_curves(runs: Runs) -> Figure:
+    """Draw reward, answers, mismatch, entropy, loss and gradient norm of online runs by optimizer step.
+
+    Configurations that differ in nothing but a seed share a broad line: their mean, over a tenth of the steps. What did
+    not sample, has no step yet or did not record a metric is named, not left out in silence.
+
+    Args:
+        runs: a comparison, a run directory or several, or a sweep; runs may still be going on.
+
+    Example:
+        >>> online_curves(sweep)   # doctest: +SKIP
+    """
+    comparison = _comparison(runs)
+    lines = online_groups(comparison)
+    if not lines:
+        figure = style.chart(1.2)
+        style.note(figure, "no run here samples its own rollouts (online.task)")
+        return figure
+    width = max(len(c.steps) for members in lines.values() for c in members) // 10 | 1  # as many before as after
+    figure = style.chart(4.4)
+    for panel, axes in zip(PANELS, figure.subplots(2, len(PANELS) // 2).flatten(), strict=True):
+        style.tidy(axes, title=panel.title, y=panel.unit, x="optimizer step" if axes.get_subplotspec().is_last_row()
+                   else "")
+        _draw(axes, panel, lines, width)
+    _legend(figure, lines, width, _not_online(comparison))
+    return figure
+
+
+def online_groups(comparison: Comparison) -> dict[str, list[Configuration]]:
+    """The configurations that sample their own rollouts, by what the name of a line is; seeds of one share a line.
+
+    Runs of which one is held against another stand each for itself.
+    """
+    online = [c for c in comparison.configurations if _samples(c)]
+    found: dict[str, list[Configuration]] = {}
+    for group in seed_groups(Comparison(comparison.experiment, comparison.question, online)):
+        if {c.against for c in group.members} & {c.name for c in group.members}:
+            continue
+        found[group.name if group.name not in found else group.members[0].name] = list(group.members)
+    grouped = {c.name for members in found.values() for c in members}
+    found |= {c.name: [c] for c in online if c.name not in grouped}
+    place = {c.name: at for at, c in enumerate(online)}
+    return dict(sorted(found.items(), key=lambda line: place[line[1][0].name]))
+
+
+def online_answer(comparison: Comparison) -> str:
+    """What became of the right answers, a sentence for each line that is held against no other; "" of none."""
+    said = []
+    for name, members in online_groups(comparison).items():
+        if any(c.against for c in members):
+            continue
+        (first, last), ran = _ends(members, RIGHT), [c for c in members if c.steps]
+        if first.count:
+            seeds = f", mean of {len(ran)} seeds" if len(ran) > 1 else ""
+            said.append(f"{name}: {_percent(first.mean)} of the answers right in the first tenth of the steps, "
+                        f"{_percent(last.mean)} in the last{seeds}.")
+    return " ".join(said)
+
+
+def online_table(comparison: Comparison) -> Markup:
+    """A row for each line of the figure: how it began, how it ended, and what the worst mismatch was."""
+    return table(["configuration", "seeds", "steps", "right answers, first tenth", "right answers, last tenth",
+                  "largest mismatch, nats", "a step"],
+                 [_row(name, members) for name, members in online_groups(comparison).items()], numbers=(1, 2, 5, 6))
+
+
+# ---- parts -----------------------------------------------------------------------------------------------
+
+
+def _comparison(runs: Runs) -> Comparison:
+    """Runs as a comparison's configurations, as far as they are recorded by now."""
+    if isinstance(runs, Comparison):
+        return runs
+    directories = [runs] if isinstance(runs, RunDirectory) else list(runs)
+    names = [run.name for run in directories]
+    return Comparison("", "", [
+        Configuration(name if names.count(name) == 1 else run.path.name, run.spec.model_dump(mode="json"),
+                      state=run.status, steps=run.steps())
+        for name, run in zip(names, directories, strict=True)])
+
+
+def _samples(c: Configuration) -> bool:
+    return (c.settings.get("online") or {}).get("task") is not None
+
+
+def _not_online(comparison: Comparison) -> list[str]:
+    return [c.name for c in comparison.configurations if not _samples(c)]
+
+
+def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]], width: int) -> None:
+    missing, drawn = [], []
+    for number, members in enumerate(lines.values()):
+        color, dash = style.SERIES[number % len(style.SERIES)], style.DASHES[number % len(style.DASHES)]
+        found = {c.name: _values(c, panel.key) for c in members}
+        missing += [c.name for c in members if c.steps and not found[c.name]]
+        for name, values in found.items():
+            axes.plot(list(values), list(values.values()), color=color, linewidth=0.7, alpha=0.45, gid=f"run-{name}",
+                      marker="o" if len(values) == 1 else "", markersize=3)
+        mean = smooth(found.values(), width)
+        axes.plot(list(mean), list(mean.values()), color=color, linestyle=dash, linewidth=1.8, gid="mean")
+        drawn += [value for values in found.values() for value in values.values()]
+    if missing:
+        axes.annotate("\n".join(["not recorded:", *missing]), (0.02, 0.04), xycoords="axes fraction", fontsize=6.5,
+                      color=style.MUTED, va="bottom")
+    if not drawn:
+        axes.set_yticks([])
+    elif panel.logarithmic and min(drawn) > 0:
+        axes.set_yscale("log")
+        axes.set_ylim(10.0 ** math.floor(math.log10(min(drawn))), 10.0 ** math.ceil(math.log10(max(drawn)) + 1e-9))
+        style.log_ticks(axes.yaxis)
+    else:
+        style.plain_ticks(axes.yaxis)
+    style.step_ticks(axes.xaxis, (record["step"] for members in lines.values() for c in members for record in c.steps))
+
+
+def _values(c: Configuration, key: str) -> dict[int, float]:
+    """Step -> value; a step whose value is no finite number has no point."""
+    return {record["step"]: float(record[key]) for record in c.steps
+            if record.get(key) is not None and math.isfinite(record[key])}
+
+
+def smooth(runs: Iterable[Mapping[int, float]], width: int) -> dict[int, float]:
+    """Mean over runs, step by step, and of that the mean over so many steps around each that has them on both sides.
+
+    Args:
+        runs: step -> value of each run.
+        width: of the window, odd.
+
+    Example:
+        >>> smooth([{0: 1.0, 1: 2.0, 2: 5.0}, {0: 3.0, 1: 2.0, 2: 5.0}], 3)
+        {1: 3.0}
+    """
+    held = [dict(values) for values in runs]
+    steps = sorted({step for values in held for step in values})
+    mean = [statistics.fmean(values[step] for values in held if step in values) for step in steps]
+    reach = width // 2
+    return {steps[at]: statistics.fmean(mean[at - reach:at + reach + 1]) for at in range(reach, len(steps) - reach)}
+
+
+def _legend(figure: Figure, lines: Mapping[str, Sequence[Configuration]], width: int, others: Sequence[str]) -> None:
+    handles = []
+    for number, (name, members) in enumerate(lines.items()):
+        handles.append(Line2D([], [], color=style.SERIES[number % len(style.SERIES)], linewidth=1.8,
+                              linestyle=style.DASHES[number % len(style.DASHES)], label=_label(name, members)))
+    how = "thin: each run as recorded" + (f"; broad: mean of seeds and of {width} steps" if width > 1 else "")
+    handles.append(Line2D([], [], linestyle="none", label=how))
+    if others:
+        handles.append(Line2D([], [], linestyle="none", label=f"samples nothing, not shown: {', '.join(others)}"))
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(4, len(handles)), frameon=False, fontsize=7.5,
+                  handlelength=3, labelcolor=style.INK)
+
+
+def _label(name: str, members: Sequence[Configuration]) -> str:
+    said = [f"{len(members)} seeds"] if len(members) > 1 else []
+    empty = [c for c in members if not c.steps]
+    for state in dict.fromkeys(c.state for c in empty):
+        which = [c.name for c in empty if c.state == state]
+        whose = "" if len(members) == 1 else f" ({', '.join(which)})"
+        said.append(f"no step recorded, {state}{whose}")
+    return f"{name}{': ' if said else ''}{', '.join(said)}"
+
+
+def _row(name: str, members: Sequence[Configuration]) -> list[Any]:
+    ran = [c for c in members if c.steps]
+    first, last = _ends(members, RIGHT)
+    apart = [value for c in ran for value in _values(c, MISMATCH).values()]
+    took = [sum(record.get(key, 0.0) for key in DURATIONS) / 1e3 for c in ran for record in c.steps
+            if STEP_MS in record]
+    steps = " · ".join(dict.fromkeys(str(len(c.steps)) for c in members))
+    return [tag("code", name), len(members), steps, spread_text(first), spread_text(last),
+            significant(max(apart), 2) if apart else NONE,
+            f"{significant(statistics.median(took), 2)} s" if took else NONE]
+
+
+def _ends(members: Sequence[Configuration], key: str) -> tuple[Spread, Spread]:
+    """Mean of the first and of the last tenth of each run's steps, as a spread over runs."""
+    found = [list(values.values()) for c in members if (values := _values(c, key))]
+    cut = [max(1, len(values) // 10) for values in found]
+    return (Spread.of([statistics.fmean(values[:n]) for values, n in zip(found, cut, strict=True)]),
+            Spread.of([statistics.fmean(values[-n:]) for values, n in zip(found, cut, strict=True)]))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+__all__ = ["online_answer", "online_curves", "online_groups", "online_table", "smooth"]
