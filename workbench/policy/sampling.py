@@ -59,6 +59,11 @@ class Sampler:
         model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
         self.model = model.to(device).requires_grad_(False)
 
+    @property
+    def positions(self) -> int | None:
+        """How many tokens prompt and answer may have together, as the configuration says; None if it does not."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
     @torch.no_grad()
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Take the weights of a policy, by the names of its parameters, rounded to the sampler's own precision.

@@ -34,7 +34,7 @@ from workbench.runs import step as flow
 from workbench.runs.exact import unsplit
 from workbench.runs.policies import make_policy
 from workbench.runs.spec import AdvantageSpec, RunSpec
-from workbench.sharding.collectives import all_sum
+from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import Mesh
 
@@ -112,7 +112,7 @@ class Online:
         Collective. The batch is the same on every rank.
 
         Raises:
-            SpecError: a prompt or reward that cannot be used.
+            SpecError: prompts or a reward that cannot be used.
         """
         began, online = time.perf_counter(), self.spec.online
         self.sampler.take(full_weights(self.policy.model, self.policy.shards, self.mesh))
@@ -121,6 +121,7 @@ class Online:
             raise SpecError(f"{online.prompts} prompts of {online.task}", found=f"{len(prompts)}",
                             rule="a task gives as many prompts as it is asked for", fix="correct its prompts()")
         encoded = [self._encoded(prompt) for prompt in prompts]
+        self._refuse_other_prompts(encoded)
         answers, rewards_N = self._everybodys(self._answer_own(number, prompts, encoded))
         sampled = time.perf_counter()
         batch = self._batch(encoded, answers, rewards_N)
@@ -137,7 +138,24 @@ class Online:
             raise SpecError(f"tokens of the prompt {prompt!r}", found=f"{tokens}",
                             rule=f"at least one, each from 0 to {size - 1}, of the policy's own vocabulary",
                             fix="correct encode() of the task, or take the model that it is for")
+        longest, places = len(tokens) + self.spec.online.max_new_tokens, self.sampler.positions
+        if places is not None and longest > places:
+            raise SpecError(f"an answer of {self.spec.online.max_new_tokens} tokens to {prompt!r}",
+                            found=f"{len(tokens)} tokens of the prompt, and a model of {places} positions",
+                            rule="prompt and answer together have a position for each token",
+                            fix="lower online.max_new_tokens, or take shorter prompts")
         return tokens
+
+    def _refuse_other_prompts(self, encoded: Sequence[Sequence[int]]) -> None:
+        """Every rank has the same prompts, or none goes on: each would put the others' answers behind its own."""
+        mine = seed_of(*itertools.starmap(seed_of, encoded))
+        both = torch.tensor([mine, -mine], device=self.mesh.device)
+        most = all_max(all_max(both, self.mesh["tp"]), self.mesh["dp_cp"])
+        if int(most[0]) != -int(most[1]):
+            raise SpecError(f"prompts of {self.spec.online.task}", found="others on another rank",
+                            rule="prompts(seed, count) gives the same for the same seed, in every process",
+                            fix="draw them from random.Random(seed) alone: the order of a set, hash() of a text, the "
+                                "time or a pid differ between processes")
 
     def _answer_own(self, number: int, prompts: Sequence[str],
                     encoded: Sequence[Sequence[int]]) -> dict[int, tuple[Answer, float]]:

@@ -415,6 +415,28 @@ def test_a_task_that_gives_what_cannot_be_used_is_refused(how, words):
         online_of(spec_of(), task=Wrong(**how)).sample(0)
 
 
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"cp": 2}, {"tp": 2}])
+def test_prompts_that_differ_between_ranks_end_the_run_on_all_of_them(sizes):
+    class OfRank(Digits):
+        def __init__(self, mesh):
+            self.rank = mesh["dp_cp"].rank + mesh["tp"].rank
+
+        def prompts(self, seed, count):
+            return super().prompts(seed + self.rank, count)
+
+    def rank(mesh):
+        with pytest.raises(SpecError, match="found: others on another rank"):
+            online_of(spec_of(layout=sizes), mesh, task=OfRank(mesh)).sample(0)
+        return True
+
+    assert simulate(rank, **sizes) == [True, True]
+
+
+def test_an_answer_that_the_model_has_no_positions_for_is_refused():
+    with pytest.raises(SpecError, match=r"an answer of 510 tokens to '(.|\n)*a model of 512 positions"):
+        sampled(online={"max_new_tokens": 510})
+
+
 # ---- whole runs --------------------------------------------------------------------------------------------------
 
 TIMES = ("time/", "memory/")
