@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from workbench.runs import worker
+from workbench.runs import policies
 
 
 def bumped(value, place):
@@ -26,7 +26,7 @@ def plant(monkeypatch, module, *, place, loads, backward=False):
         loads: numbers of the policies that are loaded from now on in which it is so, from 0.
         backward: it is the gradient that is off.
     """
-    load, made = worker.load_policy, []
+    load, made = policies.load_policy, []
 
     def planted(*given, **named):
         policy = load(*given, **named)
@@ -41,4 +41,4 @@ def plant(monkeypatch, module, *, place, loads, backward=False):
         made.append(policy)
         return policy
 
-    monkeypatch.setattr(worker, "load_policy", planted)
+    monkeypatch.setattr(policies, "load_policy", planted)

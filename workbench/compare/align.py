@@ -337,7 +337,7 @@ def _same_tokens(run: RunDirectory, other: RunDirectory, step: int) -> bool | No
     if not (run.has_tensors(name) and other.has_tensors(name)):
         return None
     mine, theirs = (each.read_tensors(name) for each in (run, other))
-    return all(torch.equal(mine[key], theirs[key]) for key in ("targets", "trained"))
+    return all(torch.equal(mine[key], theirs[key]) for key in {"targets", "trained"} & mine.keys() & theirs.keys())
 
 
 def _flipped(run: RunDirectory, truth: RunDirectory, step: int) -> int | None:

@@ -57,7 +57,8 @@ def reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunD
 def interrupted(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunDirectory | None:
     """The run of a plan's settings, device and inputs that came furthest, kept a checkpoint, and did not succeed."""
     found = [run for run in RunDirectory.find(runs_dir, plan.name)
-             if run.spec.content_hash() == plan.spec.content_hash() and run.status in ENDED and run.checkpoints()
+             if run.spec.content_hash() == plan.spec.content_hash() and run.checkpoints()
+             and run.status in ("failed", "cancelled", "lost")
              and all(run.state.get(key) == value for key, value in identity.items())]
     return max(found, key=lambda run: max(run.checkpoints()), default=None)
 

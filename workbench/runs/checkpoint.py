@@ -22,7 +22,8 @@ from workbench.policy.model import DTYPES, Policy, load_decoder
 from workbench.policy.precision import cast, lift_to_float64
 from workbench.runs import whole_files
 from workbench.runs.store import RunDirectory, project_root
-from workbench.sharding.gradients import full_weights, keep_own_part, whole_tensor
+from workbench.sharding.gradients import keep_own_part, whole_tensor
+from workbench.sharding.mesh import Mesh
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 KEPT_OF_STEPS = ("tensors", "certificates", "traces", "rollouts")
@@ -30,11 +31,16 @@ KEPT_OF_STEPS = ("tensors", "certificates", "traces", "rollouts")
 
 
 def save_checkpoint(run: RunDirectory, steps: int, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Keep weights and optimizer state as they are after so many steps. Collective; the first rank writes."""
-    weights = full_weights(policy.model, policy.shards, policy.mesh)
-    state = {f"{name}/{key}": value if shard is None else whole_tensor(value, shard, policy.mesh)
-             for name, key, value, shard in _state(policy, optimizer)}
-    if not policy.mesh.is_first:
+    """Keep weights and optimizer state as they are after so many steps. Collective; the first rank writes.
+
+    Whole tensors come one after another, and leave the device at once: on the first rank for its host's memory.
+    """
+    mesh, weights, state = policy.mesh, {}, {}
+    for name, parameter in policy.model.named_parameters():
+        weights[name] = _on_first(whole_tensor(parameter, policy.shards[name], mesh), mesh)
+    for name, key, value, shard in _state(policy, optimizer):
+        state[f"{name}/{key}"] = _on_first(value if shard is None else whole_tensor(value, shard, mesh), mesh)
+    if not mesh.is_first:
         return
     folder = run.path / "checkpoints" / f"step{steps:04d}"
     making = folder.with_name(f".{folder.name}")
@@ -121,6 +127,10 @@ def trained_policy(run: RunDirectory, *, project: Path | None = None) -> Any:
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     return model
+
+
+def _on_first(whole: Tensor, mesh: Mesh) -> Tensor:
+    return whole.cpu() if mesh.is_first else whole.new_empty(0)
 
 
 def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, Tensor, Any]]:

@@ -105,6 +105,7 @@ class Online:
             batch, numbers = self.sample(number)
             for update, documents in enumerate(itertools.islice(in_order(batch, per_step), updates)):
                 yield StepData(documents, batch, numbers, fresh=update == 0)
+                numbers = {name: value for name, value in numbers.items() if not name.startswith("time/")}
 
     def sample(self, number: int) -> tuple[RolloutBatch, dict[str, float]]:
         """What the policy answers, as it is now, with everything that a loss asks for; and what there is to say of it.
@@ -139,12 +140,26 @@ class Online:
                             rule=f"at least one, each from 0 to {size - 1}, of the policy's own vocabulary",
                             fix="correct encode() of the task, or take the model that it is for")
         longest, places = len(tokens) + self.spec.online.max_new_tokens, self.sampler.positions
+        self._refuse_small_rows(prompt, longest)
         if places is not None and longest > places:
             raise SpecError(f"an answer of {self.spec.online.max_new_tokens} tokens to {prompt!r}",
                             found=f"{len(tokens)} tokens of the prompt, and a model of {places} positions",
                             rule="prompt and answer together have a position for each token",
                             fix="lower online.max_new_tokens, or take shorter prompts")
         return tokens
+
+    def _refuse_small_rows(self, prompt: str, longest: int) -> None:
+        """Rows that the longest answer does not fit into would end the run when it comes, which may be hours later."""
+        data, online = self.spec.data, self.spec.online
+        together = online.answers if data.keep_groups or self.spec.loss.needs_pairs else 1
+        needed = flow.multiples(self.spec.layout, self.spec.reproducible)
+        each = -(-longest // needed.document) * needed.document
+        if data.micro_batch_tokens is not None and together * each > data.micro_batch_tokens:
+            raise SpecError(f"data.micro_batch_tokens = {data.micro_batch_tokens} for answers of up to "
+                            f"{online.max_new_tokens} tokens to {prompt!r}",
+                            found=f"{together} document(s) of up to {each} tokens that lie in one row",
+                            rule="a row holds the longest answer with its prompt, and those that it is compared with",
+                            fix=f"take at least {together * each}, or lower online.max_new_tokens")
 
     def _refuse_other_prompts(self, encoded: Sequence[Sequence[int]]) -> None:
         """Every rank has the same prompts, or none goes on: each would put the others' answers behind its own."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import Any
 
-RECENT = 10
+CONTINUES = "run/continues"
+"""In the record of a step: the run that this one goes on with, whose last step the one before is."""
+
+RECENT = 20
 """Steps whose times are looked at."""
 
 
@@ -15,9 +16,9 @@ class Pace:
     """The ends of a run's last steps, as its records say them.
 
     Example:
-        >>> pace = Pace([{"time/ended_ns": 0}, {"time/ended_ns": 2 * 10**9}, {"time/ended_ns": 4 * 10**9}])
+        >>> pace = Pace([{"time/ended_ns": 0}, {"time/ended_ns": 2 * 10**9}, {"time/ended_ns": 6 * 10**9}])
         >>> pace.seconds_left(5)
-        10.0
+        15.0
     """
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -26,15 +27,17 @@ class Pace:
 
     def add(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Take note of further steps."""
-        ends = [int(record["time/ended_ns"]) for record in records if "time/ended_ns" in record]
-        self._ends = [*self._ends, *ends][-RECENT - 1:]
+        for record in records:
+            if CONTINUES in record:  # nobody worked between it and the one before
+                self._ends = []
+            if "time/ended_ns" in record:
+                self._ends = [*self._ends, int(record["time/ended_ns"])][-RECENT - 1:]
 
     def seconds_left(self, steps: int) -> float | None:
-        """For so many steps more, each as long as the last ones in the median; None before two have ended.
+        """For so many steps more, each as long as the last ones in the mean; None before two have ended.
 
-        What a step waits for (sampling, a checkpoint) is in it, and so is the pause of a run that was continued, which
-        a median passes over.
+        What lies between steps is in it: sampling, if only every so many steps, and checkpoints.
         """
         if len(self._ends) < 2:
             return None
-        return steps * statistics.median(after - before for before, after in pairwise(self._ends)) / 1e9
+        return steps * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) / 1e9

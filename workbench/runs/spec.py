@@ -201,7 +201,7 @@ class OnlineSpec(_Model):
     sampler's own."""
     prompts_at_once: int = Field(8, ge=1)
     """Prompts whose answers are written in one batch. Batches, and not prompts, are dealt to ranks, so that they are
-    alike in every layout."""
+    alike in every layout. A rank without a batch waits for the others, no longer than timeout_s."""
 
     @property
     def on(self) -> bool:
@@ -304,7 +304,8 @@ class RunSpec(_Model):
     steps: int = Field(1, ge=1)
     seed: int = 0
     timeout_s: float = Field(120.0, gt=0)
-    """A collective that waits longer than this fails."""
+    """A collective that waits longer than this fails. What another rank does meanwhile counts: answers and rewards of
+    an online run, a checkpoint."""
     faults: tuple[str, ...] = ()
     """Known bugs to switch on, by name; see `workbench.runs.faults`."""
     frozen_clip: str | None = None
@@ -408,6 +409,10 @@ def _not_online(spec: RunSpec) -> Iterator[str]:
                f"prompts with {online.answers} answers); a step takes each document at most once")
     if spec.loss.needs_pairs and online.answers != 2:
         yield f"loss {spec.loss.name!r} compares pairs, and online.answers = {online.answers}; take answers: 2"
+    elif data.documents_per_step is not None and data.documents_per_step * online.updates < online.documents:
+        yield (f"online.updates = {online.updates} of data.documents_per_step = {data.documents_per_step} train on "
+               f"{online.updates * data.documents_per_step} of the {online.documents} answers of a sampling, and never "
+               "on the others; take more updates or documents, or sample less")
     if spec.frozen_clip is not None:
         yield "frozen_clip takes decisions of another run, whose tokens are others; leave it out"
     if every is not None and every % online.updates:

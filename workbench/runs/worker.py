@@ -31,6 +31,7 @@ from workbench.runs.exact import as_asked, kernels_of
 from workbench.runs.faults import planted
 from workbench.runs.online import Online, StepData, in_order, with_advantages
 from workbench.runs.policies import make_policy
+from workbench.runs.progress import CONTINUES
 from workbench.runs.spec import OptimizerSpec, RunSpec
 from workbench.runs.store import RunDirectory, provenance
 from workbench.runs.trace import Tracer, write_trace
@@ -128,6 +129,8 @@ def _take_steps(run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy,
                 steps: Callable[[int], Iterator[StepData]]) -> None:
     loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
     first = continue_run(run, policy, optimizer)
+    if first == spec.steps:  # interrupted when all was done
+        save_checkpoint(run, first, policy, optimizer)
     for number, data in zip(range(first, spec.steps), steps(first), strict=False):
         with StepClock(mesh.device) as clock:
             rows, totals = flow.prepare_rows(data.documents, spec, mesh)
@@ -150,7 +153,8 @@ def _take_steps(run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy,
                 write_trace(run, number, trace)
             if spec.online.on and spec.record.tokens and data.fresh:
                 save(data.source, run.path / "rollouts" / _name(number), provenance={"made_by": "workbench run"})
-            _record(run, number, result, norm, clock.step_ms, mesh, certificate, data.numbers)
+            numbers = dict(data.numbers) | ({CONTINUES: run.state["continues"]} if number == first > 0 else {})
+            _record(run, number, result, norm, clock.step_ms, mesh, certificate, numbers)
         if spec.record.checkpoint_every and ((number + 1) % spec.record.checkpoint_every == 0
                                              or number + 1 == spec.steps):
             save_checkpoint(run, number + 1, policy, optimizer)
@@ -197,7 +201,7 @@ def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
 
 
 def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float, step_ms: float, mesh: Mesh,
-            certificate: Certificate | None, numbers: Mapping[str, float]) -> None:
+            certificate: Certificate | None, numbers: Mapping[str, Any]) -> None:
     record: dict[str, Any] = {"step": number}
     record |= {f"loss/{name}/sum": float(scalar) for name, scalar in result.loss.items()}
     record |= {"gradient/norm/global": norm,

@@ -156,6 +156,11 @@ class TestInterrupted:
         made(tmp_path, plan("a"), "cancelled")
         assert interrupted(tmp_path, plan("a"), IDENTITY).path == far.path
 
+    def test_one_that_succeeded_is_no_beginning_of_another(self, tmp_path):
+        self.kept(made(tmp_path, plan("a")), 40)
+        made(tmp_path, plan("a"), "cancelled")
+        assert interrupted(tmp_path, plan("a"), IDENTITY) is None
+
     def test_without_a_checkpoint_there_is_nothing_to_go_on_with(self, tmp_path):
         made(tmp_path, plan("a"), "failed")
         run = made(tmp_path, plan("b"), "failed")

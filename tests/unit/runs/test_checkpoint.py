@@ -233,7 +233,7 @@ def killed(monkeypatch):
 
 def contents(run):
     """All that a run found, of every step, without times."""
-    lines = [{key: value for key, value in record.items() if not key.startswith(("time/", "memory/"))}
+    lines = [{key: value for key, value in record.items() if not key.startswith(("time/", "memory/", "run/"))}
              for record in run.steps()]
     tensors = {path.name: load_file(path) for path in sorted((run.path / "tensors").glob("*"))}
     rollouts = {path.name: files.load(path) for path in sorted((run.path / "rollouts").glob("*"))}
@@ -274,6 +274,8 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(kind, killed, tmp_p
     assert differing(said, expected) == []
     assert contents(begun)[0] == before[0], "what was interrupted stays as it ended"
     assert differing(contents(begun)[1], before[1]) == []
+    assert {record["step"]: record["run/continues"] for record in goes_on.steps() if "run/continues" in record} \
+        == {4: begun.path.name}
     if kind == "reproducible":
         names = [sorted(path.name for path in (run.path / "certificates").iterdir()) for run in (goes_on, unbroken)]
         assert names[0] == names[1] == [f"step{step:04d}.json" for step in range(6)]
@@ -287,6 +289,14 @@ def test_a_run_that_goes_on_on_several_ranks_copies_once(tmp_path):
     (lines, said), (expected_lines, expected) = contents(goes_on), contents(whole)
     assert lines == expected_lines
     assert differing(said, expected) == []
+
+
+def test_a_run_that_was_interrupted_when_all_was_done_has_a_checkpoint_all_the_same(tmp_path):
+    changes = {"record": {"checkpoint_every": 2}, "steps": 2}
+    begun = done(tmp_path, "begun", **changes)
+    goes_on = done(tmp_path, "goes_on", continues=begun.path.name, **changes)
+    assert len(goes_on.steps()) == 2
+    assert differing(newest(goes_on), newest(begun)) == []
 
 
 def test_what_cannot_be_gone_on_with_is_refused_in_words(tmp_path):

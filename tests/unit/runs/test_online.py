@@ -33,7 +33,7 @@ from workbench.runs.online import (
     without_ties,
 )
 from workbench.runs.policies import make_policy
-from workbench.runs.spec import RunSpec
+from workbench.runs.spec import RunSpec, merge
 from workbench.runs.store import RunDirectory
 from workbench.runs.worker import make_optimizer, run_here
 from workbench.sharding.data_parallel import is_shard
@@ -415,6 +415,16 @@ def test_a_task_that_gives_what_cannot_be_used_is_refused(how, words):
         online_of(spec_of(), task=Wrong(**how)).sample(0)
 
 
+@pytest.mark.parametrize("changes", [{"data": {"micro_batch_tokens": 24}}, {"loss": {"name": "dpo"}, "online": {
+    "answers": 2}, "data": {"micro_batch_tokens": 30}}, {"data": {"micro_batch_tokens": 60, "keep_groups": True}}])
+def test_rows_that_the_longest_answer_would_not_fit_into_are_refused_before_it_comes(changes):
+    spec = merge({"online": {"max_new_tokens": 20}}, changes)
+    with pytest.raises(SpecError, match=rf"micro_batch_tokens = {changes['data']['micro_batch_tokens']} for answers"):
+        sampled(**spec)
+    enough = merge(spec, {"data": {"micro_batch_tokens": 200}})
+    assert sampled(**enough).num_documents in (6, 9)
+
+
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"cp": 2}, {"tp": 2}])
 def test_prompts_that_differ_between_ranks_end_the_run_on_all_of_them(sizes):
     class OfRank(Digits):
@@ -448,32 +458,34 @@ def records(run):
 
 @pytest.fixture(scope="module")
 def three_steps(tmp_path_factory):
-    return done(tmp_path_factory.mktemp("runs"), steps=3, online={"updates": 2}, data={"documents_per_step": 4})
+    return done(tmp_path_factory.mktemp("runs"), steps=3, online={"updates": 2}, data={"documents_per_step": 5})
 
 
 def test_a_run_records_what_was_sampled_beside_its_steps(three_steps):
     steps = three_steps.steps()
     assert [path.name for path in sorted((three_steps.path / "rollouts").iterdir())] == ["step0000", "step0002"]
     for name in ("reward/all/mean", "reward/right/fraction", "length/answer/mean", "length/truncated/fraction",
-                 "time/sample_ms", "time/score_ms", "kl/policy_sampler/k3_mean"):
+                 "kl/policy_sampler/k3_mean"):
         assert all(name in record for record in steps)
-    assert [record["documents/trained/sum"] for record in steps] == [4, 4, 4]
+    assert [record["documents/trained/sum"] for record in steps] == [5, 5, 5]
+    for name in ("time/sample_ms", "time/score_ms"):
+        assert [name in record for record in steps] == [True, False, True], "where it was sampled"
     assert steps[0]["kl/policy_sampler/k3_mean"] < 1e-12
     assert steps[1]["kl/policy_sampler/k3_mean"] > 1e-9
     assert steps[0]["reward/all/mean"] == steps[1]["reward/all/mean"] != steps[2]["reward/all/mean"]
     first = load(three_steps.path / "rollouts" / "step0000")
     tokens = three_steps.read_tensors("step0001.tokens")
-    trained = torch.isin(first.document_ids_T, torch.tensor([4, 5, 6, 7])) & first.loss_mask_T
+    trained = torch.isin(first.document_ids_T, torch.tensor([5, 6, 7, 8, 0])) & first.loss_mask_T
     assert torch.equal(tokens["trained"], trained), "in the order of the whole sampling"
     assert torch.equal(tokens["old_logprobs"][trained], first.old_logprobs_T[trained])
 
 
 def test_what_was_sampled_is_a_recording_like_any_other(three_steps, tmp_path):
-    """Its advantages are those of whole groups, which a step of four documents cuts."""
+    """Its advantages are those of whole groups, which a step of five documents cuts."""
     replayed = RunSpec.model_validate({
         "model": {"source": "tiny-qwen3"}, "precision": "float64", "device": "cpu",
         "optimizer": {"learning_rate": 1e-2},
-        "data": {"path": str(three_steps.path / "rollouts" / "step0000"), "documents_per_step": 4}, "steps": 2})
+        "data": {"path": str(three_steps.path / "rollouts" / "step0000"), "documents_per_step": 5}, "steps": 2})
     run = RunDirectory.create(tmp_path, "replayed", replayed)
     run_here(run, tmp_path)
     for mine, theirs in zip(records(run), records(three_steps), strict=False):

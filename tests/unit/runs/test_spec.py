@@ -214,6 +214,7 @@ class TestOnline:
         ({"data": {"advantages": {"name": "recorded"}}}, "a task gives rewards and no advantages; name an estimator"),
         ({"data": {"path": "elsewhere"}}, "data.path = 'elsewhere' would not be read"),
         ({"data": {"documents_per_step": 129}}, r"documents_per_step = 129 is more than a sampling has \(16 prompts"),
+        ({"data": {"documents_per_step": 60}, "online": {"updates": 2}}, "train on 120 of the 128 answers"),
         ({"frozen_clip": "other"}, "frozen_clip takes decisions of another run"),
         ({"record": {"checkpoint_every": 3}, "online": {"updates": 2}}, "checkpoint_every = 3 lies between samplings"),
         ({"loss": {"name": "dpo"}}, "loss 'dpo' compares pairs, and online.answers = 8; take answers: 2"),

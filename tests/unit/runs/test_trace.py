@@ -8,8 +8,8 @@ import torch
 from tests.helpers.planted_ulp import plant
 from workbench.errors import RecordError, SpecError
 from workbench.policy.model import load_policy
+from workbench.runs import policies
 from workbench.runs import trace as module
-from workbench.runs import worker
 from workbench.runs.spec import RunSpec
 from workbench.runs.store import RunDirectory
 from workbench.runs.trace import INPUT, Tracer, read_trace
@@ -51,7 +51,7 @@ def padded(blocks):
 
 
 def test_is_made_of_what_came_by(traced, monkeypatch):
-    load, seen = worker.load_policy, {}
+    load, seen = policies.load_policy, {}
 
     def note(_, __, out):
         seen.setdefault("out", out.detach().clone())
@@ -62,7 +62,7 @@ def test_is_made_of_what_came_by(traced, monkeypatch):
         policy.model.get_submodule("model.layers.1.self_attn.q_norm").register_forward_hook(note)
         return policy
 
-    monkeypatch.setattr(worker, "load_policy", watched)
+    monkeypatch.setattr(policies, "load_policy", watched)
     found = traced()
     for what, blocks in (("out", found.forward), ("gradient", found.backward)):
         values_TF = seen[what][0].flatten(1)
