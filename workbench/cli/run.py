@@ -187,8 +187,13 @@ def main(arguments: Sequence[str]) -> int:
             print(f"# {name}\n{request}\n")
         return 0
     progress = _Progress()
-    comparison, report = run_ablation(path, fresh=options.fresh, force=options.force, notebook=options.notebook,
-                                      on_event=progress, **asked)
+    try:
+        comparison, report = run_ablation(path, fresh=options.fresh, force=options.force, notebook=options.notebook,
+                                          on_event=progress, **asked)
+    except KeyboardInterrupt:
+        progress.clear()
+        print("the same command does what is missing; a run that kept a checkpoint goes on from it", file=sys.stderr)
+        raise
     progress.clear()
     print()
     print(verdict_table(comparison))

@@ -20,7 +20,7 @@ from workbench.launch.waits import find_waits
 from workbench.report.numbers import significant
 from workbench.report.trial import GRADIENT_NORM, LOSS, REWARD, duration
 from workbench.runs.lookup import Found, Target, look_up, runs_of, spelled, steps_recorded
-from workbench.runs.progress import Pace
+from workbench.runs.progress import CONTINUES, Pace
 from workbench.runs.spec import flatten
 from workbench.runs.store import ENDED, STATES, RunDirectory, failure_in_short, from_json, to_json
 from workbench.sharding import flight
@@ -85,6 +85,7 @@ class RunStatus:
         device_note: why there, "" if as asked.
         backend: how its ranks came to life.
         handle: the scheduler's name of the job, "" if none.
+        continues: folder of the run that it goes on with, and from which step, in words; "" if none.
         compared_with: name of the run whose settings are the usual ones here; "" if it is this one.
         settings: setting -> its value there and here, where they differ.
         seconds_left: it will take yet, by the pace of its last steps; None if it does not run, or too few have ended.
@@ -114,6 +115,7 @@ class RunStatus:
     device_note: str
     backend: str
     handle: str
+    continues: str
     compared_with: str
     settings: dict[str, list[Any]]
     seconds_left: float | None
@@ -161,11 +163,17 @@ def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
         steps_done=len(steps) if not problem else steps_recorded(run), steps=run.spec.steps, world_size=world_size,
         device=str(state.get("device", "")), device_note=str(state.get("device_note", "")),
         backend=str(state.get("backend", "")), handle=str(state.get("handle", "")),
+        continues=_continues(state, steps),
         compared_with=usual.name if usual else "", settings=settings_that_differ(usual, run) if usual else {},
         seconds_left=Pace(steps).seconds_left(run.spec.steps - len(steps)) if status == "running" else None,
         step_ms=median(times) if times else None, last=steps[-1] if steps else {},
         ranks=_ranks(run, world_size, exits), waiting=[] if status in ENDED else _waiting(run, world_size, exits),
         failure=failure, problem=problem)
+
+
+def _continues(state: dict[str, Any], steps: Sequence[dict[str, Any]]) -> str:
+    since = next((f" from step {record['step']}" for record in steps if CONTINUES in record), "")
+    return f"with {state['continues']}{since}" if "continues" in state else ""
 
 
 def settings_that_differ(usual: RunDirectory, run: RunDirectory) -> dict[str, list[Any]]:
@@ -257,6 +265,8 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
                             f", {status.backend}" if status.backend else "",
                             f", {status.handle}" if status.backend in _CLUSTERS else "",
                             f" ({status.device_note})" if status.device_note else ""])
+    if status.continues:
+        yield "goes on", status.continues
     if status.last:
         loss, norm = (significant(status.last.get(key), 6) for key in (LOSS, GRADIENT_NORM))
         reward = f", reward {significant(status.last[REWARD], 3)}" if REWARD in status.last else ""

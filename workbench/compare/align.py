@@ -244,7 +244,7 @@ def _float64_budgets(reference: Gradients) -> dict[str, tuple[float, str]]:
 def _measured_budgets(reference: Gradients, truth: Gradients) -> dict[str, tuple[float, str]]:
     """Multiples of the reference's error in a parameter, which counts as at least its relative error of the whole."""
     whole = math.sqrt(sum(_distance(reference[name], truth[name]) ** 2 for name in reference))
-    relative = _ratio(whole, math.sqrt(sum(float(g.double().square().sum()) for g in truth.values())))
+    relative = _share(whole, math.sqrt(sum(float(g.double().square().sum()) for g in truth.values())))
     budgets = {}
     for name, gradient in reference.items():
         own, typical = _distance(gradient, truth[name]), relative * float(truth[name].double().norm())
@@ -261,7 +261,7 @@ def _differences(step: int, mine: Gradients, reference: Gradients, truth: Gradie
         distance, (budget, judged_by) = _distance(own, truth[name]), budgets[name]
         rows.append(ParameterDifference(
             step=step, parameter=name, norm=norm, reference_norm=reference_norm,
-            norm_ratio=_ratio(norm, reference_norm), relative_l2=_ratio(float((own - theirs).norm()), reference_norm),
+            norm_ratio=_ratio(norm, reference_norm), relative_l2=_share(float((own - theirs).norm()), reference_norm),
             cosine=_ratio(float(own @ theirs), norm * reference_norm), distance=distance, budget=budget,
             judged_by=judged_by, within=distance <= budget))
     return rows
@@ -277,14 +277,14 @@ def _whole(step: int, rows: list[ParameterDifference], mine: Gradients, referenc
     own, theirs, true = (torch.cat([g[name].double().flatten() for name in reference])
                          for g in (mine, reference, truth))
     if exact:
-        worst = max(rows, key=lambda row: _ratio(row.distance, row.budget))
+        worst = max(rows, key=lambda row: _share(row.distance, row.budget))
         distance, budget = worst.distance, worst.budget
         within = all(row.within for row in rows)
     else:
         distance, budget = _distance(own, true), WHOLE_FACTOR * _distance(theirs, true)
         within = distance <= budget and all(row.within for row in rows)
     return {"step": step, "distance": distance, "budget": budget, "within": within,
-            "relative_l2": _ratio(float((own - theirs).norm()), float(theirs.norm())),
+            "relative_l2": _share(float((own - theirs).norm()), float(theirs.norm())),
             "norm_ratio": _ratio(float(own.norm()), float(theirs.norm())),
             "cosine": _ratio(float(own @ theirs), float(own.norm() * theirs.norm())),
             "bitwise_equal": all(torch.equal(mine[name], reference[name]) for name in reference)}
@@ -296,6 +296,11 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 def _ratio(a: float, b: float) -> float:
     return a / b if b else (1.0 if a == b else math.inf)
+
+
+def _share(distance: float, of: float) -> float:
+    """A distance of 0 is none of anything, also where there is nothing to measure it by: a gradient of 0 in both."""
+    return _ratio(distance, of) if distance else 0.0
 
 
 def _relative(a: float, b: float) -> float:
@@ -379,7 +384,7 @@ def _ratio_histograms(run: RunDirectory, reference: RunDirectory, bins: int = 41
 
 def _agreement_sentence(verdict: str, whole: list[dict[str, Any]], parameters: list[ParameterDifference],
                         bitwise: bool) -> str:
-    share = max(_ratio(w["distance"], w["budget"]) for w in whole)
+    share = max(_share(w["distance"], w["budget"]) for w in whole)
     floors = len({row.parameter for row in parameters if row.judged_by == "floor"})
     flips = sum(w["flipped_clips"] or 0 for w in whole)
     steps = f"all {len(whole)} steps" if len(whole) > 1 else "the step"

@@ -316,7 +316,9 @@ def _check_comparable(where: str, planned: Sequence[Planned]) -> None:
 _OF_GRADIENTS = (
     "gradients are compared step by step: both take as many steps, with record.gradients full, and a reference has the "
     "precision of its runs",
-    "set steps and record in `base`; several precisions are an axis, axes: {precision: [float64, float32]}")
+    "set steps and record: {gradients: full} in `base`; several precisions are an axis, axes: {precision: [float64, "
+    "float32]}. Curves alone need no gradients: what differs is an axis then, such as axes: {loss.name: [grpo, cispo], "
+    "seed: [0, 1]}, and every run stands for itself")
 _OF_BITS = (
     "bits are compared step by step: both take as many steps of the same rows, in one precision and in the same pieces",
     "set steps, precision and reproducible in `base`; give each layout data.micro_batches, so that dp times these is "

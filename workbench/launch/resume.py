@@ -55,11 +55,20 @@ def reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunD
 
 
 def interrupted(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunDirectory | None:
-    """The run of a plan's settings, device and inputs that came furthest, kept a checkpoint, and did not succeed."""
-    found = [run for run in RunDirectory.find(runs_dir, plan.name)
-             if run.spec.content_hash() == plan.spec.content_hash() and run.checkpoints()
-             and run.status in ("failed", "cancelled", "lost")
-             and all(run.state.get(key) == value for key, value in identity.items())]
+    """The run of a plan's settings, device and inputs that came furthest, kept a checkpoint, and did not succeed.
+
+    None from before the last one that succeeded, or that was asked to begin anew.
+    """
+    found = []
+    for run in reversed(RunDirectory.find(runs_dir, plan.name)):
+        if run.spec.content_hash() != plan.spec.content_hash():
+            continue
+        if run.status == "succeeded":
+            break
+        if run.status in ENDED and run.checkpoints() and all(run.state.get(k) == v for k, v in identity.items()):
+            found.append(run)
+        if run.state.get("fresh"):
+            break
     return max(found, key=lambda run: max(run.checkpoints()), default=None)
 
 

@@ -12,6 +12,7 @@ import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, Literal
@@ -134,10 +135,13 @@ def _prepare(runs_dir: Path, plan: Planned, placement: Placement, inputs: Mappin
     earlier = None if fresh else resume.reusable(runs_dir, plan, identity)
     if earlier is not None:
         return Task(plan, earlier, placement, reused=True)
-    if not fresh and (begun := resume.interrupted(runs_dir, plan, identity)):
+    begun, note = None if fresh else resume.interrupted(runs_dir, plan, identity), placement.note
+    if begun is not None:
         identity["continues"] = begun.path.name
-    run = RunDirectory.create(runs_dir, plan.name, plan.spec, launcher=this_process(), backend=where,
-                              device_note=placement.note, world_size=plan.world_size, **identity)
+        goes_on = f"goes on with {begun.path.name} from step {max(begun.checkpoints())}"
+        placement = replace(placement, note="; ".join(filter(None, [note, goes_on])))
+    run = RunDirectory.create(runs_dir, plan.name, plan.spec, launcher=this_process(), backend=where, device_note=note,
+                              world_size=plan.world_size, fresh=fresh, **identity)
     return Task(plan, run, placement)
 
 

@@ -410,8 +410,9 @@ def training_section(records: Records) -> Markup:
         tag("p", _trained_on(records)), tag("p", MEANING), drawing("training", CAPTION, training(records)),
         table(head, rows, numbers=range(1, 9)),
         tag("p", f"first: mean over seeds of the first {ENDS} steps, plain head. last: of the last {ENDS}. fused − "
-                 "plain, rounding and seeds: the three distances. KL is a mean in which one unlikely token can be most "
-                 "of a step, in whichever run draws it."), tag("p", furthest(records)),
+                 "plain, rounding and seeds: the three distances. KL: k3 on the sampler's tokens, which is KL(policy ‖ "
+                 "sampler) while the two are close; a mean in which one unlikely token can be most of a step, in "
+                 "whichever run draws it."), tag("p", furthest(records)),
         tag("h3", "When a run came apart from the plain one of its seed"),
         table(["run", "seed", "loss or norm first another at step", "an answer first another at step",
                "answers alike in the last step"], apart, numbers=range(1, 5))])

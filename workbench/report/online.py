@@ -62,7 +62,8 @@ CAPTION = (
     "By optimizer step. Rewards are those of the answers that the step trains on, scored before it does. Up is better "
     "for reward and right answers, down for answers cut off; length, entropy and norms have no better side, and the "
     "loss of a policy gradient says nothing of progress. Apart: what the trainer says of the tokens against what the "
-    "sampler said when it drew them, as an estimate of KL (k3, mean over trained tokens); 0 would be no mismatch.")
+    "sampler said when it drew them, as k3 on the sampler's tokens, mean over those trained, which is KL(policy ‖ "
+    "sampler) while the two are close; 0 would be no mismatch.")
 
 Runs = Comparison | RunDirectory | Iterable[RunDirectory]
 

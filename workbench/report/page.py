@@ -39,9 +39,7 @@ __all__ = ["page", "show", "write_report"]
 
 STYLE_SHEET = Path(__file__).with_name("page.css")
 CAPTIONS = {
-    "gradient_norm_by_step":
-        "L2 norm over all parameters, each counted once, before clipping. The broad grey line is the "
-        "reference; configurations that agree with it share one dashed line.",
+    "gradient_norm_by_step": "L2 norm over all parameters, each counted once, before clipping.",
     "norm_ratios":
         "Norm of each parameter's gradient over the reference's, at step 0; parameters run downwards in the "
         "model's order. A correct configuration lies on 1 from top to bottom. A wrong direction can hide "
@@ -60,6 +58,7 @@ CAPTIONS = {
         "A mark for every step; the first one, which also warms up, is hollow. The bar is the median of the "
         "others.",
 }
+BROAD_CAPTION = " The broad grey line is the reference; configurations that agree with it share one dashed line."
 FLOOR_CAPTION = (
     "These gradients are too small to be measured against themselves; their budget comes from the model's "
     "typical gradient instead. They are judged like all others, and none is skipped.")
@@ -193,11 +192,14 @@ def across_seeds(comparison: Comparison) -> Markup:
 
 def gradient_norm(comparison: Comparison) -> Markup:
     """The figure of gradient norms."""
-    return _figure(comparison, figures.gradient_norm_by_step)
+    held = any(c.against and c.steps for c in comparison.configurations)
+    return _figure(comparison, figures.gradient_norm_by_step, more=BROAD_CAPTION if held else "")
 
 
 def norm_ratios(comparison: Comparison) -> Markup:
     """The figure of norm ratios, the parameters judged by the floor, and every number behind it."""
+    if not any(c.parameters for c in comparison.configurations):
+        return tag("p", "No parameter's gradient was held against another's.")
     floored = _floored(comparison)
     if floored:
         rows = [[tag("code", name), len({c.name for c, _ in found}),
@@ -263,8 +265,8 @@ def _answers(comparison: Comparison) -> list[str]:
     return [*([answer(comparison)] if judged or not sampled else []), *([sampled] if sampled else [])]
 
 
-def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure]) -> Markup:
-    return drawing(draw.__name__, CAPTIONS[draw.__name__], draw(comparison))
+def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure], *, more: str = "") -> Markup:
+    return drawing(draw.__name__, CAPTIONS[draw.__name__] + more, draw(comparison))
 
 
 def _floored(comparison: Comparison) -> dict[str, list[tuple[Configuration, ParameterDifference]]]:

@@ -45,7 +45,7 @@ WHAT = (
     "1/16. float32 logits come of the same bfloat16 weights and hidden states, as the fused head sums them; a float32 "
     "head lifts weights and hidden states first. A bfloat16 sampler rounds its own logits: a trainer that rounds them "
     "too makes the same errors, token by token, and one that does not is nearer to the exact log-probabilities and "
-    "further from the sampler's. What helps is the same head on both sides.")
+    "further from the sampler's. What helps is the same arithmetic on both sides, trunk and head.")
 CAPTION = (
     "Share of trained tokens whose log ratio is further from 0 than the abscissa, both axes logarithmic: a line "
     "further left is a better start, and where it ends is the largest log ratio. Vertical: where the loss clips, on "
@@ -118,8 +118,8 @@ def ratios(records: Records) -> pd.DataFrame:
     """How far the ratio of each run starts from 1, a row a run, keyed by ablation and its name.
 
     Columns: sampler and trainer (precisions), head (in words), temperature (of the trainer), tokens, mean_distance,
-    most and mean of the log ratio (nats), outside (share of tokens beyond the clip), kl (of policy and sampler, k3,
-    nats), samples (effective sample size, as a share of the tokens), answers (what was drawn).
+    most and mean of the log ratio (nats), outside (share of tokens beyond the clip), kl (k3 on the sampler's
+    tokens, nats), samples (effective sample size, as a share of the tokens), answers (what was drawn).
 
     Raises:
         RecordError: a run failed.
@@ -193,8 +193,9 @@ def ratios_section(records: Records) -> Markup:
             "KL, k3", "effective samples"]
     return join([tag("p", WHAT), tag("p", _drew(records)), drawing("beyond", CAPTION, beyond(records)),
                  table(head, rows, numbers=range(3, 10)),
-                 tag("p", "T: the trainer's temperature. Log ratios and KL(policy ‖ sampler) in nats. Effective "
-                          "samples: as a share of the tokens.")])
+                 tag("p", "T: the trainer's temperature. Log ratios and KL in nats. KL: k3 on the sampler's tokens, "
+                          "which is KL(policy ‖ sampler) while the two are close. Effective samples: as a share of the "
+                          "tokens.")])
 
 
 # ---- parts ---------------------------------------------------------------------------------------------

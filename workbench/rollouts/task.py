@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import operator
 import random
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,12 +42,12 @@ class Task(Protocol):
     end_ids: Sequence[int]
     right_reward: float
 
-    def prompts(self, seed: int, count: int) -> list[str]:
+    def prompts(self, seed: int, count: int) -> Iterable[str]:
         """So many prompts; the same for the same seed, in every process."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Vocabulary ids of a prompt, in the policy's own vocabulary."""
+    def encode(self, text: str) -> Iterable[int]:
+        """Vocabulary ids of a prompt, in the policy's own vocabulary, such as ``tokenizer(text).input_ids``."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -205,7 +206,7 @@ def named_task(name: str, project: Path) -> Task:
         project: folder that a relative path begins at.
 
     Raises:
-        SpecError: no such task or file, or an object that lacks something of `Task`.
+        SpecError: no such task or file, or an object that lacks something of `Task`, or has no ids in its end_ids.
     """
     if name == "arithmetic":
         return ArithmeticTask()
@@ -227,6 +228,13 @@ def named_task(name: str, project: Path) -> Task:
         raise SpecError(f"online.task = {name!r}", found=f"{attribute} has no {', '.join(lacking)}",
                         rule=f"a task has {', '.join(wanted)}; see workbench.rollouts.task.Task",
                         fix="add what is missing")
+    try:
+        list(map(operator.index, task.end_ids))
+    except TypeError as error:
+        raise SpecError(f"online.task = {name!r}", found=f"{attribute}.end_ids = {task.end_ids!r}",
+                        rule="a sequence of the ids of which any ends an answer",
+                        fix="write end_ids = [tokenizer.eos_token_id]; where that is None the tokenizer has no end, "
+                            "so name the id of the token that is to end an answer") from error
     return task
 
 
@@ -252,7 +260,11 @@ def task_file(name: str, project: Path) -> tuple[Path, str]:
         raise SpecError(f"online.task = {name!r}", found="no task of that name", rule="arithmetic, or FILE.py:NAME",
                         fix="name a file that ends in .py and a class in it, such as tasks/sorting.py:Sorting")
     if not (project / path).is_file():
-        raise SpecError(f"online.task = {name!r}", found=f"no file {project / path}",
-                        rule="a relative path begins at the project root",
-                        fix="check the path, or give an absolute one")
+        found, fix = f"no file {project / path}", "check the path, or give an absolute one"
+        if (beside_us := Path.cwd() / path).is_file():
+            found += f", although there is {beside_us}, relative to the current folder"
+            fix = f"write online.task: {beside_us}:{attribute}"
+        raise SpecError(f"online.task = {name!r}", found=found, fix=fix,
+                        rule=f"a relative path begins at the project root, {project}: the current folder if it holds a "
+                             "folder named data, else where the workbench's sources lie")
     return project / path, attribute

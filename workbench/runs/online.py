@@ -16,6 +16,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import operator
+import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -117,13 +119,18 @@ class Online:
         """
         began, online = time.perf_counter(), self.spec.online
         self.sampler.take(full_weights(self.policy.model, self.policy.shards, self.mesh))
-        prompts = self.task.prompts(seed_of(self.spec.seed, number), online.prompts)
+        prompts = list(self.task.prompts(seed_of(self.spec.seed, number), online.prompts))
         if len(prompts) != online.prompts:
             raise SpecError(f"{online.prompts} prompts of {online.task}", found=f"{len(prompts)}",
                             rule="a task gives as many prompts as it is asked for", fix="correct its prompts()")
         encoded = [self._encoded(prompt) for prompt in prompts]
         self._refuse_other_prompts(encoded)
         answers, rewards_N = self._everybodys(self._answer_own(number, prompts, encoded))
+        if not all(math.isfinite(said) for answer in answers for said in answer.logprobs):
+            raise SpecError(f"sampling {number}, from the policy after {number * online.updates} steps",
+                            found="log-probabilities that are not finite", rule="a policy that samples is finite",
+                            fix="lower optimizer.learning_rate, or set optimizer.max_grad_norm; gradient/norm/global "
+                                "in metrics.jsonl says since when, and the newest checkpoint is of before")
         sampled = time.perf_counter()
         batch = self._batch(encoded, answers, rewards_N)
         numbers = describe(batch, self.task.right_reward, online.answers)
@@ -134,7 +141,15 @@ class Online:
     # ---- writing answers -----------------------------------------------------------------------------
 
     def _encoded(self, prompt: str) -> list[int]:
-        tokens, size = self.task.encode(prompt), self.policy.vocabulary_size
+        given, size = self.task.encode(prompt), self.policy.vocabulary_size
+        try:
+            tokens = [operator.index(token) for token in given]
+        except TypeError as error:
+            raise SpecError(f"tokens of the prompt {prompt!r}",
+                            found=f"a {type(given).__name__}, {reprlib.repr(given)}",
+                            rule="encode() gives whole numbers, one after another: a list, or one row of a tensor",
+                            fix="return tokenizer(text).input_ids, not tokenizer(text) and not a list of such lists"
+                            ) from error
         if not tokens or not all(0 <= token < size for token in tokens):
             raise SpecError(f"tokens of the prompt {prompt!r}", found=f"{tokens}",
                             rule=f"at least one, each from 0 to {size - 1}, of the policy's own vocabulary",
@@ -154,12 +169,14 @@ class Online:
         together = online.answers if data.keep_groups or self.spec.loss.needs_pairs else 1
         needed = flow.multiples(self.spec.layout, self.spec.reproducible)
         each = -(-longest // needed.document) * needed.document
-        if data.micro_batch_tokens is not None and together * each > data.micro_batch_tokens:
+        row = data.multiple_of or needed.row
+        if data.micro_batch_tokens is not None and together * each > data.micro_batch_tokens // row * row:
             raise SpecError(f"data.micro_batch_tokens = {data.micro_batch_tokens} for answers of up to "
                             f"{online.max_new_tokens} tokens to {prompt!r}",
-                            found=f"{together} document(s) of up to {each} tokens that lie in one row",
+                            found=f"{together} document(s) of up to {each} tokens in one row, and rows in multiples "
+                                  f"of {row}",
                             rule="a row holds the longest answer with its prompt, and those that it is compared with",
-                            fix=f"take at least {together * each}, or lower online.max_new_tokens")
+                            fix=f"take at least {-(-together * each // row) * row}, or lower online.max_new_tokens")
 
     def _refuse_other_prompts(self, encoded: Sequence[Sequence[int]]) -> None:
         """Every rank has the same prompts, or none goes on: each would put the others' answers behind its own."""
@@ -197,12 +214,32 @@ class Online:
                           dtype=torch.float64)
 
     def _reward(self, prompt: str, answer: Answer) -> float:
-        completion = self.task.decode(answer.tokens)
-        reward = float(self.task.reward(prompt, completion))
+        completion = self._decoded(answer.tokens)
+        given = self.task.reward(prompt, completion)
+        try:
+            reward = float(given)
+        except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several numbers
+            reward = math.nan
         if not math.isfinite(reward):
-            raise SpecError(f"reward of the answer {completion!r} to {prompt!r}", found=f"{reward}",
+            raise SpecError(f"reward of the answer {completion!r} to {prompt!r}", found=reprlib.repr(given),
                             rule="a reward is a finite number", fix="correct reward() of the task")
         return reward
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        """The text of an answer. A policy may draw any id of its vocabulary, also one that the task does not know."""
+        try:
+            return self.task.decode(tokens)
+        except (LookupError, ValueError) as error:
+            known = getattr(self.task, "vocab_size", None)
+            unknown = [token for token in tokens if known is None or token >= known]
+            if not unknown:
+                raise
+            theirs = "" if known is None else f" and a task of {known}"
+            raise SpecError(f"online.task = {self.spec.online.task!r} with model.source = {self.spec.model.source!r}",
+                            found=f"an answer of the ids {unknown}, which decode() does not read "
+                                  f"({type(error).__name__}), of a policy of {self.policy.vocabulary_size} ids{theirs}",
+                            rule="decode() reads every id of the policy's vocabulary",
+                            fix="take a task with the tokenizer of this model, or read other ids as padding") from error
 
     def _everybodys(self, own: Mapping[int, tuple[Answer, float]]) -> tuple[list[Answer], Tensor]:
         """All answers and rewards, on every rank. Each is written by one rank, and 0 on the others: sums are exact."""

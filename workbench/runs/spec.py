@@ -397,6 +397,11 @@ LATER = ("reproducible", "online", "record.certificate", "record.checkpoint_ever
 """Settings that came when there were records already: left as they are by default, they change no run's identity."""
 
 
+_NOT_SAMPLED = {"gae": "values of a critic", "vapo": "values of a critic", "gdpo": "components of the reward",
+                "remax": "rewards of greedy answers", "optimal_token_baseline": "squared probabilities"}
+"""Advantage estimators that want more than rewards, and what."""
+
+
 def _not_online(spec: RunSpec) -> Iterator[str]:
     """What of a spec does not go with rollouts that the run samples itself, and what to do about it."""
     data, online, every = spec.data, spec.online, spec.record.checkpoint_every
@@ -413,8 +418,20 @@ def _not_online(spec: RunSpec) -> Iterator[str]:
         yield (f"online.updates = {online.updates} of data.documents_per_step = {data.documents_per_step} train on "
                f"{online.updates * data.documents_per_step} of the {online.documents} answers of a sampling, and never "
                "on the others; take more updates or documents, or sample less")
+    together = data.keep_groups or spec.loss.needs_pairs
+    if together and data.documents_per_step is not None and data.documents_per_step % online.answers:
+        yield (f"data.documents_per_step = {data.documents_per_step} cuts groups of {online.answers} answers, which "
+               "lie in one row here; take a multiple of online.answers")
+    if lacking := _NOT_SAMPLED.get(data.advantages.name):
+        yield (f"data.advantages {data.advantages.name!r} wants {lacking}, which nobody makes online; take an "
+               "estimator of rewards, such as grpo or rloo")
+    elif online.answers == 1 and data.advantages.name not in ("recorded", "reinforce_plus_plus"):
+        yield (f"one answer to a prompt is no group, and data.advantages {data.advantages.name!r} would be 0 "
+               "everywhere; take more online.answers, or reinforce_plus_plus")
     if spec.frozen_clip is not None:
         yield "frozen_clip takes decisions of another run, whose tokens are others; leave it out"
+    yield from (f"fault {name!r} does nothing where advantages are made before a step's rows are; plant it in a run "
+                "on a recording" for name in spec.faults if name in ("baseline_per_micro_batch", "whitening_per_rank"))
     if every is not None and every % online.updates:
         yield (f"record.checkpoint_every = {every} lies between samplings, which come every {online.updates} steps; "
                "take a multiple of online.updates")

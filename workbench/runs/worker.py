@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import os
 import sys
 import time
@@ -155,8 +156,8 @@ def _take_steps(run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy,
                 save(data.source, run.path / "rollouts" / _name(number), provenance={"made_by": "workbench run"})
             numbers = dict(data.numbers) | ({CONTINUES: run.state["continues"]} if number == first > 0 else {})
             _record(run, number, result, norm, clock.step_ms, mesh, certificate, numbers)
-        if spec.record.checkpoint_every and ((number + 1) % spec.record.checkpoint_every == 0
-                                             or number + 1 == spec.steps):
+        every = spec.record.checkpoint_every
+        if every and ((number + 1) % every == 0 or number + 1 == spec.steps) and math.isfinite(norm):
             save_checkpoint(run, number + 1, policy, optimizer)
 
 

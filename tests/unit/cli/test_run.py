@@ -225,6 +225,15 @@ class TestRunAblation:
             verb.run_ablation(file)
         assert sweeps[0].cancelled
 
+    def test_who_interrupts_is_told_how_to_go_on(self, file, saved, monkeypatch, capsys):
+        def interrupted(sweep, on_event):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Ended, "follow", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            verb.main([str(file)])
+        assert "a run that kept a checkpoint goes on from it" in capsys.readouterr().err
+
     def test_the_notebook_is_executed_if_asked(self, file, saved, monkeypatch):
         written = []
         monkeypatch.setattr("workbench.report.notebook.write_notebook", written.append)

@@ -77,6 +77,25 @@ class TestOneRun:
         assert "  where      2 ranks on cpu, slurm, slurm://x/77\n" in out
         assert "  where      1 rank on cpu, processes\n" in out
 
+    def test_what_it_goes_on_with(self, parity, capsys):
+        records = [{"step": number} | ({"run/continues": "cp2-0badcafe"} if number == 2 else {}) for number in range(4)]
+        make_run(parity, "cp2", fields={"continues": "cp2-0badcafe"}, records=records)
+        make_run(parity, "dp2", fields={"continues": "dp2-0badcafe"}, done=0, state="pending")
+        main(["status", "cp2"])
+        main(["status", "dp2"])
+        said = [line.split(maxsplit=2)[2] for line in capsys.readouterr().out.splitlines() if "  goes on " in line]
+        assert said == ["with cp2-0badcafe from step 2", "with dp2-0badcafe"]
+
+    def test_time_left_and_reward_of_a_run_that_goes_on(self, parity, capsys):
+        records = [{"step": number, "loss/total/sum": 0.5, "gradient/norm/global": 1.0, "reward/all/mean": 0.25,
+                    "time/ended_ns": 30 * 10**9 * number} for number in range(2)]
+        make_run(parity, "cp2", state="running", records=records, steps=4)
+        main(["status", "cp2"])
+        out = capsys.readouterr().out
+        assert "2 of 4 steps" in out
+        assert "about 1 min 0 s left\n" in out
+        assert "gradient norm 1.00000, reward 0.250\n" in out
+
     def test_a_cancel_that_was_asked_for_is_said_until_it_ends(self, parity, capsys):
         make_run(parity, "cp2", state="running").request_cancel("test")
         main(["status", "cp2"])

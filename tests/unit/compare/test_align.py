@@ -60,6 +60,21 @@ def test_a_tiny_gradient_is_judged_by_the_floor_and_listed(tmp_path):
     assert "1 parameter(s) judged by the floor" in found.why
 
 
+@pytest.mark.parametrize(("precision", "scale", "words"), [
+    ("float64", 1 + 4e-13, "the nearest to its bar is at 0.4 of it"),
+    ("float32", 1 + 2e-6, "at most 0.8 of the budget")])
+def test_a_step_whose_gradient_is_0_in_both_takes_no_share_of_its_budget(tmp_path, precision, scale, words):
+    zero = gradient(0.0)
+    subjects = [Subject("truth", run(tmp_path, "truth", [zero, gradient()])),
+                Subject("plain", run(tmp_path, "plain", [zero, gradient(1 + 1e-6)], precision="float32"), "", "truth"),
+                Subject("mine", run(tmp_path, "mine", [zero, gradient(scale)], precision=precision),
+                        "truth" if precision == "float64" else "plain", "truth")]
+    found = compare_runs(subjects, experiment="demo", question="?")["mine"]
+    assert words in found.why
+    assert [row.relative_l2 for row in found.parameters if row.step == 0] == [0.0, 0.0]
+    assert (found.whole_gradient[0]["relative_l2"], found.whole_gradient[0]["within"]) == (0.0, True)
+
+
 def test_a_half_gradient_is_named_after_cp(tmp_path):
     found = judged(tmp_path, [gradient(0.5), gradient(0.5)], layout={"cp": 2})
     assert (found.verdict, found.factor, found.factor_meaning) == ("different", pytest.approx(0.5), "1 / cp")

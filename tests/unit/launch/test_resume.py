@@ -161,6 +161,17 @@ class TestInterrupted:
         made(tmp_path, plan("a"), "cancelled")
         assert interrupted(tmp_path, plan("a"), IDENTITY) is None
 
+    def test_nothing_from_before_a_success_or_a_fresh_beginning(self, tmp_path):
+        self.kept(made(tmp_path, plan("a"), "failed"), 40)
+        made(tmp_path, plan("a"))
+        assert interrupted(tmp_path, plan("a"), IDENTITY) is None
+        self.kept(made(tmp_path, plan("b"), "failed"), 40)
+        anew = made(tmp_path, plan("b"), "cancelled", fresh=True)
+        assert interrupted(tmp_path, plan("b"), IDENTITY) is None
+        assert interrupted(tmp_path, plan("b"), IDENTITY | {"device": "cuda"}) is None
+        self.kept(anew, 20)
+        assert interrupted(tmp_path, plan("b"), IDENTITY).path == anew.path
+
     def test_without_a_checkpoint_there_is_nothing_to_go_on_with(self, tmp_path):
         made(tmp_path, plan("a"), "failed")
         run = made(tmp_path, plan("b"), "failed")

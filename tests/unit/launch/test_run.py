@@ -172,8 +172,12 @@ class TestHere:
         options = {"where": "here", "worker": FAKE, "project": project}
         failed = launch(self.ABLATION, tmp_path, **options).runs[1]
         (failed.path / "checkpoints" / "step0001").mkdir(parents=True)
-        again, fresh = (launch(self.ABLATION, tmp_path, fresh=fresh, **options).runs[1] for fresh in (False, True))
+        told = []
+        again = launch(self.ABLATION, tmp_path, on_event=told.append, **options).runs[1]
+        fresh = launch(self.ABLATION, tmp_path, fresh=True, **options).runs[1]
         assert (again.state["continues"], fresh.state.get("continues")) == (failed.path.name, None)
+        said = {str(event).rpartition("(")[2] for event in told if event.name == again.name}
+        assert any(f"goes on with {failed.path.name} from step 1)" in words for words in said)
         assert failed.status == "failed"
 
     def test_what_changed_is_refused_in_words_and_nothing_is_made_unless_forced(self, tmp_path, project):

@@ -213,6 +213,7 @@ def test_the_page_is_whole_offline_and_the_same_every_time(text):
     assert page(records()) == text
     assert "http" not in text.replace('http-equiv="Content-Security-Policy"', "")
     assert {"h1", "figure", "svg", "table"} <= {tag for tag, _ in read.tags}
+    assert read.text.count("k3 on the sampler's tokens") == 1
     assert "48.2 million parameters, 31.5 million of them beside its embedding (hidden_size 512)" in read.text
     assert "41 s on a <GPU>, until 43%" in read.text
     assert "Each step samples 16 prompts with 8 answers at temperature 1, the sampler in float32" in read.text

@@ -127,6 +127,18 @@ def test_without_floored_parameters_the_page_says_so(comparison):
     assert "none needed the floor" in page(Comparison("x", "?", [comparison["one_rank-float64"], own]))
 
 
+def test_where_nothing_was_judged_the_page_speaks_of_no_reference_and_no_floor(text, comparison):
+    broad = "The broad grey line is the reference"
+    assert broad in section(text, "Gradient norm by step")
+    alone = page(Comparison("x", "?", [comparison["one_rank-float64"], comparison["one_rank-float32"]]))
+    assert broad not in alone
+    assert "before clipping.</figcaption>" in section(alone, "Gradient norm by step")
+    ratios = Reader(section(alone, "Per-parameter norm ratios")).text
+    assert ratios.endswith("Per-parameter norm ratios No parameter's gradient was held against another's.")
+    lost = replace(comparison["tp2-float64"], steps=[], parameters=[])
+    assert broad not in page(Comparison("x", "?", [comparison["one_rank-float64"], lost]))
+
+
 def test_a_failed_run_shows_rank_coordinates_exception_and_traceback(text):
     part = section(text, "Failed runs")
     assert FAILED in part

@@ -124,6 +124,8 @@ def test_the_page_is_whole_offline_and_the_same_every_time(text):
     assert page(records()) == text
     assert "http" not in text.replace('http-equiv="Content-Security-Policy"', "")
     assert {"h1", "figure", "svg", "table"} <= {tag for tag, _ in read.tags}
+    assert read.text.count("k3 on the sampler's tokens") == 1
+    assert "What helps is the same arithmetic on both sides, trunk and head." in read.text
 
 
 def test_it_is_written_from_a_folder_and_a_failed_run_is_named(tmp_path):

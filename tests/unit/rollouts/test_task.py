@@ -125,6 +125,9 @@ class Lazy:
         return []
 
 
+UNENDED, ONE_END = Copying(end_ids=[None]), Copying(end_ids=2)
+
+
 class Asks(Copying):
     def __init__(self, question):
         self.question = question
@@ -167,7 +170,20 @@ def test_a_class_or_an_object_of_a_file_is_a_task(tasks):
     ("mine/tasks.py:Sorting", "found: no Sorting in tasks.py"),
     ("mine/tasks.py:Lazy", "found: Lazy has no right_reward, encode, decode, reward"),
     ("mine/tasks.py:Asks", "found: Asks cannot be made: .*question"),
+    ("mine/tasks.py:UNENDED", r"found: UNENDED.end_ids = \[None\]\n  rule: a sequence (.|\n)*tokenizer.eos_token_id"),
+    ("mine/tasks.py:ONE_END", "found: ONE_END.end_ids = 2\n"),
 ])
 def test_what_is_no_task_is_refused_in_words(name, words, tasks):
     with pytest.raises(SpecError, match=words):
         named_task(name, tasks)
+
+
+def test_a_task_beside_us_that_is_not_in_the_project_is_pointed_out(tasks, monkeypatch):
+    monkeypatch.chdir(tasks)
+    here, there = (folder / "mine" / "tasks.py" for folder in (tasks, tasks / "project"))
+    with pytest.raises(SpecError) as caught:
+        task_file("mine/tasks.py:Copying", tasks / "project")
+    assert caught.value.parts["found"] == f"no file {there}, although there is {here}, relative to the current folder"
+    assert caught.value.parts["fix"] == f"write online.task: {here}:Copying"
+    assert task_file(f"{here}:Copying", tasks / "project") == (here, "Copying")
+    assert str(tasks / "project") in caught.value.parts["rule"]

@@ -1,5 +1,6 @@
 """Checkpoints: whole tensors in every layout, whole or absent, and a run that goes on as if nothing had happened."""
 
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -321,6 +322,19 @@ def test_what_cannot_be_gone_on_with_is_refused_in_words(tmp_path):
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(RecordError, match=r"read step0002/optimizer.safetensors(.|\n)*--fresh"):
         continue_run(after(begun.path.name), policy, optimizer)
+
+
+def test_weights_that_are_not_finite_replace_none_that_are(tmp_path, monkeypatch):
+    clip = flow.clip_gradients
+    taken = []
+
+    def breaks(policy, norms, max_norm):
+        taken.append(1)
+        return clip(policy, norms, max_norm) if len(taken) < 4 else math.nan
+
+    monkeypatch.setattr(flow, "clip_gradients", breaks)
+    run = done(tmp_path, steps=6, record={"checkpoint_every": 2}, online={"updates": 2})
+    assert list(run.checkpoints()) == [2]
 
 
 def test_no_more_is_kept_than_is_asked_for(tmp_path):

@@ -1,12 +1,15 @@
 """Online rollouts: what is in them, who agrees on them, and that they train as a recording does."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import BatchEncoding
 
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.online_runs import Digits, done, spec_of
@@ -19,8 +22,10 @@ from workbench.losses.presets import PRESETS
 from workbench.losses.spec import LossSpec
 from workbench.policy.model import load_decoder
 from workbench.policy.precision import lift_to_float64
+from workbench.policy.tiny import tiny_qwen3
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.files import load
+from workbench.rollouts.task import SYMBOLS
 from workbench.runs import step as flow
 from workbench.runs.online import (
     Online,
@@ -410,10 +415,93 @@ class Wrong(Digits):
     ({"encode": []}, r"tokens of the prompt '\^.+='\n  found: \[\]"),
     ({"encode": [3, 19]}, r"found: \[3, 19\]\n  rule: +at least one, each from 0 to 18"),
     ({"encode": [-1]}, r"found: \[-1\]"),
+    ({"encode": BatchEncoding({"input_ids": [3, 4]})}, r"found: a BatchEncoding, (.|\n)*tokenizer\(text\)\.input_ids"),
+    ({"encode": "34"}, "found: a str, '34'"),
+    ({"encode": [[3, 4]]}, r"found: a list, \[\[3, 4\]\]"),
+    ({"encode": torch.tensor([[3, 4]])}, r"found: a Tensor, tensor\(\[\[3, 4\]\]\)"),
+    ({"encode": [3.0]}, r"found: a list, \[3.0\]"),
+    ({"encode": None}, "found: a NoneType, None"),
+    ({"reward": None}, r"reward of the answer '.+' to '\^.+='\n  found: None\n  rule: a reward is a finite number"),
+    ({"reward": "good"}, "found: 'good'"),
+    ({"reward": torch.ones(2)}, r"found: tensor\(\[1., 1.\]\)"),
 ])
 def test_a_task_that_gives_what_cannot_be_used_is_refused(how, words):
     with pytest.raises(SpecError, match=words):
         online_of(spec_of(), task=Wrong(**how)).sample(0)
+
+
+class Given(Digits):
+    """Gives what its base class does, in other types."""
+
+    kind = staticmethod(torch.tensor)
+
+    def prompts(self, seed, count):
+        return (prompt for prompt in super().prompts(seed, count))
+
+    def encode(self, text):
+        return self.kind(super().encode(text))
+
+    def reward(self, prompt, completion):
+        return torch.tensor(super().reward(prompt, completion), dtype=torch.float64)
+
+
+class GivenByNumpy(Given):
+    kind = staticmethod(np.array)
+
+
+@pytest.mark.parametrize("task", [Given(), GivenByNumpy()])
+def test_tensors_arrays_and_generators_are_taken(task):
+    mine, usual = (fields(online_of(spec_of(), task=each).sample(0)[0]) for each in (task, TASK))
+    assert mine.keys() == usual.keys()
+    assert all(same_bits(mine[name], usual[name]) for name in usual)
+
+
+class ByTable(Digits):
+    """Reads ids in a table, as a user's task may; how many it knows it does not say."""
+
+    vocab_size = None
+
+    def decode(self, tokens):
+        return "".join(dict(enumerate(SYMBOLS))[token] for token in tokens)
+
+
+@pytest.fixture(scope="module")
+def wider(tmp_path_factory):
+    """Settings of a policy of 40 ids."""
+    folder = tmp_path_factory.mktemp("wider")
+    tiny_qwen3(40).save_pretrained(folder)
+    return {"model": {"source": str(folder)}}
+
+
+@pytest.mark.parametrize(("task", "words"), [
+    (Digits(), r"does not read \(ShapeError\), of a policy of 40 ids and a task of 19\n"),
+    (ByTable(), r"does not read \(KeyError\), of a policy of 40 ids\n"),
+])
+def test_ids_that_the_task_does_not_know_are_named_with_the_model(task, words, wider):
+    with pytest.raises(SpecError, match=words) as caught:
+        online_of(spec_of(**wider), task=task).sample(0)
+    asked = f"online.task = '{spec_of().online.task}' with model.source = '{wider['model']['source']}'"
+    assert caught.value.parts["asked"] == asked
+    unknown = re.match(r"an answer of the ids \[([\d, ]+)\]", caught.value.parts["found"])[1].split(", ")
+    assert max(map(int, unknown)) >= 19
+    assert "take a task with the tokenizer of this model" in caught.value.parts["fix"]
+
+
+def test_a_task_of_fewer_ids_trains_where_it_reads_the_others_as_padding(wider):
+    class Padding(Digits):
+        def decode(self, tokens):
+            return super().decode([token if token < self.vocab_size else self.pad_id for token in tokens])
+
+    assert int(online_of(spec_of(**wider), task=Padding()).sample(0)[0].tokens_T.max()) >= 19
+
+
+def test_what_else_goes_wrong_in_decode_is_said_as_it_is():
+    class Broken(Digits):
+        def decode(self, tokens):
+            return {}["a slip"]
+
+    with pytest.raises(KeyError, match="a slip"):
+        online_of(spec_of(), task=Broken()).sample(0)
 
 
 @pytest.mark.parametrize("changes", [{"data": {"micro_batch_tokens": 24}}, {"loss": {"name": "dpo"}, "online": {
@@ -424,6 +512,21 @@ def test_rows_that_the_longest_answer_would_not_fit_into_are_refused_before_it_c
         sampled(**spec)
     enough = merge(spec, {"data": {"micro_batch_tokens": 200}})
     assert sampled(**enough).num_documents in (6, 9)
+
+
+def test_rows_are_as_large_as_their_multiple_allows():
+    cut = {"layout": {"cp": 2, "order": "zigzag"}, "online": {"max_new_tokens": 12}}  # multiples of 4: 22 holds 20
+    longest = max(len(TASK.encode(prompt)) for prompt in TASK.prompts(seed_of(0, 0), 3)) + 12
+    with pytest.raises(SpecError, match=r"rows in multiples of 4(.|\n)*take at least"):
+        sampled(**merge(cut, {"data": {"micro_batch_tokens": longest // 4 * 4 + 3}}))
+
+
+def test_a_policy_that_is_not_finite_is_said_to_be_that():
+    online = online_of(spec_of())
+    with torch.no_grad():
+        online.policy.model.get_input_embeddings().weight[3] = math.nan
+    with pytest.raises(SpecError, match=r"sampling 2, from the policy after 2 steps\n  found: log-probabilities that"):
+        online.sample(2)
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"cp": 2}, {"tp": 2}])

@@ -216,6 +216,13 @@ class TestOnline:
         ({"data": {"documents_per_step": 129}}, r"documents_per_step = 129 is more than a sampling has \(16 prompts"),
         ({"data": {"documents_per_step": 60}, "online": {"updates": 2}}, "train on 120 of the 128 answers"),
         ({"frozen_clip": "other"}, "frozen_clip takes decisions of another run"),
+        ({"data": {"documents_per_step": 100, "keep_groups": True}, "online": {"updates": 2}}, "cuts groups of 8"),
+        ({"faults": ["whitening_per_rank"]}, "fault 'whitening_per_rank' does nothing"),
+        ({"data": {"documents_per_step": 9}, "loss": {"name": "dpo"}, "online": {"answers": 2, "updates": 4}},
+         "cuts groups of 2 answers"),
+        ({"data": {"advantages": {"name": "gae"}}}, "'gae' wants values of a critic"),
+        ({"data": {"advantages": {"name": "remax"}}}, "'remax' wants rewards of greedy answers"),
+        ({"online": {"answers": 1}}, "one answer to a prompt is no group"),
         ({"record": {"checkpoint_every": 3}, "online": {"updates": 2}}, "checkpoint_every = 3 lies between samplings"),
         ({"loss": {"name": "dpo"}}, "loss 'dpo' compares pairs, and online.answers = 8; take answers: 2"),
     ])

@@ -38,6 +38,7 @@ from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.files import load
 from workbench.rollouts.targets import shift_targets
 from workbench.runs import record_files as files
+from workbench.runs.online import with_advantages
 from workbench.runs.spec import RunSpec
 from workbench.runs.step import make_advantages, pack_step, plan_row
 from workbench.runs.store import RunDirectory, project_root
@@ -198,13 +199,15 @@ def _of_run(run: RunDirectory) -> Record:
     if not written:
         raise RecordError(f"read a record from {run.path.name}", found=f"no step; the run is {run.status}",
                           rule="at least one step", fix="run it first")
-    batch = _recording(spec)
+    recording = None if spec.online.on else _rollouts(project_root() / spec.data.path)
     steps = []
     for line in written:
         number = int(line["step"])
         tokens = _run_tokens(run, number, "tokens")
+        since = number % spec.online.updates if spec.online.on else number
+        batch = _rollouts(run.path / "rollouts" / f"step{number - since:04d}") if spec.online.on else recording
         counts, places = ({}, {}) if batch is None else arranged(
-            spec, batch, _documents_of_step(spec, batch, number), tokens)
+            with_advantages(spec) if spec.online.on else spec, batch, _documents_of_step(spec, batch, since), tokens)
         steps.append(RecordedStep(
             number, line.get("loss/total/sum"),
             {key: float(value) for key, value in line.items() if "/" in key and isinstance(value, int | float)
@@ -212,7 +215,7 @@ def _of_run(run: RunDirectory) -> Record:
             line.get("gradient_norms") or {}, counts,
             LazyTensors(lambda number=number: _run_tokens(run, number, "gradients")),
             {name: tokens[name] for name in _MEASURED_TOKENS if name in tokens} | places))
-    return Record(context_of(spec, batch), tuple(steps), run.name)
+    return Record(context_of(spec, recording), tuple(steps), run.name)
 
 
 def _run_tokens(run: RunDirectory, number: int, kind: str) -> dict[str, Tensor]:
@@ -220,10 +223,10 @@ def _run_tokens(run: RunDirectory, number: int, kind: str) -> dict[str, Tensor]:
     return run.read_tensors(name) if run.has_tensors(name) else {}
 
 
-def _recording(spec: RunSpec) -> RolloutBatch | None:
-    """The rollouts of a run, if they are still there."""
+def _rollouts(folder: Path) -> RolloutBatch | None:
+    """The rollouts of a run, or of a step of a run that sampled them, if they are still there."""
     try:
-        return load(project_root() / spec.data.path)
+        return load(folder)
     except (OSError, WorkbenchError):
         return None
 
@@ -231,7 +234,7 @@ def _recording(spec: RunSpec) -> RolloutBatch | None:
 def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, Any]:
     """What a run of this spec says of itself; the temperature of the rollouts counts where the spec gives none."""
     layout, data = spec.layout, spec.data
-    sampled = None if batch is None else batch.temperature
+    sampled = spec.online.temperature if spec.online.on else None if batch is None else batch.temperature
     told = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "order": layout.order, "attention": layout.attention,
             "sequence_parallel": layout.sequence_parallel, "micro_batches": data.micro_batches,
             "temperature": spec.policy.temperature or sampled, "learning_rate": spec.optimizer.learning_rate,

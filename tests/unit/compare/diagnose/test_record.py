@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.hand_records import make_record, norms_alone
+from workbench.compare.diagnose import diagnose
 from workbench.compare.diagnose.record import Record, RecordedStep, whole
 from workbench.errors import RecordError
 from workbench.rollouts.files import load
@@ -87,3 +88,38 @@ def test_a_run_without_steps_is_refused(tmp_path):
 def test_it_says_what_it_holds():
     assert repr(norms_alone(make_record({"tp": 1}))) == (
         "Record(made: 1 step; dp=3, cp=2, micro_batches=5, precision=float64; loss, gradient_norms, counts)")
+
+
+ONLINE = {"model": {"source": "tiny-qwen3"}, "precision": "float64", "steps": 3, "device": "cpu",
+          "data": {"documents_per_step": 4, "advantages": {"name": "grpo"}, "micro_batches": 2},
+          "online": {"task": "arithmetic", "prompts": 3, "answers": 2, "max_new_tokens": 6, "updates": 2,
+                     "temperature": 0.7}}
+
+
+def test_a_run_that_sampled_is_a_record_of_what_it_sampled(tmp_path):
+    run = RunDirectory.create(tmp_path, "online", RunSpec.model_validate(ONLINE))
+    run_here(run, project_root())
+    record = Record.of(run)
+    assert record.context["temperature"] == 0.7
+    sampled = [load(run.path / "rollouts" / f"step{number:04d}") for number in (0, 0, 2)]
+    for step, batch, chosen in zip(record.steps, sampled, ([0, 1, 2, 3], [4, 5, 0, 1], [0, 1, 2, 3]), strict=True):
+        assert step.counts["trained_tokens"] == batch.select(chosen).num_trained_tokens
+        assert torch.equal(step.tokens["documents"], batch.document_ids_T)
+        assert set(batch.document_ids_T[step.tokens["rows"] >= 0].tolist()) == set(chosen)
+
+
+def test_a_run_that_kept_nothing_of_what_it_sampled_has_no_counts(tmp_path):
+    run = RunDirectory.create(tmp_path, "online", RunSpec.model_validate(ONLINE | {"record": {"tokens": False}}))
+    run_here(run, project_root())
+    record = Record.of(run)
+    assert [step.counts for step in record.steps] == [{}, {}, {}]
+    assert record.parts == ("loss", "metrics", "gradient_norms", "gradients")
+
+
+def test_a_fault_of_an_online_run_is_diagnosed(tmp_path):
+    found = []
+    for name, changes in (("right", {}), ("wrong", {"faults": ["missing_cp_factor"]})):
+        spec = RunSpec.model_validate(ONLINE | {"steps": 1, "layout": {"cp": 2, "order": "zigzag"}} | changes)
+        found.append(RunDirectory.create(tmp_path, name, spec))
+        run_here(found[-1], project_root())
+    assert str(diagnose(*found).causes[0].name) == "over_cp"
