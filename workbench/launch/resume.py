@@ -54,22 +54,37 @@ def reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunD
     return same[-1] if all(state.get(key) == value for key, value in identity.items()) else None
 
 
-def interrupted(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunDirectory | None:
-    """The run of a plan's settings, device and inputs that came furthest, kept a checkpoint, and did not succeed.
+def interrupted(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> tuple[RunDirectory | None, str]:
+    """The run of a plan's settings that came furthest, kept a checkpoint, and did not succeed; and what is to be said.
 
-    None from before the last one that succeeded, or that was asked to begin anew.
+    None from before the last one that succeeded, or that was asked to begin anew; and none of another device or other
+    inputs, whose steps are not those that would follow: that is said, with what differs.
     """
-    found = []
+    kept = []
     for run in reversed(RunDirectory.find(runs_dir, plan.name)):
         if run.spec.content_hash() != plan.spec.content_hash():
             continue
         if run.status == "succeeded":
             break
-        if run.status in ENDED and run.checkpoints() and all(run.state.get(k) == v for k, v in identity.items()):
-            found.append(run)
+        if run.status in ENDED and run.checkpoints():
+            kept.append(run)
         if run.state.get("fresh"):
             break
-    return max(found, key=lambda run: max(run.checkpoints()), default=None)
+    same = [run for run in kept if not _unlike(run.state, identity)]
+    if not kept:
+        return None, ""
+    furthest = max(same or kept, key=lambda run: max(run.checkpoints()))
+    which = f"{furthest.path.name} from step {max(furthest.checkpoints())}"
+    if same:
+        return furthest, f"goes on with {which}"
+    return None, f"begins anew, and not with {which}: another {', another '.join(_unlike(furthest.state, identity))}"
+
+
+def _unlike(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+    """What of an identity a run's state says otherwise, by name."""
+    before, now = ({**{key: of.get(key) for key in identity if key != "inputs"}, **of.get("inputs", {})}
+                   for of in (state, identity))
+    return [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
 
 
 def bury_the_lost(runs_dir: Path, name: str) -> None:

@@ -135,11 +135,11 @@ def _prepare(runs_dir: Path, plan: Planned, placement: Placement, inputs: Mappin
     earlier = None if fresh else resume.reusable(runs_dir, plan, identity)
     if earlier is not None:
         return Task(plan, earlier, placement, reused=True)
-    begun, note = None if fresh else resume.interrupted(runs_dir, plan, identity), placement.note
+    note = placement.note
+    begun, said = (None, "") if fresh else resume.interrupted(runs_dir, plan, identity)
+    placement = replace(placement, note="; ".join(filter(None, [note, said])))
     if begun is not None:
         identity["continues"] = begun.path.name
-        goes_on = f"goes on with {begun.path.name} from step {max(begun.checkpoints())}"
-        placement = replace(placement, note="; ".join(filter(None, [note, goes_on])))
     run = RunDirectory.create(runs_dir, plan.name, plan.spec, launcher=this_process(), backend=where, device_note=note,
                               world_size=plan.world_size, fresh=fresh, **identity)
     return Task(plan, run, placement)

@@ -148,42 +148,50 @@ class TestInterrupted:
     @pytest.mark.parametrize("state", ["failed", "cancelled", "lost"])
     def test_a_run_that_ended_early_is_gone_on_with_where_its_checkpoint_stands(self, tmp_path, state):
         run = self.kept(made(tmp_path, plan("a"), state), 20)
-        assert interrupted(tmp_path, plan("a"), IDENTITY).path == run.path
+        assert interrupted(tmp_path, plan("a"), IDENTITY)[0].path == run.path
 
     def test_the_one_that_came_furthest_is_taken_and_not_the_newest(self, tmp_path):
         far = self.kept(made(tmp_path, plan("a"), "failed"), 20, 40)
         self.kept(made(tmp_path, plan("a"), "failed"), 30)
         made(tmp_path, plan("a"), "cancelled")
-        assert interrupted(tmp_path, plan("a"), IDENTITY).path == far.path
+        assert interrupted(tmp_path, plan("a"), IDENTITY)[0].path == far.path
 
     def test_one_that_succeeded_is_no_beginning_of_another(self, tmp_path):
         self.kept(made(tmp_path, plan("a")), 40)
         made(tmp_path, plan("a"), "cancelled")
-        assert interrupted(tmp_path, plan("a"), IDENTITY) is None
+        assert interrupted(tmp_path, plan("a"), IDENTITY) == (None, "")
 
     def test_nothing_from_before_a_success_or_a_fresh_beginning(self, tmp_path):
         self.kept(made(tmp_path, plan("a"), "failed"), 40)
         made(tmp_path, plan("a"))
-        assert interrupted(tmp_path, plan("a"), IDENTITY) is None
+        assert interrupted(tmp_path, plan("a"), IDENTITY) == (None, "")
         self.kept(made(tmp_path, plan("b"), "failed"), 40)
         anew = made(tmp_path, plan("b"), "cancelled", fresh=True)
-        assert interrupted(tmp_path, plan("b"), IDENTITY) is None
-        assert interrupted(tmp_path, plan("b"), IDENTITY | {"device": "cuda"}) is None
+        assert interrupted(tmp_path, plan("b"), IDENTITY) == (None, "")
         self.kept(anew, 20)
-        assert interrupted(tmp_path, plan("b"), IDENTITY).path == anew.path
+        assert interrupted(tmp_path, plan("b"), IDENTITY)[0].path == anew.path
 
     def test_without_a_checkpoint_there_is_nothing_to_go_on_with(self, tmp_path):
         made(tmp_path, plan("a"), "failed")
         run = made(tmp_path, plan("b"), "failed")
         (run.path / "checkpoints" / ".step0020").mkdir(parents=True)  # being made when it was killed
-        assert [interrupted(tmp_path, plan(name), IDENTITY) for name in ("a", "b")] == [None, None]
+        assert [interrupted(tmp_path, plan(name), IDENTITY) for name in ("a", "b")] == [(None, "")] * 2
 
     def test_what_goes_on_is_not_taken_from_whoever_runs_it(self, tmp_path):
         self.kept(made(tmp_path, plan("a"), "running"), 20)
-        assert interrupted(tmp_path, plan("a"), IDENTITY) is None
+        assert interrupted(tmp_path, plan("a"), IDENTITY) == (None, "")
 
-    @pytest.mark.parametrize("other", [{"device": "cuda"}, {"inputs": INPUTS | {"code": "other"}}])
-    def test_another_device_or_input_is_another_run(self, tmp_path, other):
-        self.kept(made(tmp_path, plan("a"), "failed"), 20)
-        assert interrupted(tmp_path, plan("a"), IDENTITY | other) is None
-        assert interrupted(tmp_path, plan("a", steps=2), IDENTITY) is None
+    @pytest.mark.parametrize(("other", "what"), [
+        ({"device": "cuda"}, "another device"), ({"inputs": INPUTS | {"code": "o"}}, "another code"),
+        ({"device": "cuda", "inputs": INPUTS | {"task": "t"}}, "another device, another task")])
+    def test_another_device_or_input_is_another_run_and_that_is_said(self, tmp_path, other, what):
+        run = self.kept(made(tmp_path, plan("a"), "failed"), 20)
+        found, said = interrupted(tmp_path, plan("a"), IDENTITY | other)
+        assert (found, said) == (None, f"begins anew, and not with {run.path.name} from step 20: {what}")
+        assert interrupted(tmp_path, plan("a", steps=2), IDENTITY) == (None, "")
+
+    def test_the_furthest_of_the_same_inputs_is_taken_before_one_of_others_that_came_further(self, tmp_path):
+        run = self.kept(made(tmp_path, plan("a"), "failed"), 20)
+        other = self.kept(made(tmp_path, plan("a"), "failed"), 40)
+        other.note(device="cuda")
+        assert interrupted(tmp_path, plan("a"), IDENTITY)[0].path == run.path
