@@ -29,6 +29,7 @@ from workbench.losses.document_sums import segment_ids
 from workbench.losses.kl import kl_in_reward
 from workbench.losses.terms import Loss, LossInputs, Term
 from workbench.metrics.definitions import Level
+from workbench.metrics.evidence import GradientTokens, count_evidence, split_evidence
 from workbench.metrics.gradients import gradient_group_norms
 from workbench.metrics.policy import policy_metrics
 from workbench.metrics.quantities import DocumentSlots
@@ -114,6 +115,7 @@ class StepResult:
     totals: StepTotals
     fallbacks: tuple[str, ...] = ()
     range: Mapping[str, float] = field(default_factory=dict)
+    evidence: Mapping[str, float] = field(default_factory=dict)
 
 
 def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh,
@@ -284,15 +286,19 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
     mesh = policy.mesh
     parts, metrics, per_token, fallbacks = [], [], [], []
     wanted = (loss_spec or LossSpec()).head_outputs
+    reached: GradientTokens | None = None
 
     def evaluate(local: LocalRow, said: TokenLogprobs, frozen_clip_T: Tensor | None) -> Evaluated:
+        nonlocal reached
         inputs = loss_inputs(local.row, said, totals, local.sums, frozen_clip_T)
+        if torch.is_grad_enabled():
+            reached = GradientTokens(local.row, inputs)  # of a fused row the last evaluation is of all of its tokens
         return evaluate_loss(loss, inputs, local.weights, local.row.loss_mask_T)
 
     policy.give_back()
     policy.model.zero_grad(set_to_none=True)
     for local in rows:
-        row = local.row
+        row, reached = local.row, None
         hidden_TD = local.hidden_states(policy)
         if fused:
             frozen_T = _at_targets(frozen_clip_S, row)
@@ -306,7 +312,8 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         (totals.scale * scalars["total"].value).backward()
         parts.append(scalars)
         measured = inputs if loss_spec is None else seen(inputs, loss_spec)
-        metrics.append(policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents))
+        metrics.append(policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents)
+                       | count_evidence(inputs, terms, local.row, local.documents, reached))
         per_token.append(_token_values(loss, inputs, terms, local.row) if num_source else {})
     if policy.exact is None:
         sum_gradients(policy.model, policy.shards, mesh)
@@ -318,6 +325,7 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         policy.exact.reduce()
         norms = policy.exact.norms()
         whole_loss, numbers = in_row_order(parts, metrics, rows, mesh)
+    numbers, evidence = split_evidence(numbers)
     return StepResult(
         loss=whole_loss,
         metrics=numbers | gradient_group_norms(norms, level),
@@ -326,6 +334,7 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         tokens=in_source_order(per_token, mesh, num_source) if num_source else {},
         totals=totals,
         fallbacks=tuple(dict.fromkeys(fallbacks)),
+        evidence=evidence,
     )
 
 

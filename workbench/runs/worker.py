@@ -209,6 +209,7 @@ def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float
                "gradient/clip/coefficient": flow.clip_coefficient(norm, run.spec.optimizer.max_grad_norm),
                "documents/trained/sum": result.totals.documents}
     record |= result.metrics
+    record |= result.evidence
     record |= numbers
     record |= {"time/step_ms": step_ms, "time/ended_ns": time.time_ns(), "memory/peak_bytes": peak_bytes(mesh.device)}
     record |= {f"reproducible/{name}": value for name, value in result.range.items()}

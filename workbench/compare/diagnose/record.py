@@ -43,7 +43,7 @@ from workbench.runs.spec import RunSpec
 from workbench.runs.step import make_advantages, pack_step, plan_row
 from workbench.runs.store import RunDirectory, project_root
 
-_NOT_METRICS = ("time/", "memory/", "loss/total/", "gradient/clip/")
+_NOT_METRICS = ("time/", "memory/", "loss/total/", "gradient/clip/", "evidence/")
 _MEASURED_TOKENS = ("policy_logprobs", "old_logprobs", "entropy_nats", "trained", "clipped")
 
 

@@ -1,0 +1,236 @@
+"""What a comparison of two steps could have seen: which tokens and documents have a gradient, and which are clipped.
+
+Two runs whose advantages are all zero agree in every bit, and so do two whose loss masks are empty: nothing was there to
+differ. Every step therefore counts, whatever else is measured, what its loss sends back to the policy, and every verdict
+quotes these counts. A comparison without any is `vacuous`.
+
+The counts are taken where the loss meets the network: a token has a gradient if the derivative of the step's total loss
+with respect to what the head returns for it (log-probability, entropy, log normaliser) is not zero. They travel with the
+metrics of the step, so they cost no collective of their own.
+
+Letters: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.losses.terms import LossInputs, Term
+from workbench.metrics.quantities import DocumentSlots, NoGradient, Quantities
+from workbench.metrics.values import OfDocuments, Sum, Value
+from workbench.rollouts.targets import TrainingRow
+
+SPARSE = 0.5
+"""Below this share of documents or tokens with a gradient a verdict warns: fewer than half of the step were compared.
+
+The share is a convention, not a measurement. In GRPO the documents without a gradient are those of groups that were
+solved by all completions or by none; runs that filter such groups (DAPO, arXiv 2503.14476, section 3.2) are far above it.
+"""
+
+PREFIX = "evidence/"
+_TRAINED, _POLICY, _CLIPPED = "trained_tokens/sum", "policy_gradient_tokens/sum", "clipped_tokens/sum"
+_REACHED, _DOCUMENTS, _REACHED_DOCUMENTS = "gradient_tokens/sum", "documents/sum", "gradient_documents/sum"
+
+
+class GradientTokens:
+    """Which tokens of a loss evaluation receive a gradient, noted while it is back-propagated.
+
+    Args:
+        row: the tokens that were evaluated, a whole row or a part of one.
+        inputs: what the loss was given for them.
+
+    Example:
+        >>> reached = GradientTokens(row, inputs)  # doctest: +SKIP
+        >>> loss(inputs)["policy"].values_T.sum().backward()  # doctest: +SKIP
+        >>> int(reached.mask_T.sum())  # doctest: +SKIP
+        861
+    """
+
+    def __init__(self, row: TrainingRow, inputs: LossInputs) -> None:
+        self.row = row
+        self.mask_T = torch.zeros_like(row.loss_mask_T)
+        for values_T in (inputs.policy_logprobs_T, inputs.entropy_T, inputs.logsumexp_T, inputs.mean_squared_logit_T):
+            if values_T is not None and values_T.requires_grad:
+                values_T.register_hook(self._note)
+
+    def _note(self, gradient_T: Tensor) -> None:
+        # NaN is not 0: a gradient that is not a number is there
+        self.mask_T = self.mask_T | ((gradient_T.detach() != 0) & self.row.loss_mask_T)
+
+
+def count_evidence(inputs: LossInputs, terms: Mapping[str, Term], row: TrainingRow, slots: DocumentSlots,
+                   reached: GradientTokens | None) -> dict[str, Value]:
+    """The counts of one micro-batch on one rank, unfinished: `finish_metrics` merges them with the metrics of the step.
+
+    Args:
+        inputs: what the loss was given, for the whole row.
+        terms: what it returned.
+        row: the tokens of the row.
+        slots: the names of the row's documents in the whole step.
+        reached: the last evaluation that was back-propagated; None if no token of the row was evaluated.
+    """
+    mask_T = row.loss_mask_T
+    q = Quantities(inputs, terms, mask_T, slots=slots)
+    with torch.no_grad():
+        silent_T = NoGradient().of(q)
+        clipped = [term.clipped_T for term in terms.values() if term.clipped_T is not None]
+        gradient_T, names_T = (mask_T.new_zeros(0), row.document_ids_T.new_zeros(0)) if reached is None else \
+            (reached.mask_T, slots.first + reached.row.document_ids_T)
+        counts = {_TRAINED: _sum(q.one_T, mask_T), _REACHED: _sum(gradient_T.double(), torch.ones_like(gradient_T)),
+                  _DOCUMENTS: _documents(slots, row.document_ids_T >= 0, slots.first + row.document_ids_T),
+                  _REACHED_DOCUMENTS: _documents(slots, gradient_T, names_T)}
+        if silent_T is not None:
+            counts[_POLICY] = _sum((1 - silent_T).double(), mask_T)
+        if clipped:
+            counts[_CLIPPED] = _sum(torch.stack(clipped).any(0).double(), mask_T)
+    return {PREFIX + name: value for name, value in counts.items()}
+
+
+def _sum(values_T: Tensor, mask_T: Tensor) -> Value:
+    return Sum().over(values_T, mask_T)
+
+
+def _documents(slots: DocumentSlots, mask_T: Tensor, names_T: Tensor) -> Value:
+    """How many documents of the step have a token in the mask."""
+    return OfDocuments(lambda tokens_N: float(len(tokens_N)), 0, slots.number).table((), mask_T, names_T)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a run, or the steps of one, gave a comparison to look at. Counts, summed over steps.
+
+    Attributes:
+        steps: that were counted.
+        documents: in them.
+        gradient_documents: documents with a token that has a gradient.
+        trained_tokens: targets that count.
+        gradient_tokens: trained tokens that have a gradient, from any term of the loss.
+        policy_gradient_tokens: trained tokens to which the policy term gives one; None for a loss without such a term.
+        clipped_tokens: trained tokens whose gradient a clip cut off; None for a loss that clips nothing.
+        zero_steps: steps in which every parameter's gradient was zero.
+    """
+
+    steps: int
+    documents: int
+    gradient_documents: int
+    trained_tokens: int
+    gradient_tokens: int
+    policy_gradient_tokens: int | None = None
+    clipped_tokens: int | None = None
+    zero_steps: int = 0
+
+    @classmethod
+    def of_steps(cls, records: Iterable[Mapping[str, Any]]) -> Evidence | None:
+        """The evidence of step records; None if they have no counts, as those of earlier versions have none."""
+        counted = [record for record in records if PREFIX + _TRAINED in record]
+        if not counted:
+            return None
+
+        def total(name: str) -> int:
+            return round(sum(record[PREFIX + name] for record in counted))
+
+        def known(name: str) -> int | None:
+            return total(name) if all(PREFIX + name in record for record in counted) else None
+
+        return cls(len(counted), total(_DOCUMENTS), total(_REACHED_DOCUMENTS), total(_TRAINED), total(_REACHED),
+                   known(_POLICY), known(_CLIPPED),
+                   sum(record.get("gradient/norm/global") == 0 for record in counted))
+
+    @property
+    def gradient_document_share(self) -> float | None:
+        """Documents with a gradient, of all; None of none."""
+        return _share(self.gradient_documents, self.documents)
+
+    @property
+    def gradient_token_share(self) -> float | None:
+        """Trained tokens with a gradient, of all trained tokens; None of none."""
+        return _share(self.gradient_tokens, self.trained_tokens)
+
+    @property
+    def policy_token_share(self) -> float | None:
+        """Trained tokens that get a gradient from the policy term, of all; None if unknown."""
+        return _share(self.policy_gradient_tokens, self.trained_tokens)
+
+    @property
+    def clipped_share(self) -> float | None:
+        """Trained tokens that are clipped, of all; None if unknown."""
+        return _share(self.clipped_tokens, self.trained_tokens)
+
+    @property
+    def nothing(self) -> str:
+        """Why there was nothing to compare; "" if there was something."""
+        if not self.trained_tokens:
+            return "no token is trained: the loss mask is empty in every step"
+        if not self.gradient_documents:
+            why = ": every token that would have one is clipped" if self.clipped_tokens == self.trained_tokens else ""
+            return f"no document has a gradient{why}"
+        if self.zero_steps == self.steps:
+            return "every gradient is zero in every step"
+        return ""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why a verdict on it says less than it seems to; () if it does not."""
+        if self.nothing:
+            return ()
+        notes = []
+        if (share := self.gradient_document_share) is not None and share < SPARSE:
+            notes.append(f"only {self.gradient_documents} of {self.documents} documents ({share:.1%}) have a gradient")
+        if (share := self.clipped_share) is not None and share > 1 - SPARSE:
+            notes.append(f"{share:.1%} of the trained tokens are clipped")
+        elif (share := self.gradient_token_share) is not None and share < SPARSE:
+            notes.append(f"only {share:.1%} of the trained tokens have a gradient")
+        if self.policy_gradient_tokens == 0:
+            notes.append("the policy term gives no token a gradient: only the other terms of the loss were compared")
+        if self.zero_steps:
+            notes.append(f"every gradient is zero in {self.zero_steps} of {self.steps} steps")
+        return tuple(notes)
+
+    def summary(self) -> str:
+        """The shares in a line.
+
+        Example:
+            >>> Evidence(1, 8, 6, 100, 75, 75, 25).summary()
+            'gradient on 6 of 8 documents (75.0%), 75 of 100 trained tokens (75.0%); clipped 25.0%'
+        """
+        text = (f"gradient on {_part(self.gradient_documents, self.documents)} documents"
+                f"{_in_percent(self.gradient_document_share)}, {_part(self.gradient_tokens, self.trained_tokens)} "
+                f"trained tokens{_in_percent(self.gradient_token_share)}")
+        return text if self.clipped_share is None else f"{text}; clipped {self.clipped_share:.1%}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Counts, shares and warnings as JSON data, for a saved comparison."""
+        names = ("steps", "documents", "gradient_documents", "trained_tokens", "gradient_tokens",
+                 "policy_gradient_tokens", "clipped_tokens", "zero_steps", "gradient_document_share",
+                 "gradient_token_share", "policy_token_share", "clipped_share")
+        return {name: getattr(self, name) for name in names} | {
+            "nothing": self.nothing, "warnings": list(self.warnings), "summary": self.summary()}
+
+
+def split_evidence(numbers: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Finished numbers of a step: its metrics, and the counts of `count_evidence`."""
+    counts = {key: value for key, value in numbers.items() if key.startswith(PREFIX)}
+    return {key: value for key, value in numbers.items() if key not in counts}, counts
+
+
+def weaker(first: Evidence | None, second: Evidence | None) -> Evidence | None:
+    """Of two runs that are compared, the evidence of the one with fewer tokens that have a gradient."""
+    known: Sequence[Evidence] = [each for each in (first, second) if each is not None]
+    return min(known, key=lambda each: each.gradient_tokens, default=None)
+
+
+def _share(part: int | None, whole: int) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _part(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,}"
+
+
+def _in_percent(share: float | None) -> str:
+    return "" if share is None else f" ({share:.1%})"
