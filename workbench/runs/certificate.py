@@ -126,6 +126,19 @@ def read_certificate(run: RunDirectory, number: int) -> Certificate | None:
     return found
 
 
+def fingerprint_label(values: Any) -> str:
+    """A tensor's dtype and fingerprint as a certificate has them; the tensor is whole.
+
+    Example:
+        >>> import torch
+        >>> fingerprint_label(torch.zeros(1)).partition(" ")[0]
+        'float32'
+    """
+    from workbench.reproducible.fingerprints import fingerprint
+
+    return _words(values.dtype, fingerprint(values))
+
+
 def _damaged(run: RunDirectory, name: str, found: str) -> RecordError:
     return RecordError(f"read {run.path.name}/certificates/{name}", found=found, rule="a certificate as it was written",
                        fix="run the configuration again")
