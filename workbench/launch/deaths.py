@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import LaunchError
-from workbench.launch.forks import EXIT_CODES
 from workbench.launch.jobs import agent_output
 from workbench.launch.waits import find_waits
-from workbench.runs.store import RunDirectory, from_json, without_machine_paths
+from workbench.runs.store import EXIT_CODES, RunDirectory, from_json, without_machine_paths
 from workbench.runs.watched import last_stack_path
 from workbench.sharding.flight import FlightView, read_all
 

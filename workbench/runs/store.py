@@ -12,6 +12,7 @@ lines carry their own checksum; JSON is standard JSON (NaN too); nothing is ever
       provenance.json              versions, git state, command, machine
       ranks/rank00000.log          standard output and error of a rank
       ranks/rank00000.exit.json    how a rank ended: cause, exception, traceback, when
+      ranks/exit_codes.json        exit codes of the ranks, from the process that started them
       ranks/rank00000.flight       the collectives that it entered and left, see `workbench.sharding.flight`
       tensors/<name>.safetensors   gradients and per-token values
       certificates/step0000.json   what the hash of a step was made of, see `workbench.runs.certificate`
@@ -74,6 +75,9 @@ _CORRECTIONS = (("succeeded", "failed"), ("failed", "cancelled"))
 
 CAUSES = ("exception", "out of memory", "killed", "hang", "start", "peer")
 """Why a rank did not end well; `peer` is the echo of another rank's end, `start` a job that never came up."""
+
+EXIT_CODES = "exit_codes.json"
+"""File under a run's ``ranks``: {rank: exit code, or -signal}, in the order in which they ended."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a run may be called: a folder name everywhere, and no option of a command."""

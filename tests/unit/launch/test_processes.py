@@ -16,7 +16,7 @@ from workbench.errors import LaunchError
 from workbench.launch import forks, processes
 from workbench.launch.devices import Placement
 from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory, process_alive, project_root, this_process
+from workbench.runs.store import EXIT_CODES, RunDirectory, process_alive, project_root, this_process
 
 CPU = Placement("cpu")
 ACTING = "tests.helpers.acting_worker"
@@ -172,7 +172,7 @@ class TestEnds:
         job, run = start(act, ranks=ranks)
         assert wait(job) == state
         assert job.exit_codes == codes
-        written = json.loads((run.path / "ranks" / forks.EXIT_CODES).read_text())
+        written = json.loads((run.path / "ranks" / EXIT_CODES).read_text())
         assert {int(rank): code for rank, code in written.items()} == codes
 
     @pytest.mark.parametrize(("act", "code"), [("raise_1", 1), ("kill_1", -signal.SIGKILL)])
@@ -183,7 +183,7 @@ class TestEnds:
         assert time.monotonic() - begin < 6.0
         assert next(iter(job.exit_codes.items())) == (1, code)
         assert job.exit_codes == {1: code, 0: -signal.SIGTERM, 2: -signal.SIGTERM}
-        assert list(json.loads((run.path / "ranks" / forks.EXIT_CODES).read_text())) == \
+        assert list(json.loads((run.path / "ranks" / EXIT_CODES).read_text())) == \
             [str(rank) for rank in job.exit_codes]
 
     def test_an_exception_is_in_the_log(self, start):

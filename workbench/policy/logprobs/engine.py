@@ -17,8 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from workbench.policy.logprobs import TokenLogprobs
-from workbench.policy.logprobs.head import Head
+from workbench.policy.logprobs.head import Head, TokenLogprobs
 
 Keep = Literal["no", "scratch", "own"]
 

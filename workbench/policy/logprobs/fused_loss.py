@@ -36,12 +36,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs import TokenLogprobs, fastest
+from workbench.policy.logprobs import fastest
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.driver import Rows, lifted
 from workbench.policy.logprobs.engine import Accumulators, Engine, count_products
 from workbench.policy.logprobs.fused_pass import Couples, GradientPass, LossOfRows, plan_rows
-from workbench.policy.logprobs.head import Head, active_rows, check_rows, make_head
+from workbench.policy.logprobs.head import Head, TokenLogprobs, active_rows, check_rows, make_head
 from workbench.policy.logprobs.kept import KeptSets, check_kept, whole_where_empty
 from workbench.policy.logprobs.late_scaling import scale_
 from workbench.shapes import check_shapes
