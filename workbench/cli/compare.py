@@ -55,8 +55,8 @@ def _compare(experiment_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(
              reference: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REFERENCE")] = "") -> int:
     """Print the verdicts of an experiment; or, given two runs, whether their certificates agree.
 
-    Exit code 0: every configuration without a planted fault agrees; 1: one of them is different, vacuous, has an unsound
-    baseline or failed, or the two runs differ; 2: the input was refused.
+    Exit code 0: every configuration without a planted fault agrees; 1: one of them is different, vacuous, has an
+    unsound baseline or failed, or the two runs differ; 2: the input was refused.
 
     Args:
         experiment_dir: Folder that holds comparison.json; or a run.

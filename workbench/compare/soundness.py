@@ -27,8 +27,9 @@ def explained_error(baseline: RunReader, truth: RunReader, step: int) -> float:
 
     Bars of `workbench.compare.diagnose.noise`: by precision, for the first step and for later ones, wider where the
     gradient is smaller than it has been (what rounding did to single tokens does not cancel with them) and where
-    rounding turned clip decisions; never more than `MOST`. Float32 baselines of the saved experiments lie a hundred times below
-    their bars (1.3e-6 of 2e-4 in the first step, 5.1e-6 of 5e-3 later, `experiments/layout_parity/comparison.json`).
+    rounding turned clip decisions; never more than `MOST`. Float32 baselines of the saved experiments lie a hundred
+    times below their bars (1.3e-6 of 2e-4 in the first step, 5.1e-6 of 5e-3 later:
+    ``experiments/layout_parity/comparison.json``).
     """
     noise = Noise.between({"precision": baseline.spec.precision}, {"precision": "float64"}, step)
     largest, norm = max(truth.norm(each) for each in range(step + 1)), truth.norm(step)

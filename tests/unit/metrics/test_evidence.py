@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.compare.test_nothing_to_compare import batch
+from tests.unit.compare.test_soundness import batch
 from workbench.metrics.evidence import SPARSE, Evidence, split_evidence, weaker
 from workbench.rollouts.files import load, save
 from workbench.runs.spec import RunSpec
@@ -74,7 +74,7 @@ def test_a_gradient_of_the_entropy_alone_counts(tmp_path, rollouts):
     (Evidence(2, 8, 5, 40, 30, zero_steps=2), "every gradient is zero"),
     (Evidence(2, 8, 5, 40, 30, zero_steps=1), ""),
     (Evidence(1, 8, 1, 40, 1), "")])
-def test_nothing_to_compare_has_a_reason(evidence, nothing):
+def test_soundness_has_a_reason(evidence, nothing):
     assert nothing in evidence.nothing
     assert bool(evidence.nothing) == bool(nothing)
 
