@@ -16,9 +16,7 @@ def show(comparison: Comparison) -> None:
     Example:
         >>> show(comparison)   # doctest: +SKIP
     """
-    from IPython.display import display
-
-    display({"text/html": as_html(comparison), "text/plain": as_text(comparison)}, raw=True)
+    _display({"text/html": as_html(comparison), "text/plain": as_text(comparison)})
 
 
 def as_html(comparison: Comparison) -> str:
@@ -51,3 +49,10 @@ def as_text(comparison: Comparison) -> str:
             cells.append(failure_line(c))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _display(data: dict[str, str]) -> None:
+    """Hand over one thing in several formats."""
+    from IPython.display import display
+
+    display(data, raw=True)

@@ -14,6 +14,7 @@ import pytest
 import workbench
 from tests.helpers.hand_made import make_run
 from tests.helpers.interruptible import INTERRUPTIBLE
+from tests.helpers.stand_in import stand_in
 from workbench.cli import logs, main
 from workbench.cli.logs import follow_lines, tail_lines
 from workbench.errors import RecordError
@@ -125,7 +126,7 @@ class TestVerb:
 
     def test_on_a_terminal_what_it_would_obey_is_written_out(self, run, capsys, monkeypatch):
         run.log_path(0).write_text("\x1b[31mred\x1b]0;owned\x07 10%\r20%\r\n")
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(logs, "sys", stand_in(sys, stdout=stand_in(sys.stdout, isatty=lambda: True)))
         main(["logs", "cp2", "--rank", "0"])
         assert capsys.readouterr().out == r"\x1b[31mred\x1b]0;owned\x07 10%\r20%" + "\n"
 
