@@ -19,7 +19,8 @@ def _bisect(a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
             block_tokens: int | None = None, steps: int | None = None, json: bool = False) -> int:
     """Run two configurations again and name the first tensor, and block of tokens, in which they differ.
 
-    Exit code 1 if they part.
+    The verdict is "equal", "different", "vacuous" (the same bits, and nothing was trained) or "unsound baseline" (the
+    same bits, and the first is not finite). Exit code 0 for equal, 1 for any other verdict, 2 for refused input.
 
     Args:
         a: A run (as `workbench status` finds it), a YAML file with a spec, or FILE:NAME, a run that an ablation plans.
@@ -34,7 +35,8 @@ def _bisect(a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
     names = (_called(a), _called(b))
     found = bisect(meant(a), meant(b), names=names, block_tokens=block_tokens, steps=steps)
     if json:
-        print(to_json({"equal": found.equal, **asdict(found)}).decode(), end="")
+        print(to_json({"verdict": found.verdict, "equal": found.equal, **asdict(found),
+                       "evidence": found.evidence and found.evidence.as_json()}).decode(), end="")
     else:
         say(safe_lines(str(found)))
     return 0 if found.equal else 1
@@ -68,5 +70,5 @@ def meant(asked: str) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench bisect`: exit code 1 if the two part."""
+    """Do `workbench bisect`: exit code 0 if the two are equal, 1 for any other verdict."""
     return tyro.cli(_bisect, args=list(arguments), prog="workbench bisect", config=(tyro.conf.FlagCreatePairsOff,))

@@ -17,8 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from workbench.compare.certificates import CertificateComparison, compare_certificates
+from workbench.compare.certificates import (
+    CertificateComparison,
+    compare_certificates,
+    first_not_finite,
+    nothing_trained,
+)
 from workbench.errors import RecordError
+from workbench.metrics.evidence import Evidence, weaker
 from workbench.runs.lookup import look_up
 from workbench.runs.spec import RunSpec, load_run_spec
 from workbench.runs.store import RunDirectory, project_root
@@ -88,6 +94,9 @@ class Bisection:
         steps: how many were looked at.
         stations: tensors that were looked at on the way through the decoder, forward.
         changes: what was changed in a run so that both have the same rows, by its name.
+        evidence: of the run with fewer tokens that have a gradient; None for records without counts.
+        vacuous: why the same bits prove nothing; "" if they prove something.
+        not_finite: the first loss or gradient norm of the first run that is not finite; "" if all are.
     """
 
     a: str
@@ -96,20 +105,35 @@ class Bisection:
     steps: int
     stations: int
     changes: Mapping[str, Mapping[str, Any]]
+    evidence: Evidence | None = None
+    vacuous: str = ""
+    not_finite: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """One of "equal", "different", "vacuous" (nothing was trained) and "unsound baseline" (NaN in both)."""
+        if self.parting is not None:
+            return "different"
+        if self.not_finite:
+            return "unsound baseline"
+        return "vacuous" if self.vacuous else "equal"
 
     @property
     def equal(self) -> bool:
-        """Whether they part nowhere."""
-        return self.parting is None
+        """True if they part nowhere, and there was something to compare."""
+        return self.verdict == "equal"
 
     def __str__(self) -> str:
         """The two names and where they part."""
         steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        reason = "" if self.verdict == "equal" else f"{self.verdict}, {self.not_finite or self.vacuous}: "
         found = self.parting.words if self.parting else \
-            f"the same bits in {steps}: {self.stations} tensors on the way, the loss, every gradient and weight"
+            f"{reason}the same bits in {steps}: {self.stations} tensors on the way, the loss, every gradient and weight"
         changed = [f"  {name} was run with {', '.join(f'{key} = {value}' for key, value in changes.items())}, so that "
                    "both have the same rows" for name, changes in self.changes.items()]
-        return "\n".join([f"{self.a} and {self.b}: {found}", *changed])
+        seen = [] if self.evidence is None else [f"  could have seen: {self.evidence.summary()}",
+                                                 *(f"  warning: {warning}" for warning in self.evidence.warnings)]
+        return "\n".join([f"{self.a} and {self.b}: {found}", *changed, *seen])
 
     __repr__ = __str__
 
@@ -161,7 +185,7 @@ def bisect(a: RunSpec | RunDirectory | Path | str, b: RunSpec | RunDirectory | P
                 _bring_frozen_clip(run, runs[-1])
                 run_here(runs[-1], project)
             bisection = _held(called, runs, told)
-        if not bisection.equal:
+        if bisection.parting is not None:
             break
     assert bisection is not None
     return bisection
@@ -233,8 +257,15 @@ def _held(names: Sequence[str], runs: Sequence[RunDirectory], changes: Mapping[s
             parting = parting or ways[1].parting(step, "backward", pairs, traces[0].block_tokens)
             parting = parting or _of_certificate(certified, "gradient") or _of_certificate(certified, "weight")
         if parting is not None:
-            return Bisection(names[0], names[1], parting, step + 1, stations, changes)
-    return Bisection(names[0], names[1], None, steps, stations, changes)
+            return Bisection(names[0], names[1], parting, step + 1, stations, changes, *_seen(runs, step + 1))
+    return Bisection(names[0], names[1], None, steps, stations, changes, *_seen(runs, steps))
+
+
+def _seen(runs: Sequence[RunDirectory], steps: int) -> tuple[Evidence | None, str, str]:
+    """Evidence, why it is vacuous, and what of the first run is not finite."""
+    lines = [run.steps()[:steps] for run in runs]
+    return (weaker(*(Evidence.of_steps(each) for each in lines)), next(filter(None, map(nothing_trained, lines)), ""),
+            first_not_finite(lines[0]))
 
 
 def _trace(run: RunDirectory, step: int) -> Trace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import RecordError
+from workbench.metrics.evidence import Evidence, weaker
 from workbench.runs.certificate import Certificate, read_certificate
 from workbench.runs.store import RunDirectory
 
@@ -55,6 +58,10 @@ class CertificateComparison:
         tensors: how many there are.
         element: of the first of them, where both runs recorded it.
         unlike: tensors of that step of which the run's own ranks hold different replicas.
+        evidence: of the run with fewer tokens that have a gradient; None for records without counts.
+        vacuous: why equal bits prove nothing; "" if they prove something, or the records do not say.
+        not_finite: the first loss or gradient norm of the reference that is not finite, no later than the first
+            difference; "" if all are.
     """
 
     run: str
@@ -65,21 +72,36 @@ class CertificateComparison:
     tensors: int = 0
     element: Element | None = None
     unlike: tuple[str, ...] = ()
+    evidence: Evidence | None = None
+    vacuous: str = ""
+    not_finite: str = ""
 
     @property
     def equal(self) -> bool:
-        """Whether every certificate is the other's."""
+        """True if every certificate is the other's: the same bits, whatever they prove; see `verdict`."""
         return self.step is None
+
+    @property
+    def verdict(self) -> str:
+        """One of "equal", "different", "vacuous", "unsound baseline": equal bits of nothing or of NaN prove nothing."""
+        if self.not_finite:
+            return "unsound baseline"
+        if not self.equal:
+            return "different"
+        return "vacuous" if self.vacuous else "equal"
 
     @property
     def why(self) -> str:
         """It in a sentence."""
+        problem = f"unsound baseline ({self.not_finite}): " if self.not_finite else ""
         if self.equal:
             of = f"all {self.steps} steps" if self.steps > 1 else "the step"
-            return (f"the certificate of {of} is the reference's: loss, log-probabilities, gradients and weights are "
-                    "the same bits")
+            if self.vacuous and not problem:
+                return f"vacuous: {self.vacuous}, so the same certificate of {of} proves nothing"
+            return (f"{problem}the certificate of {of} is the reference's: loss, log-probabilities, gradients and "
+                    "weights are the same bits")
         more = f" and {len(self.differing) - 1} more" if len(self.differing) > 1 else ", alone"
-        words = f"step {self.step}: certificates part at {self.differing[0]}{more} of {self.tensors} tensors"
+        words = f"{problem}step {self.step}: certificates part at {self.differing[0]}{more} of {self.tensors} tensors"
         words += f"; {self.element}" if self.element else ""
         return words + (f"; ranks hold different replicas of {self.unlike[0]}" if self.unlike else "")
 
@@ -104,13 +126,38 @@ def compare_certificates(run: RunDirectory, reference: RunDirectory) -> Certific
     steps = min(len(mine), len(theirs))
     if not steps:
         return None
+    lines, their_lines = run.steps()[:steps], reference.steps()[:steps]
+    evidence = weaker(Evidence.of_steps(lines), Evidence.of_steps(their_lines))
+    vacuous = nothing_trained(lines) or nothing_trained(their_lines)
     for number in range(steps):
         if mine[number].hash != theirs[number].hash or mine[number].unlike:
             differing = mine[number].differing(theirs[number])
             return CertificateComparison(run.name, reference.name, steps, number, tuple(differing),
                                          len(mine[number].fingerprints), _element(differing[0], number, run, reference),
-                                         mine[number].unlike)
-    return CertificateComparison(run.name, reference.name, steps, tensors=len(mine[0].fingerprints))
+                                         mine[number].unlike, evidence, vacuous,
+                                         first_not_finite(their_lines[:number + 1]))
+    return CertificateComparison(run.name, reference.name, steps, tensors=len(mine[0].fingerprints), evidence=evidence,
+                                 vacuous=vacuous, not_finite=first_not_finite(their_lines))
+
+
+def nothing_trained(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Why step records of a run have nothing to compare; "" if they have something, or do not say.
+
+    Records of earlier versions have no counts; a gradient norm of zero in every step says it too.
+    """
+    if (evidence := Evidence.of_steps(lines)) is not None and evidence.steps == len(lines):
+        return evidence.nothing
+    norms = [line.get("gradient/norm/global") for line in lines]
+    return "every gradient is zero in every step" if norms and all(norm == 0 for norm in norms) else ""
+
+
+def first_not_finite(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The first loss or gradient norm of step records that is not finite, with its step; "" if all are."""
+    for line in lines:
+        for key, name in (("loss/total/sum", "loss"), ("gradient/norm/global", "gradient norm")):
+            if key in line and not math.isfinite(_number(line[key])):
+                return f"step {line.get('step', '?')}: the {name} is {_number(line[key])}"
+    return ""
 
 
 def _certificates(run: RunDirectory) -> list[Certificate]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.helpers.vacuous_rollouts import ran
 from workbench.cli import bisect as verb
 from workbench.cli import main
 
@@ -34,6 +35,14 @@ def test_json_of_runs_that_do_not(asked, capsys):
     assert verb.main([asked("one"), asked("again"), "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert (read["equal"], read["parting"], read["a"], read["b"]) == (True, None, "one", "again")
+    assert read["verdict"] == "equal"
+    assert read["evidence"]["documents"] == 4
+
+
+def test_runs_that_train_nothing_do_not_exit_well(tmp_path, capsys):
+    one = ran(tmp_path, "advantages of zero", "one")
+    assert verb.main([str(one.path), str(one.path)]) == 1
+    assert "vacuous, no document has a gradient: the same bits in 1 step" in capsys.readouterr().out
 
 
 def test_what_is_not_there_is_said_in_words(asked, capsys):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.planted_ulp import plant
+from tests.helpers.vacuous_rollouts import ran
 from workbench.compare import bisect as module
 from workbench.compare.bisect import bisect
 from workbench.errors import RecordError
@@ -91,13 +92,28 @@ class TestEqual:
     def test_a_repeated_run(self):
         found = bisect(BASE, BASE, project=PROJECT)
         assert found.equal
-        assert str(found) == ("a and b: the same bits in 1 step: 59 tensors on the way, the loss, every gradient and "
-                              "weight")
+        said, seen, *warnings = str(found).splitlines()
+        assert said == "a and b: the same bits in 1 step: 59 tensors on the way, the loss, every gradient and weight"
+        assert seen.startswith("  could have seen: gradient on ")
+        assert [line.startswith("  warning: ") for line in warnings] == [True] * len(found.evidence.warnings)
 
     def test_layouts_of_the_reproducible_mode(self):
         found = bisect(EXACT, EXACT.merged({"layout": {"dp": 2, "tp": 2}}), names=("one", "four"), project=PROJECT)
         assert found.equal
-        assert str(found).endswith("  one was run with data.micro_batches = 4, so that both have the same rows")
+        assert str(found).splitlines()[1] == ("  one was run with data.micro_batches = 4, so that both have the same "
+                                              "rows")
+
+    @pytest.mark.parametrize("case", ["advantages of zero", "empty loss mask", "equal rewards"])
+    def test_the_same_bits_of_nothing_are_vacuous(self, case, tmp_path):
+        spec = ran(tmp_path, case, "one").spec
+        found = bisect(spec, spec.merged({"optimizer": {"weight_decay": 0.0}}), project=PROJECT)
+        assert (found.verdict, found.equal, found.parting) == ("vacuous", False, None)
+        assert str(found).startswith("a and b: vacuous, no ")
+
+    def test_the_same_bits_that_are_not_finite_are_an_unsound_baseline(self):
+        found = module.Bisection("a", "b", None, 1, 59, {}, not_finite="step 0: the loss is nan")
+        assert (found.verdict, found.equal) == ("unsound baseline", False)
+        assert str(found).startswith("a and b: unsound baseline, step 0: the loss is nan: the same bits in 1 step")
 
 
 class TestRuns:

@@ -1,5 +1,7 @@
 """Two runs by their certificates, hand-made: the first step, tensor and element that differ, and what is not known."""
 
+import math
+
 import pytest
 import torch
 
@@ -35,8 +37,8 @@ def run(root, name, steps, *, kept=("gradients", "tokens"), certified=True, **se
     directory = RunDirectory.create(root, name, spec)
     directory.set_state("running")
     for number, said in enumerate(steps):
-        unlike = said.pop("unlike", ())
-        line = {"step": number, "loss/total/sum": float(said["loss/total/sum"]), "gradient/norm/global": 1.0}
+        unlike, numbers = said.pop("unlike", ()), said.pop("numbers", {})
+        line = {"step": number, "loss/total/sum": float(said["loss/total/sum"]), "gradient/norm/global": 1.0} | numbers
         if "gradients" in kept:
             directory.write_tensors(f"step{number:04d}.gradients", {
                 name.removeprefix("gradient/"): value for name, value in said.items() if name.startswith("gradient/")})
@@ -100,6 +102,58 @@ class TestTheFirstThatDiffers:
         found = compared(wrong, reference=[dict(wrong)])
         assert not found.equal
         assert "ranks hold different replicas of weight/head" in found.why
+
+
+COUNTED = {"evidence/documents/sum": 4.0, "evidence/gradient_documents/sum": 1.0, "evidence/trained_tokens/sum": 6.0,
+           "evidence/gradient_tokens/sum": 2.0}
+
+
+class TestVerdicts:
+    """The same bits are equal only if something was trained, and if the reference is finite."""
+
+    def judged(self, compared, mine, reference=None):
+        """The same tensors in both, with these numbers in the step records."""
+        return compared(tensors() | {"numbers": mine}, reference=[tensors() | {"numbers": reference or mine}])
+
+    def test_counts_are_stated_and_equal_is_equal(self, compared):
+        found = self.judged(compared, COUNTED)
+        assert (found.verdict, found.equal, found.vacuous) == ("equal", True, "")
+        assert found.evidence.gradient_documents == 1
+        assert found.evidence.warnings
+
+    @pytest.mark.parametrize(("numbers", "reason"), [
+        (COUNTED | {"evidence/trained_tokens/sum": 0.0}, "no token is trained"),
+        (COUNTED | {"evidence/gradient_documents/sum": 0.0, "evidence/gradient_tokens/sum": 0.0},
+         "no document has a gradient"),
+        (COUNTED | {"gradient/norm/global": 0.0}, "every gradient is zero"),
+        ({"gradient/norm/global": 0.0}, "every gradient is zero")])
+    def test_the_same_bits_of_nothing_are_vacuous(self, compared, numbers, reason):
+        found = self.judged(compared, numbers)
+        assert (found.verdict, found.equal) == ("vacuous", True)
+        assert found.vacuous.startswith(reason)
+        assert found.why.startswith(f"vacuous: {reason}")
+        assert found.why.endswith("so the same certificate of the step proves nothing")
+
+    @pytest.mark.parametrize("numbers", [{"gradient/norm/global": math.nan}, {"loss/total/sum": math.inf}])
+    def test_a_reference_that_is_not_finite_is_unsound(self, compared, numbers):
+        found = self.judged(compared, numbers)
+        assert (found.verdict, found.equal) == ("unsound baseline", True)
+        assert found.why.startswith("unsound baseline (step 0: the ")
+        assert self.judged(compared, numbers, COUNTED).verdict == "equal"
+
+    def test_other_bits_are_different_before_the_reference_diverges_and_unsound_from_there(self, tmp_path):
+        fine, broken = {"numbers": COUNTED}, {"numbers": COUNTED | {"loss/total/sum": math.nan}}
+        wrong = ulp("gradient/head", (0, 0))
+        reference = run(tmp_path, "ref", [tensors() | fine, tensors() | broken])
+        early = run(tmp_path, "early", [tensors(**wrong) | fine, tensors() | fine])
+        late = run(tmp_path, "late", [tensors() | fine, tensors(**wrong) | fine])
+        assert compare_certificates(early, reference).verdict == "different"
+        assert compare_certificates(late, reference).verdict == "unsound baseline"
+
+    def test_a_run_that_trained_nothing_is_vacuous_whichever_of_the_two_it_is(self, compared):
+        nothing = COUNTED | {"evidence/trained_tokens/sum": 0.0, "evidence/gradient_tokens/sum": 0.0}
+        assert self.judged(compared, nothing, COUNTED).verdict == "vacuous"
+        assert self.judged(compared, COUNTED, nothing).verdict == "vacuous"
 
 
 class TestWhatIsNotThere:

@@ -59,8 +59,9 @@ _AXES = {"dp": "data-parallel ranks", "cp": "context-parallel ranks", "tp": "ten
 def _no_difference(facts: Facts) -> Judged:
     if any(step.differs for step in facts.evidence.steps):
         return NOT
-    known = " and ".join(facts.step.known)
-    return 0.99, [f"{known} agree within noise in all {len(facts.evidence.steps)} step(s)"]
+    telling = " and ".join(facts.step.telling) or "nothing that is not zero"
+    zeros = f"; {' and '.join(facts.step.silent)}: zero in both, which proves nothing" if facts.step.silent else ""
+    return 0.99, [f"{telling} agree within noise in all {len(facts.evidence.steps)} step(s){zeros}"]
 
 
 def _not_finite(facts: Facts) -> Judged:
@@ -121,7 +122,8 @@ def _factor(name: str, inverse: bool) -> Callable[[Facts], Judged]:
         if facts.inexact_power:
             return 0.45, [f"every gradient is about {facts.step.factor:.6g} times the trusted one, which is "
                           f"{found.words}; but such a factor rounds nothing, and something was rounded"]
-        loss = "the loss is right" if facts.loss_same else f"the loss is {facts.loss_factor or 0:.4g} times"
+        loss = {True: "the loss is right", False: f"the loss is {facts.loss_factor or 0:.4g} times",
+                None: "the loss says nothing"}[facts.loss_shown]
         return max(0.95 - 0.08 * hits[0], 0.5), [
             f"every gradient is {facts.step.factor:.6g} times the trusted one, which is {found.words}; {loss}"]
 
@@ -266,7 +268,8 @@ def _metrics_alone(facts: Facts) -> Judged:
     if not [key for key in facts.step.metrics if not key.startswith("gradient/")]:
         return NOT
     first, (right, wrong) = next(iter(facts.step.metrics.items()))
-    return 0.93, [f"loss and gradient are right; {len(facts.step.metrics)} of {facts.step.compared_metrics} metrics "
+    agreed = _agreed(loss=facts.loss_shown, gradient=facts.gradient_same)
+    return 0.93, [f"{agreed}; {len(facts.step.metrics)} of {facts.step.compared_metrics} metrics "
                   f"differ, {first} is {wrong:.4g}, not {right:.4g}"]
 
 
@@ -606,6 +609,15 @@ def _some_parameters(facts: Facts) -> Judged:
     return 0.3, [f"{len(facts.off)} of {len(facts.step.parameters)} parameters differ, {next(iter(facts.off))} first"]
 
 
+def _agreed(**parts: bool | None) -> str:
+    """The parts that are known to agree, in words; what is unknown, or zero in both, is named as such."""
+    right = [name.replace("_", "-") for name, same in parts.items() if same]
+    unknown = [name.replace("_", "-") for name, same in parts.items() if same is None]
+    texts = [f"{' and '.join(right)} {'are' if len(right) > 1 or right[0].endswith('s') else 'is'} right"] if right \
+        else []
+    return ", ".join(texts + ([f"{' and '.join(unknown)} unknown or zero in both"] if unknown else []))
+
+
 def _another_gradient(facts: Facts) -> str:
     """In words, that every gradient is another one although the loss is right; "" if that is not so."""
     if not _gradient_only(facts) or (facts.scaled and not facts.inexact_power):
@@ -613,7 +625,8 @@ def _another_gradient(facts: Facts) -> str:
     if facts.clear and any(p.share > 0.05 for p in facts.right.values()):
         return ""
     cosine = "" if facts.step.cosine is None else f", cosine {facts.step.cosine:.3f}"
-    return ("loss and log-probabilities are right, and every gradient is another one, "
+    agreed = _agreed(loss=facts.loss_shown, log_probabilities=facts.forward_same)
+    return (f"{agreed}, and every gradient is another one, "
             f"{facts.norm_factor or 0:.3g} times as long{cosine}")
 
 

@@ -10,7 +10,9 @@ from workbench.compare.diagnose.causes import CAUSES, Cause
 from workbench.compare.diagnose.evidence import Evidence, compare_records
 from workbench.compare.diagnose.facts import Facts
 from workbench.compare.diagnose.record import Record
+from workbench.compare.diagnose.sight import Sight, fewest, not_finite, sight_of
 from workbench.errors import RecordError, SpecError
+from workbench.metrics.evidence import Evidence as Counts
 
 TOLD = 0.1
 """A cause with a lower score is not told."""
@@ -18,6 +20,10 @@ RULED_OUT = 0.05
 """What a score is multiplied with if an experiment speaks against the cause, or what it needs is not there."""
 NEAR = 0.5
 """A suspect scores at least this part of the first."""
+
+EQUAL, DIFFERENT, VACUOUS, UNSOUND = "equal", "different", "vacuous", "unsound baseline"
+_VERDICTS = {"no_difference": EQUAL, "nothing_compared": VACUOUS, "unsound_baseline": UNSOUND}
+"""First cause -> verdict; any other cause is a difference."""
 
 Runner = Callable[[dict[str, Any]], tuple[Record, Record]]
 
@@ -69,10 +75,17 @@ class Tried:
     Attributes:
         experiment: which.
         equal: whether the two records agreed under it.
+        verdict: on the two records, see `Diagnosis.verdict`.
     """
 
     experiment: Experiment
     equal: bool
+    verdict: str = ""
+
+    @property
+    def result(self) -> str:
+        """It in a word or two."""
+        return "equal" if self.equal else self.verdict if self.verdict in (VACUOUS, UNSOUND) else "still different"
 
 
 _AXES = ("cp", "dp", "tp", "micro_batches", "accumulation")
@@ -99,6 +112,7 @@ class Diagnosis:
         causes: ranked, those that are told.
         evidence: what was compared.
         tried: experiments that were run.
+        sight: how much of the steps a comparison could have seen, of the record that shows less; None if unknown.
     """
 
     trusted: str
@@ -106,11 +120,17 @@ class Diagnosis:
     causes: tuple[Suspicion, ...]
     evidence: Evidence = field(repr=False)
     tried: tuple[Tried, ...] = ()
+    sight: Counts | Sight | None = field(default=None, repr=False)
+
+    @property
+    def verdict(self) -> str:
+        """`EQUAL`, `DIFFERENT`, `VACUOUS` (nothing was there to compare) or `UNSOUND` (the trusted is not finite)."""
+        return _VERDICTS.get(self.causes[0].name, DIFFERENT)
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs beyond rounding."""
-        return self.causes[0].name == "no_difference"
+        """True if nothing differs beyond rounding, and there was something to compare."""
+        return self.verdict == EQUAL
 
     @property
     def suspects(self) -> tuple[str, ...]:
@@ -150,8 +170,10 @@ class Diagnosis:
     def headline(self) -> str:
         """It in a clause."""
         first = self.causes[0]
-        if self.equal:
+        if self.verdict in (EQUAL, VACUOUS):
             return first.words
+        if self.verdict == UNSOUND:
+            return f"{UNSOUND}: {first.evidence[0]}"
         return f"from step {self.evidence.first.number} on: {first.words}"
 
     def __str__(self) -> str:
@@ -161,8 +183,10 @@ class Diagnosis:
             lines.append(f"  {cause.score:.2f}  {cause.name}: {cause.words}")
             lines += [f"        {reason}" for reason in cause.evidence]
             lines += [f"        not recorded: {', '.join(cause.lacked)}"] if cause.lacked else []
-        lines += [f"  tried {tried.experiment.words}: {'equal' if tried.equal else 'still different'}"
-                  for tried in self.tried]
+        if self.sight is not None:
+            lines.append(f"  could have seen: {self.sight.summary()}")
+            lines += [f"  warning: {warning}" for warning in self.sight.warnings]
+        lines += [f"  tried {tried.experiment.words}: {tried.result}" for tried in self.tried]
         if (experiment := self.next_experiment()) is not None:
             lines.append(f"  next: {experiment.words}; it would rule out {', '.join(experiment.excludes)}, "
                          "or leave only these")
@@ -175,16 +199,38 @@ def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
     """Rank what may have gone wrong between two records.
 
     Raises:
-        RecordError: they have no step in common, or nothing in it that both recorded.
+        RecordError: they have no step in common, or nothing in it that both recorded; or stored gradients are damaged.
     """
     evidence = compare_records(trusted, suspect)
     if not evidence.steps or not any(step.known or step.not_finite for step in evidence.steps):
         raise RecordError(f"diagnose {suspect!r} against {trusted!r}", found="nothing that both recorded",
                           rule="a step with loss, metrics, gradient norms, gradients or tokens in both",
                           fix="record the same parts of the same steps")
+    steps = [step.number for step in evidence.steps]
+    trusted_sight, suspect_sight = (sight_of(record, steps) for record in (trusted, suspect))
+    sight = fewest(trusted_sight, suspect_sight)
+    if (unsound := _unsound(evidence)) is not None:
+        return Diagnosis(trusted.name, suspect.name, (unsound,), evidence, sight=sight)
     facts = Facts(evidence)
-    found = [_suspicion(cause, facts) for cause in CAUSES]
-    return Diagnosis(trusted.name, suspect.name, _ranked(found), evidence)
+    ranked = _ranked([_suspicion(cause, facts) for cause in CAUSES])
+    if ranked[0].name == "no_difference" and sight.nothing:
+        ranked = (Suspicion("nothing_compared", f"{VACUOUS}: {sight.nothing}", ranked[0].score,
+                            ("nothing was there to differ, so agreement proves nothing",)),)
+    return Diagnosis(trusted.name, suspect.name, ranked, evidence, sight=sight)
+
+
+def _unsound(evidence: Evidence) -> Suspicion | None:
+    """The trusted record's own failure, if it comes no later than the first difference: nothing follows from it.
+
+    A difference in an earlier step, where both were finite, stands.
+    """
+    numbers = {step.number for step in evidence.steps}
+    last = evidence.first.number if evidence.first.differs else max(numbers)
+    for step in evidence.trusted.steps:
+        if step.number in numbers and step.number <= last and (broken := not_finite(step)):
+            reason = f"step {step.number} of {evidence.trusted.name or 'trusted'}: {broken}"
+            return Suspicion("unsound_baseline", "the trusted record itself is not finite", 0.99, (reason,))
+    return None
 
 
 def experimented(diagnosis: Diagnosis, run: Runner, *, at_most: int) -> Diagnosis:
@@ -195,7 +241,8 @@ def experimented(diagnosis: Diagnosis, run: Runner, *, at_most: int) -> Diagnosi
             break
         there = diagnose_records(*run(experiment.changes))
         causes = [replace(cause, score=cause.score * _believed(cause, experiment, there)) for cause in diagnosis.causes]
-        diagnosis = replace(diagnosis, causes=_ranked(causes), tried=(*diagnosis.tried, Tried(experiment, there.equal)))
+        diagnosis = replace(diagnosis, causes=_ranked(causes), tried=(
+            *diagnosis.tried, Tried(experiment, there.equal, there.verdict)))
     return diagnosis
 
 
@@ -205,6 +252,8 @@ def _believed(cause: Suspicion, experiment: Experiment, there: Diagnosis) -> flo
     The difference went with what the cause needs, or stayed although the cause could not act. Where it stayed and the
     cause could act, the records of the experiment must speak for it too.
     """
+    if there.verdict in (VACUOUS, UNSOUND):
+        return 1.0  # such an experiment shows nothing
     if there.equal:
         return 1.0 if _touched(experiment, cause) else RULED_OUT
     if _excluded(experiment, cause):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from workbench.compare.diagnose.noise import Noise
 from workbench.compare.diagnose.record import Record, RecordedStep, whole
+from workbench.runs.integrity import check_certificate, check_gradients
 
 FLOOR = 1e-3
 """Of the root mean square of the whole gradient: a parameter whose gradient is smaller is judged by this."""
@@ -66,11 +67,12 @@ class StepEvidence:
         cosine: of the whole gradient; None if only norms are known.
         residue: what is left of the suspect's gradient when ``factor`` is taken out, in parts of it; from norms the
             greatest deviation of a ratio from the factor.
-        gradient_same: within noise; None if unknown.
+        gradient_same: within noise; None if unknown, or zero in both.
         metrics: those that differ, trusted and suspected.
         compared_metrics: how many were compared.
         tokens: for each per-token value, [S] bool where it differs, of the tokens that train in both.
         not_finite: what of the suspect is not a number though the trusted one's is.
+        silent: parts that both have and that are zero in both, within noise: that they agree proves nothing.
     """
 
     number: int
@@ -86,13 +88,19 @@ class StepEvidence:
     compared_metrics: int = 0
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     not_finite: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
 
     @property
     def known(self) -> tuple[str, ...]:
         """Parts that both records have."""
-        there = (self.losses is not None, self.gradient_same is not None, bool(self.compared_metrics),
-                 bool(self.tokens))
+        there = (self.losses is not None, self.gradient_same is not None or "gradient" in self.silent,
+                 bool(self.compared_metrics), bool(self.tokens))
         return tuple(part for part, is_there in zip(PARTS, there, strict=True) if is_there)
+
+    @property
+    def telling(self) -> tuple[str, ...]:
+        """Parts that both records have and whose agreement says something."""
+        return tuple(part for part in self.known if part not in self.silent)
 
     @property
     def differs(self) -> tuple[str, ...]:
@@ -145,6 +153,9 @@ def compare_records(trusted: Record, suspect: Record) -> Evidence:
 
     A step in which rounding turned so many clip decisions that a right gradient may be any other is the last: weights
     after it differ by a whole step.
+
+    Raises:
+        RecordError: stored gradients that are not those whose norms, or certificate, were recorded.
     """
     theirs = {step.number: step for step in suspect.steps}
     pairs = [(step, theirs[step.number]) for step in trusted.steps if step.number in theirs]
@@ -152,7 +163,8 @@ def compare_records(trusted: Record, suspect: Record) -> Evidence:
     for place, (a, b) in enumerate(pairs):
         norm, largest = _whole_norm(a), max(largest, _whole_norm(a))
         noise = Noise.between(trusted.context, suspect.context, place, same_forward=_same_forward(a, b))
-        steps.append(_step(a, b, noise.as_tokens_cancel(largest / norm if norm else 1.0)))
+        gradients = _gradients(trusted, a), _gradients(suspect, b)
+        steps.append(_step(a, b, noise.as_tokens_cancel(largest / norm if norm else 1.0), gradients))
         if not noise.same_forward and noise.with_flips(_flipped(a, b)).gradient >= UNKNOWN > noise.gradient:
             break
     return Evidence(trusted, suspect, tuple(steps))
@@ -168,22 +180,37 @@ def _same_forward(a: RecordedStep, b: RecordedStep) -> bool:
                                             theirs["policy_logprobs"][both].double())
 
 
-def _step(a: RecordedStep, b: RecordedStep, noise: Noise) -> StepEvidence:
+def _gradients(record: Record, step: RecordedStep) -> Mapping[str, Tensor]:
+    """The stored gradients of a step, checked by its certificate if there is one, and else by their norms."""
+    gradients = whole(step.gradients)
+    where = f"record {record.name or 'without a name'}: tensors/step{step.number:04d}.gradients"
+    if gradients and step.certificate is not None:
+        check_certificate(gradients, step.certificate, where=where)
+    elif gradients:
+        check_gradients(gradients, step.gradient_norms, where=where)
+    return gradients
+
+
+def _step(a: RecordedStep, b: RecordedStep, noise: Noise,
+          gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> StepEvidence:
     tokens = _tokens(a, b, noise)
     if not noise.same_forward and "policy_logprobs" in tokens and not tokens["policy_logprobs"].any():
         noise = noise.with_flips(_flipped(a, b))
     found: dict = {"number": a.number, "noise": noise}
-    broken = []
+    broken, silent = [], []
     if a.loss is not None and b.loss is not None:
-        found |= {"losses": (a.loss, b.loss),
-                  "loss_same": abs(a.loss - b.loss) <= noise.loss * max(abs(a.loss), _whole_norm(a), (
-                      _summed_size(a) if noise.same_forward else 0.0))}
+        bar = noise.loss * max(abs(a.loss), _whole_norm(a), _summed_size(a) if noise.same_forward else 0.0)
+        found |= {"losses": (a.loss, b.loss), "loss_same": abs(a.loss - b.loss) <= bar}
+        if max(abs(a.loss), abs(b.loss)) <= bar:  # any other loss as small would agree as well
+            silent.append("loss")
         broken += ["loss"] if math.isfinite(a.loss) and not math.isfinite(b.loss) else []
     norms = [name for name in a.gradient_norms if name in b.gradient_norms]
     broken += [name for name in norms if math.isfinite(a.gradient_norms[name])
                and not math.isfinite(b.gradient_norms[name])]
     if not broken:
-        found |= _gradient(a, b, norms, noise)
+        measured = _gradient(gradients, a, b, norms, noise)
+        found |= measured or {}
+        silent += ["gradient"] if measured is None else []
     shared = [key for key in a.metrics if key in b.metrics]
     off = {key: (a.metrics[key], b.metrics[key]) for key in shared
            if _apart(a.metrics[key], b.metrics[key], noise.metric_floor) > noise.of_metric(key)}
@@ -191,7 +218,7 @@ def _step(a: RecordedStep, b: RecordedStep, noise: Noise) -> StepEvidence:
         off |= {f"gradient/norm/{name}": (a.gradient_norms[name], b.gradient_norms[name]) for name in norms
                 if _apart(a.gradient_norms[name], b.gradient_norms[name], _typical(a)) > noise.gradient}
     return StepEvidence(**found, metrics=off, compared_metrics=len(shared), tokens=tokens,
-                        not_finite=tuple(broken))
+                        not_finite=tuple(broken), silent=tuple(silent))
 
 
 def _flipped(a: RecordedStep, b: RecordedStep) -> float:
@@ -228,16 +255,18 @@ def _apart(a: float, b: float, floor: float) -> float:
     return math.inf if math.isnan(far) else far
 
 
-def _gradient(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise) -> dict:
-    """Factor, cosine and parameters, from whole gradients if both have them, and else from norms."""
-    mine, theirs = ({name: values.double().flatten() for name, values in whole(step.gradients).items()}
-                    for step in (a, b))
+def _gradient(gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], a: RecordedStep, b: RecordedStep,
+              norms: list[str], noise: Noise) -> dict | None:
+    """Factor, cosine and parameters, from whole gradients if both have them, and else from norms; None of zeros."""
+    mine, theirs = ({name: values.double().flatten() for name, values in each.items()} for each in gradients)
     shared = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
     if not shared:
         return _from_norms(a, b, norms, noise)
     elements = sum(mine[name].numel() for name in shared)
     norm = math.sqrt(sum(float(mine[name].square().sum()) for name in shared))
     other = math.sqrt(sum(float(theirs[name].square().sum()) for name in shared))
+    if norm == other == 0:
+        return None
     product = sum(float(mine[name] @ theirs[name]) for name in shared)
     parameters = {}
     for name in shared:
@@ -280,10 +309,12 @@ def _weak(norm: float, whole_norm: float, numel: int, elements: int) -> float:
     return max(1.0, 3 * typical / max(norm, FLOOR * typical, NOTHING))
 
 
-def _from_norms(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise) -> dict:
+def _from_norms(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise) -> dict | None:
     norm = math.sqrt(sum(a.gradient_norms[name] ** 2 for name in norms))
-    if not norms or not norm:
-        return {} if not norms else {"factor": None, "gradient_same": not any(b.gradient_norms[n] for n in norms)}
+    if not norms:
+        return {}
+    if not norm:
+        return {"factor": None, "gradient_same": False} if any(b.gradient_norms[name] for name in norms) else None
     typical = norm / math.sqrt(len(norms))
     parameters = {}
     for name in norms:

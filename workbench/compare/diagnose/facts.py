@@ -74,6 +74,11 @@ class Facts:
         return self.step.loss_same
 
     @property
+    def loss_shown(self) -> bool | None:
+        """True if the losses agree and are not both zero within noise, which proves nothing; None if unknown."""
+        return None if "loss" in self.step.silent else self.loss_same
+
+    @property
     def gradient_same(self) -> bool | None:
         """Whether the gradients agree; None if unknown."""
         return self.step.gradient_same
@@ -464,6 +469,8 @@ class Facts:
         if not right or not mine:
             return []
         values = self.tokens[0]["losses"][self.trained].double()
+        if max(abs(trusted), abs(suspect)) <= self.step.noise.loss * float(values.abs().mean()):
+            return []  # terms that cancel to nothing do so in every way of dividing them
         sized = 0.1 * float(values.abs().mean())  # a loss may cancel, what rounding does to its terms does not
         usual = {way.words for way in reproduced(right, trusted, bar * max(abs(trusted), sized))}
         hits = reproduced(mine, suspect, bar * max(abs(suspect), sized))

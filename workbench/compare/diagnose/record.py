@@ -4,7 +4,8 @@ Ours and other trainers' runs come to the same form: `Record.of` reads a run dir
 recorder wrote (`workbench.runs.record_files` owns its format):
 
     record.json                                  {"context": {...}}
-    steps.jsonl                                  {"step", "loss", "metrics", "gradient_norms", "counts"} a line
+    steps.jsonl                                  {"step", "loss", "metrics", "gradient_norms", "counts"} a line, and
+                                                 "evidence" where a run of the workbench counted it
     tensors/step0000.gradients.safetensors       whole gradients, by parameter
     tensors/step0000.tokens.safetensors          per-token values in source order, [S] each
 
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from workbench.errors import RecordError, WorkbenchError
 from workbench.losses.build import make_loss
+from workbench.metrics.evidence import PREFIX
 from workbench.policy.logprobs import TokenLogprobs
 from workbench.reduction.evaluate import evaluate_loss, loss_inputs, token_values
 from workbench.reduction.weights import step_weights
@@ -38,12 +40,13 @@ from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.files import load
 from workbench.rollouts.targets import shift_targets
 from workbench.runs import record_files as files
+from workbench.runs.certificate import Certificate, read_certificate
 from workbench.runs.online import with_advantages
 from workbench.runs.spec import RunSpec
 from workbench.runs.step import make_advantages, pack_step, plan_row
 from workbench.runs.store import RunDirectory, project_root
 
-_NOT_METRICS = ("time/", "memory/", "loss/total/", "gradient/clip/", "evidence/")
+_NOT_METRICS = ("time/", "memory/", "loss/total/", "gradient/clip/", PREFIX)
 _MEASURED_TOKENS = ("policy_logprobs", "old_logprobs", "entropy_nats", "trained", "clipped")
 
 
@@ -84,6 +87,8 @@ class RecordedStep:
         counts: of the whole step, over all ranks and micro-batches.
         gradients: whole, by parameter.
         tokens: per-token values in source order, [S].
+        evidence: counts of tokens and documents with a gradient, by the keys of `workbench.metrics.evidence`.
+        certificate: of the step, if a run has one.
     """
 
     number: int
@@ -93,6 +98,8 @@ class RecordedStep:
     counts: Mapping[str, float] = field(default_factory=dict)
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    certificate: Certificate | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +168,8 @@ class Record:
                 if tensors:
                     files.write_tensors(folder, step.number, kind, dict(whole(tensors)))
             files.append_step(folder, {"step": step.number, "loss": step.loss, "metrics": dict(step.metrics),
-                                       "gradient_norms": dict(step.gradient_norms), "counts": dict(step.counts)})
+                                       "gradient_norms": dict(step.gradient_norms), "counts": dict(step.counts)} |
+                              ({"evidence": dict(step.evidence)} if step.evidence else {}))
         return folder
 
     @property
@@ -187,7 +195,7 @@ def _loaded(folder: Path, step: Mapping[str, Any]) -> RecordedStep:
         return LazyTensors(lambda: files.read_tensors(folder, number, kind))
 
     return RecordedStep(number, step.get("loss"), step.get("metrics") or {}, step.get("gradient_norms") or {},
-                        step.get("counts") or {}, of_kind("gradients"), of_kind("tokens"))
+                        step.get("counts") or {}, of_kind("gradients"), of_kind("tokens"), step.get("evidence") or {})
 
 
 # ---- run directories -------------------------------------------------------------------------------------
@@ -214,7 +222,9 @@ def _of_run(run: RunDirectory) -> Record:
              and not key.startswith(_NOT_METRICS)},
             line.get("gradient_norms") or {}, counts,
             LazyTensors(lambda number=number: _run_tokens(run, number, "gradients")),
-            {name: tokens[name] for name in _MEASURED_TOKENS if name in tokens} | places))
+            {name: tokens[name] for name in _MEASURED_TOKENS if name in tokens} | places,
+            {key: float(value) for key, value in line.items() if key.startswith(PREFIX)},
+            read_certificate(run, number) if "certificate" in line else None))
     return Record(context_of(spec, recording), tuple(steps), run.name)
 
 

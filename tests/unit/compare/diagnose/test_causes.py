@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.hand_records import NAMES, gradients, make_record, norms_alone, tokens
+from tests.helpers.hand_records import gradients, make_record, norms_alone, tokens
 from workbench.compare.diagnose.causes import CAUSES
 from workbench.compare.diagnose.diagnosis import diagnose_records
 from workbench.compare.diagnose.evidence import compare_records
@@ -57,7 +57,7 @@ WRONG = {
     "not_finite": {"loss": float("nan")},
     "loss_alone": {"loss": 0.5},
     "metrics_alone": {"metrics": METRICS | {"ratio/policy_old/mean": 3.0}},
-    "norm_alone": {"gradient_norms": dict.fromkeys(NAMES, 9.0)},
+    "norm_alone": {"gradient_norms": {name: 1.5 * float(each.norm()) for name, each in gradients().items()}},
     "targets_at_shard_edges": {"tokens": values(policy_logprobs=put(10, -9.0))},
     "targets_at_document_ends": {"tokens": values(trained=put([6, 12], True))},
     "first_tokens": {"tokens": values(policy_logprobs=put([2, 8, 14], -7.0))},
@@ -249,8 +249,9 @@ def test_below_a_tied_head_everything_is_scaled_but_the_embedding():
     right = {name: each for name, each in step.gradients.items() if name != "lm_head.weight"}
     wrong = {name: 7 * each for name, each in right.items()} | {
         "model.embed_tokens.weight": 7 * right["model.embed_tokens.weight"] + own}
-    assert first_of(*(replace(make_record(), steps=(replace(step, gradients=each),)) for each in (right, wrong))
-                    ) == "gradient_below_head"
+    norms = [{name: float(each.norm()) for name, each in held.items()} for held in (right, wrong)]
+    assert first_of(*(replace(make_record(), steps=(replace(step, gradients=held, gradient_norms=said),))
+                      for held, said in zip((right, wrong), norms, strict=True))) == "gradient_below_head"
 
 
 def test_one_term_is_told_only_beside_terms_that_are_right():

@@ -1,0 +1,49 @@
+"""Rollouts that train nothing, each for its own reason, and what a spec says of them: finding V1, case by case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.files import save
+from workbench.runs.spec import RunSpec, merge
+from workbench.runs.store import RunDirectory
+from workbench.runs.worker import run_here
+
+CASES = ("advantages of zero", "empty loss mask", "one token", "groups of one", "equal rewards")
+_BASE = {"model": {"source": "tiny-qwen3"}, "precision": "float64", "device": "cpu",
+         "record": {"gradients": "full"}}
+
+
+def rollouts(case: str, documents: int = 8) -> RolloutBatch:
+    """Documents of two prompt and three completion tokens, advantages plus and minus 1, but for what the case says."""
+    tokens = 1 if case == "one token" else 5
+    drawn = torch.Generator().manual_seed(0)
+    made = []
+    for number in range(1 if case == "one token" else documents):
+        mask = [0] * tokens if case == "empty loss mask" else [int(place > 1) for place in range(tokens)]
+        made.append({"tokens": torch.randint(4, 19, (tokens,), generator=drawn).tolist(), "loss_mask": mask,
+                     "advantages": 0.0 if case == "advantages of zero" else 1.0 - 2 * (number % 2),
+                     "old_logprobs": (-torch.rand(tokens, generator=drawn)).tolist(),
+                     "reward": 1.0 if case == "equal rewards" else float(number % 2),
+                     "group_id": number if case == "groups of one" else number // 4})
+    return RolloutBatch.from_documents(made, temperature=1.0)
+
+
+def settings(case: str) -> dict[str, Any]:
+    """What a spec adds: the estimator, where advantages come from rewards."""
+    return {"data": {"advantages": {"name": "grpo"}}} if case in ("groups of one", "equal rewards") else {}
+
+
+def ran(folder: Path, case: str, name: str, **changes: Any) -> RunDirectory:
+    """A run of one step on such rollouts, over."""
+    if not (folder / "rollouts").exists():
+        save(rollouts(case), folder / "rollouts", provenance={})
+    base = _BASE | {"data": {"path": str(folder / "rollouts")}}
+    spec = RunSpec.model_validate(merge(merge(base, settings(case)), changes))
+    run = RunDirectory.create(folder / "runs", name, spec)
+    run_here(run, folder)
+    return run
