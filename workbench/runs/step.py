@@ -53,7 +53,7 @@ from workbench.runs.exact import (
     up_to_last_document,
     within_range,
 )
-from workbench.runs.fused import fused_row
+from workbench.runs.fused import Evaluate, fused_logprobs, fused_row
 from workbench.runs.spec import LayoutSpec, LossSpec, ReproducibleSpec, RunSpec
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import all_gather
@@ -279,15 +279,12 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         keep_gradients: gather every parameter's whole gradient.
         level: how much is measured: none, basic or full.
         loss_spec: what the loss was made from, for metrics that look at its bounds; None: they are left out.
-        fused: loss and gradient in one pass over the head; see `workbench.runs.fused`.
+        fused: loss and gradient in one pass over the head, of a policy that was loaded for it; see
+            `workbench.runs.fused`.
     """
     mesh = policy.mesh
     parts, metrics, per_token, fallbacks = [], [], [], []
-    wanted = (loss_spec or LossSpec()).head_outputs
-
-    def evaluate(local: LocalRow, said: TokenLogprobs, frozen_clip_T: Tensor | None) -> Evaluated:
-        inputs = loss_inputs(local.row, said, totals, local.sums, frozen_clip_T)
-        return evaluate_loss(loss, inputs, local.weights, local.row.loss_mask_T)
+    wanted, evaluate = (loss_spec or LossSpec()).head_outputs, _evaluation(loss, totals)
 
     policy.give_back()
     policy.model.zero_grad(set_to_none=True)
@@ -299,7 +296,7 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
             found, words = fused_row(policy, hidden_TD, local, frozen_T, evaluate, wanted, loss_spec)
             fallbacks += [words] if words else []
         else:
-            said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=wanted)
+            said = _head_output(policy, hidden_TD, row, wanted)
             local, said = unsplit(local, said)  # in the reproducible mode every rank evaluates all of its row
             found = evaluate(local, said, _at_targets(frozen_clip_S, local.row))
         inputs, terms, scalars = found
@@ -327,6 +324,55 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         totals=totals,
         fallbacks=tuple(dict.fromkeys(fallbacks)),
     )
+
+
+@torch.no_grad()
+def row_logprobs(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepTotals, *, num_source: int,
+                 loss_spec: LossSpec | None = None, fused: bool = False) -> Tensor:
+    """Log-probabilities of the trained tokens of a step, bit for bit those of `run_step` on the same rows; 0 elsewhere.
+
+    The same hidden states, implementation of the head, temperatures and chunks: a policy that has not moved since has
+    ratios of exactly 1. Collective; the same on every rank.
+
+    Args:
+        policy: the model as this rank holds it.
+        loss: of the step; how a fused head is cut depends on what it sums.
+        rows: this rank's micro-batches, from `prepare_rows`.
+        totals: of the whole step, from `prepare_rows`.
+        num_source: S.
+        loss_spec: as `run_step` takes it.
+        fused: as `run_step` takes it.
+
+    Shapes:   [S], in the order of the source batch.
+    Units:    nats, at the temperature of each token, or of the policy.
+    Backward: none.
+    """
+    per_token, wanted, evaluate = [], (loss_spec or LossSpec()).head_outputs, _evaluation(loss, totals)
+    for local in rows:
+        hidden_TD = local.hidden_states(policy)
+        if fused:
+            logprobs_T = fused_logprobs(policy, hidden_TD, local, evaluate, wanted, loss_spec)
+        else:
+            local, said = unsplit(local, _head_output(policy, hidden_TD, local.row, wanted))
+            logprobs_T = said.logprobs_T
+        row = local.row
+        per_token.append({"source": row.source_T, "logprobs": torch.where(row.loss_mask_T, logprobs_T, 0.0)})
+    policy.give_back()
+    return in_source_order(per_token, policy.mesh, num_source)["logprobs"]
+
+
+def _evaluation(loss: Loss, totals: StepTotals) -> Evaluate:
+    """The loss on what a rank holds of a row."""
+    def evaluate(local: LocalRow, said: TokenLogprobs, frozen_clip_T: Tensor | None) -> Evaluated:
+        inputs = loss_inputs(local.row, said, totals, local.sums, frozen_clip_T)
+        return evaluate_loss(loss, inputs, local.weights, local.row.loss_mask_T)
+
+    return evaluate
+
+
+def _head_output(policy: Policy, hidden_TD: Tensor, row: TrainingRow, wanted: Sequence[str]) -> TokenLogprobs:
+    """What the head says about every token of a row, where it is not fused."""
+    return policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=wanted)
 
 
 def clip_gradients(policy: Policy, norms: Mapping[str, float], max_norm: float | None) -> float:
