@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from workbench.compare.certificates import CertificateComparison, compare_certificates
-from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
+from workbench.compare.comparison import AGREES, Comparison, Configuration, ParameterDifference
 from workbench.compare.factors import SAME, name_factor
 from workbench.compare.reading import Gradients, RunReader, flipped_clips, ratio_histograms, same_tokens
 from workbench.compare.soundness import evidence_of, not_finite, too_far, why_vacuous
@@ -161,10 +161,8 @@ def _compared(base: dict[str, Any], run: RunReader, subject: Subject, by_name: M
         base |= {"ratios": ratio_histograms(run, reference), "evidence": _evidence(run, reference)}
         judged = _judge(base, run, reference, truth)
         judged = replace(judged, why=f"{judged.why}; {certified.why}") if certified else judged
-    agrees = judged.verdict in ("equal", "within budget")
-    if agrees and (nothing := why_vacuous(run, reference)):
-        return replace(judged, verdict="vacuous", why=f"nothing was compared: {nothing}")
-    return judged
+    nothing = why_vacuous(run, reference) if judged.verdict in AGREES else ""
+    return replace(judged, verdict="vacuous", why=f"nothing was compared: {nothing}") if nothing else judged
 
 
 def _evidence(run: RunReader, reference: RunReader | None) -> dict[str, Any]:
@@ -200,9 +198,9 @@ def _judge_bits(base: dict[str, Any], run: RunReader, reference: RunReader,
                 "flipped_clips": flipped_clips(run, reference, step),
                 "relative_loss": _relative(run.loss(step), reference.loss(step))})
     base |= {"whole_gradient": whole, "parameters": parameters}
-    unsound = "" if reference.diverged_step is None else not_finite("baseline", reference, reference.diverged_step)
-    if unsound and (certified.step is None or certified.step >= (reference.diverged_step or 0)):
-        return Configuration(**base, verdict="unsound baseline", first_step=reference.diverged_step, why=unsound)
+    if certified.verdict == "unsound baseline":
+        return Configuration(**base, verdict="unsound baseline", first_step=reference.diverged_step,
+                             why=certified.not_finite)
     if certified.equal:
         return Configuration(**base, verdict="equal", why=certified.why)
     first = next((name.removeprefix("gradient/") for name in certified.differing if name.startswith("gradient/")), None)

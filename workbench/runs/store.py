@@ -367,8 +367,8 @@ class RunDirectory:
 
         When a rank dies, the others soon fail with connection errors, sometimes with an earlier time stamp;
         those count only if there is nothing else. A rank that hung or left is found last, and its victims may have
-        died first. The result is that rank's exit record, ``also_failed``, the other ranks that failed, and ``also``, the
-        collectives that they were in, by rank. None if no rank failed. Its ``rank`` is None if the ranks never
+        died first. The result is that rank's exit record, ``also_failed``, the other ranks that failed, and ``also``,
+        the collectives that they were in, by rank. None if no rank failed. Its ``rank`` is None if the ranks never
         started.
         """
         failed = [record for record in self.exits().values() if not record["ok"]]

@@ -150,7 +150,7 @@ def fused_loss(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, loss_fn:
         None if plan.order_A is None else torch.argsort(places_A),
         None if expected_logprobs_T is None else expected_logprobs_T.detach()[places_A], couples, chunk_tokens,
         keep_bytes, _fields(wanted, kept), into)
-    with torch.no_grad(), count_products() as count:
+    with torch.no_grad(), count_products(this_thread=True) as count:
         loss = there.run(plan.groups)
         if into is not None and into.hidden_TD is not None and axis is not None:
             into.hidden_TD = all_sum(into.hidden_TD, axis)
