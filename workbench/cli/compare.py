@@ -36,6 +36,9 @@ def certified(run: str, reference: str) -> tuple[str, bool]:
 
     Raises:
         RecordError: not one run each, or runs without certificates.
+
+    Returns:
+        The comparison as text with its evidence, and True only if there was something to compare and it is the same.
     """
     from workbench.compare.certificates import compare_certificates
     from workbench.errors import RecordError
@@ -48,7 +51,8 @@ def certified(run: str, reference: str) -> tuple[str, bool]:
                           found="no certificates in one of them" if len(runs) == 2 else f"{len(runs)} runs",
                           rule="two runs, each with a certificate of its steps",
                           fix="set record: {certificate: true} and run again; the reproducible mode does by itself")
-    return str(found), found.equal
+    seen = "" if found.evidence is None else f"\ncould have seen: {found.evidence.summary()}"
+    return f"{found}{seen}", found.verdict == "equal"
 
 
 def _compare(experiment_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")],

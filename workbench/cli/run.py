@@ -210,7 +210,10 @@ def exit_code(comparison: Comparison) -> int:
 
 def verdict_table(comparison: Comparison) -> str:
     """The verdicts as lines of text."""
-    return "\n".join([*([comparison.question] if comparison.question else []), *comparison.verdict_lines()])
+    from workbench.compare.seeds import identical_notes
+
+    question = [comparison.question] if comparison.question else []
+    return "\n".join([*question, *comparison.verdict_lines(), *identical_notes(comparison)])
 
 
 def _described(base: RunSpec) -> type[Any]:
