@@ -138,11 +138,11 @@ class Configuration:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the verdict must know besides: a divergence, weak evidence, what the loss declares."""
+        """What a reader of the verdict must know besides: divergence, what it could have seen, what the loss declares."""
         diverged = "" if self.diverged_step is None else f"diverged: not finite from step {self.diverged_step} on"
-        declared = declared_note(self.settings) if self.verdict not in ("reference", "equal") else ""
+        seen = f"could have seen: {self.evidence['summary']}" if self.evidence else ""
         warnings = [f"weak evidence: {warning}" for warning in self.evidence.get("warnings", ())]
-        return tuple(note for note in (diverged, *warnings, declared) if note)
+        return tuple(note for note in (diverged, seen, *warnings, declared_note(self.settings)) if note)
 
 
 def _largest(values: Iterable[float]) -> float | None:
@@ -271,9 +271,10 @@ class Comparison:
         return "\n".join([f"{self.experiment}: {self.question}", *self.verdict_lines()])
 
     def verdict_lines(self) -> list[str]:
-        """A line for every configuration: verdict, factor, relative error, settings that differ, why; then its notes.
+        """A line for every configuration: verdict, factor, relative error, settings that differ, why.
 
-        The last lines say what the comparisons could have seen, once for all configurations of which it is the same.
+        The last lines say, once for all configurations of which it is the same, what the comparisons could have seen
+        and what a loss declares of itself.
         """
         width = max((len(c.name) for c in self.configurations), default=0)
         lines = []
@@ -283,13 +284,11 @@ class Comparison:
             parts = [f"{c.name:<{width}}", f"{c.verdict:<16}", factor, meaning, c.error_text, _changes(
                 self.setting_changes(c.name)), c.why]
             lines.append("  ".join(part for part in parts if part))
-            lines += [f"{'':<{width}}  {note}" for note in c.notes]
-        seen: dict[str, list[str]] = {}
+        shared: dict[str, list[str]] = {}
         for c in self.configurations:
-            if c.evidence:
-                seen.setdefault(c.evidence["summary"], []).append(c.name)
-        return lines + [f"could have seen: {summary} ({_listed(names, len(self.configurations))})"
-                        for summary, names in seen.items()]
+            for note in c.notes:
+                shared.setdefault(note, []).append(c.name)
+        return lines + [f"{note} ({_listed(names, len(self.configurations))})" for note, names in shared.items()]
 
 
 def load_comparison(path: Path | str) -> Comparison:

@@ -181,4 +181,5 @@ def test_a_comparison_keeps_its_evidence_on_disk(tmp_path):
     compare_runs(subjects, experiment="demo", question="?").save(tmp_path / "comparison.json")
     loaded = Comparison.load(tmp_path / "comparison.json")["one"]
     assert loaded.evidence == Evidence(1, 5, 4, 10, 4, None, 6).as_json()
-    assert loaded.notes == ("weak evidence: 60.0% of the trained tokens are clipped",)
+    assert loaded.notes == ("could have seen: gradient on 4 of 5 documents (80.0%), 4 of 10 trained tokens (40.0%); "
+                            "clipped 60.0%", "weak evidence: 60.0% of the trained tokens are clipped")
