@@ -1,6 +1,7 @@
 # make report   from a fresh machine to a saved report      make test       the default suite
 # make lab      JupyterLab on the notebooks                 make test-all   every generated case
 # make bench    what is claimed of speed, measured here and written to experiments/benchmarks
+# make test-matrix          the default suite in every environment of tests/README.md; hours (ONLY="sigint load")
 #
 # PYTHON=python3.12       another interpreter (3.11 to 3.13)
 # TORCH_INDEX=<address>   where torch comes from, such as an index of CPU builds (a fifth of the size)
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 WORKERS ?= 2
 ABLATION ?= experiments/layout_parity/ablation.yaml
 
-.PHONY: report test test-all lab bench lint clean
+.PHONY: report test test-all test-matrix lab bench lint clean
 .DEFAULT_GOAL := report
 
 report: .venv/.installed
@@ -30,6 +31,9 @@ test: .venv/.installed-dev browser
 
 test-all: .venv/.installed-dev browser
 	$(BIN)/python -m pytest -m "" $(PYTEST)
+
+test-matrix: .venv/.installed-dev browser
+	tests/matrix.sh $(ONLY)
 
 lint: .venv/.installed-dev
 	$(BIN)/python -m ruff check workbench tests notebooks experiments

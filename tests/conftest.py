@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client: 
 
 # the leases of devices lie here: two test runs on one machine do not queue for each other's cores
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="workbench-tests-")
+os.environ["IPYTHONDIR"] = os.environ["XDG_RUNTIME_DIR"]  # no test writes a history into anybody's home
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 interpret_where_no_gpu_is()

@@ -22,7 +22,7 @@ from tests.chaos.worker import acknowledged, checksum
 from workbench.runs.store import ENDED, RunDirectory, project_root
 
 MARK = "WB_CHAOS"
-LEAVE_S = 20.0
+LEAVE_S = 120.0
 """How long processes may stay after the launcher is gone."""
 
 END_S = 180.0

@@ -3,7 +3,7 @@
 Each rank first writes ``seen<rank>.json`` into the run directory: its place, arguments, threads, and what was loaded
 before it. Then, in this order, where named: ``print`` says something; ``raise_1`` raises on rank 1, ``kill_1`` kills
 rank 1, ``exit_3`` leaves with code 3, ``say_no`` leaves with a sentence; ``child`` starts a process of its own;
-``stubborn`` ignores SIGTERM; ``wait`` waits for a minute. Needs no process group, but for ``meet``.
+``stubborn`` ignores SIGTERM; ``wait`` waits for minutes. Needs no process group, but for ``meet``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def main() -> None:
         "argv": sys.argv[1:], "environment": dict(os.environ), "threads": torch.get_num_threads(),
         "folder": str(Path.cwd()), "loaded": LOADED_BEFORE, "path": sys.path,
         "random": numpy.random.random(),  # noqa: NPY002 (the generator that everybody shares)
-        "process": this_process(), "parent": os.getppid(), "stdin": str(Path("/proc/self/fd/0").readlink()),
+        "cpu_s": time.process_time(), "process": this_process(), "parent": os.getppid(),
+        "stdin": str(Path("/proc/self/fd/0").readlink()),
         "files": sorted(str(f.readlink()) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())})
     if "meet" in faults:
         torch.distributed.init_process_group("gloo")
@@ -50,13 +51,13 @@ def main() -> None:
     if "say_no" in faults:
         sys.exit("no, thank you")
     if "child" in faults:
-        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+        child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"])
         tell(run, f"child{rank}", child.pid)
     if "stubborn" in faults:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "wait" in faults or "stubborn" in faults:
         tell(run, f"waiting{rank}", True)
-        time.sleep(60)
+        time.sleep(300)
 
 
 def tell(run: RunDirectory, name: str, value: object) -> None:

@@ -5,7 +5,8 @@ microseconds a test: the numbers of the open files and of the children before an
 Linux it looks at nothing.
 
 Shared on purpose, and therefore allowed by name: the fork server of `workbench.launch.processes`, that of
-`multiprocessing` with its resource tracker (`tests.helpers.ranks`), and torch's pool of compilers.
+`multiprocessing` with its resource tracker (`tests.helpers.ranks`), torch's pool of compilers, the fonts that
+matplotlib keeps, and the event loop that jupyter_core keeps for nbclient.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ SHARED_PROCESSES = ("forkserver.py", "multiprocessing.forkserver", "multiprocess
                     "torch/_inductor/compile_worker")
 """What the command line of a process contains that tests share."""
 
-SHARED_FILES = ("/dev/urandom", "/dev/null")
+SHARED_FILES = ("/dev/urandom", "/dev/null", ".ttf", ".afm")
+"""How the paths of files end that are kept open on purpose."""
+
 GRACE_S = 5.0
 """For what is ending anyhow, such as a file that a thread closes."""
 
@@ -74,7 +77,7 @@ def _files(numbers: set[int]) -> list[str]:
             place = str(Path(f"/proc/self/fd/{number}").readlink())
         except OSError:  # such as the one that listed them
             continue
-        if place not in SHARED_FILES:
+        if not place.endswith(SHARED_FILES):
             found.append(f"file {number}, {place}")
     return found
 
@@ -100,4 +103,6 @@ def _files_of_shared_processes() -> set[int]:
         found.add(module._forkserver._forkserver_alive_fd)
     if (module := sys.modules.get("multiprocessing.resource_tracker")) is not None:
         found.add(module._resource_tracker._fd)
+    if (module := sys.modules.get("jupyter_core.utils")) is not None and (loop := module._loop.get()) is not None:
+        found |= {part.fileno() for part in (loop._selector, loop._ssock, loop._csock)}
     return {number for number in found if number is not None}

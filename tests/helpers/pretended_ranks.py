@@ -1,12 +1,13 @@
 """Ranks without torch, for tests of watching: processes that enter and leave made-up collectives as they are told.
 
     a      enters the collective "a" of all ranks, and leaves it
-    (a     enters it and stays there, for a minute
+    (a     enters it and stays there, for minutes
     |2     does nothing for two seconds
+    |go    does nothing until the run directory has a file "go"
     end    says that it ended well, and ends
     gone   ends with exit code 0 and says nothing
     raise  writes the exit record of an exception, and ends with exit code 1
-    says   is about to say that it failed, for a minute: its stack is that of writing an exit record
+    says   is about to say that it failed, for minutes: its stack is that of writing an exit record
     deaf   ignores SIGTERM from here on
 """
 
@@ -38,11 +39,11 @@ def pretended_ranks(folder: Path, *plans: str,
     environment = os.environ | {"PYTHONPATH": str(project_root())}
     ranks = []
     for rank, plan in enumerate(plans):
-        command = [sys.executable, "-c", "import time; time.sleep(60)"] if plan == "-" else [
+        command = [sys.executable, "-c", "import time; time.sleep(300)"] if plan == "-" else [
             sys.executable, "-m", __name__, str(run.path), str(rank), *plan.split()]
         ranks.append(subprocess.Popen(command, env=environment))
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         for rank, plan in enumerate(plans):
             while plan != "-" and not (run.path / f"ready{rank}").exists() and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -75,7 +76,11 @@ def main() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         elif word.startswith("|"):
             (run.path / f"ready{rank}").touch()
-            time.sleep(float(word[1:]))
+            if word == "|go":
+                while not (run.path / "go").exists():
+                    time.sleep(0.02)
+            else:
+                time.sleep(float(word[1:]))
         else:
             with flight.entering(word.removeprefix("("), "cp", everybody, "g", (2,), "float32"):
                 if word.startswith("("):
@@ -86,7 +91,7 @@ def main() -> None:
 def stay(ready: Path) -> None:
     """Hang."""
     ready.touch()
-    time.sleep(60)
+    time.sleep(300)
 
 
 def write_exit(ready: Path) -> None:

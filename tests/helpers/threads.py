@@ -42,7 +42,7 @@ def on_threads(function, size):
     return [found[rank] for rank in range(size)]
 
 
-def axes(size, inner=1, *, timeout_s=20.0):
+def axes(size, inner=1, *, timeout_s=120.0):
     """For each rank of a simulated cp axis: cp, cp_inner and cp_outer."""
     def line(name, ranks):
         slots, barrier = [None] * len(ranks), threading.Barrier(len(ranks), timeout=timeout_s)

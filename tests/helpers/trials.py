@@ -60,7 +60,7 @@ class Writer(threading.Thread):
         self.run_directory.set_state("succeeded")
 
 
-def wait_for(condition, timeout_s: float = 10.0) -> bool:
+def wait_for(condition, timeout_s: float = 120.0) -> bool:
     """Whether something comes true in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -33,7 +33,7 @@ def fail_on_one():
 
 def test_an_exception_names_its_rank_and_brings_its_traceback(tmp_path):
     with pytest.raises(RanksError, match=r"rank 1 raised:(.|\n)*ValueError: planned"):
-        run_ranks(fail_on_one, 2, tmp_path, timeout_s=10)
+        run_ranks(fail_on_one, 2, tmp_path, timeout_s=120)
 
 
 def my_rank():

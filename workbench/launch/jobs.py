@@ -16,12 +16,14 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import io
 import json
 import re
 import shlex
 import subprocess
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -226,9 +228,20 @@ def _started_here(request: _Request) -> LocalJob:
     try:
         return LocalJob(_runner().schedule(request.plan))
     except Exception as error:
+        _close_logs_of(error)
         raise LaunchError(f"start job {request.app.name}", found=f"{type(error).__name__}: {error}",
                           rule="torchx starts the job's agent as a child process",
                           fix="check memory, process limits and space in the run directory") from error
+
+
+def _close_logs_of(error: BaseException) -> None:
+    """Close the logs of a process that did not start; torchx 0.7 leaves them open, and a thread that reads them."""
+    from torchx.schedulers.streams import Tee
+
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, Tee | io.FileIO):
+                value.close()
 
 
 # ---- jobs on a cluster ---------------------------------------------------------------------------------

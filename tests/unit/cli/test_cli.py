@@ -5,34 +5,39 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import resource
+import shlex
 import subprocess
 import sys
-import time
 
 import pytest
 
 from workbench.cli import VERBS, main
 from workbench.runs.store import project_root
 
-BOUND_S = 1.5  # 0.1 s on a quiet machine; importing torch alone would take 2 s
+BOUND_S = 1.5  # of a core; 0.1 s on a quiet machine, and importing torch alone would take 2 s
+
+
+def cpu_s_of_children():
+    """What the children took that have ended: a busy machine changes how long they wait, and hardly this."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_help_answers_at_once_from_a_source_tree(tmp_path):
     """No installation and no git: PYTHONPATH alone, in a folder of its own."""
     env = {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(project_root()), *sys.path])}
-    seconds = []
+    begin = cpu_s_of_children()
     for _ in range(3):
-        begin = time.perf_counter()
         done = subprocess.run([sys.executable, "-m", "workbench", "--help"], capture_output=True, text=True,
                               cwd=tmp_path, env=env)
-        seconds.append(time.perf_counter() - begin)
         assert done.returncode == 0, done.stderr
-    assert min(seconds) < BOUND_S
+    assert (cpu_s_of_children() - begin) / 3 < BOUND_S
     assert all(verb in done.stdout for verb in VERBS)
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    command = f"{sys.executable} -m workbench --help | true"
+    command = f"{shlex.quote(sys.executable)} -m workbench --help | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True,
                           cwd=project_root())
     assert (done.returncode, done.stderr) == (0, "")

@@ -287,7 +287,7 @@ time.sleep({stay_s})
         run = RunDirectory.create(tmp_path / "runs", "x", RunSpec(layout={"cp": 2}, faults=[act]))
         script = tmp_path / "launcher.py"
         script.write_text(self.LAUNCHER.format(root=str(project_root()), worker=ACTING,
-                                               stay_s=1 if how == "at its end" else 60))
+                                               stay_s=1 if how == "at its end" else 300))
         prefix = UNINTERRUPTIBLE if how.endswith("background") else INTERRUPTIBLE
         with subprocess.Popen([*prefix, sys.executable, str(script), str(run.path)], stdout=subprocess.PIPE, text=True,
                               stderr=subprocess.DEVNULL, start_new_session=True) as launcher:
@@ -320,13 +320,10 @@ class TestTheServer:
     def test_ranks_are_ready_quickly(self, start):
         """The bar of 0.3 s is measured by the benchmark; this only sees a worker that loads its libraries again."""
         processes.warm_up()
-        seconds = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            job, _ = start("meet", ranks=2)
-            assert wait(job) == "succeeded"
-            seconds.append(time.perf_counter() - begin)
-        assert min(seconds) < 1.5  # 0.25 s on a quiet machine; loading torch alone takes 2 s
+        job, run = start("meet", ranks=2)
+        assert wait(job) == "succeeded"
+        for rank in (0, 1):
+            assert told(run, f"seen{rank}")["cpu_s"] < 1.5  # since its fork; loading torch alone takes 2 s of a core
 
 
 def test_a_job_is_remembered_while_it_goes_on(start):

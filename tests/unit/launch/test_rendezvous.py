@@ -43,7 +43,7 @@ class TestWithoutLuck:
         started = rank("import os, sys; print('much')\n"
                        "sys.exit('/home/me/lib.py: no interface ' + os.environ['RANK'])")
         with pytest.raises(LaunchError, match=r"rank 0: \.\.\./lib\.py: no interface 0; rank 1: ") as caught:
-            meet(timeout_s=20)
+            meet(timeout_s=120)
         assert "GLOO_SOCKET_IFNAME" in caught.value.parts["fix"]
         assert [process.returncode for process in started] == [1, 1]
 

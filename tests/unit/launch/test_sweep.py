@@ -88,7 +88,7 @@ def task(folder, name, ranks=1, *, device="cpu", frozen_clip=None, steps=2):
     return Task(Planned(name, spec, "", "", name), run, Placement(device))
 
 
-def until(condition, *, within_s=10.0):
+def until(condition, *, within_s=120.0):
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass in time"

@@ -22,7 +22,7 @@ def pids_of(ranks):
     return {rank: process.pid for rank, process in enumerate(ranks)}
 
 
-def wait_until(true, seconds=20.0):
+def wait_until(true, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not happen"
@@ -38,10 +38,10 @@ def test_a_skipped_collective_ends_the_job_and_names_the_rank(tmp_path):
     with pretended_ranks(tmp_path, f"{STEPS} a (b", f"{STEPS} a (c") as (run, ranks):
         began = time.monotonic()
         dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
-        codes = [process.wait(timeout=20) for process in ranks]
+        codes = [process.wait(timeout=120) for process in ranks]
         wait_until(lambda: 1 in run.exits())
         dog.stop()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 100  # and not after the time-out of 120 s
     assert codes == [-signal.SIGTERM, -signal.SIGKILL]
     failure = run.failure()
     assert (failure["rank"], failure["cause"], failure["coordinates"]) == (1, "hang", {"dp": 0, "cp": 1, "tp": 0})
@@ -64,16 +64,16 @@ def test_a_rank_that_is_deaf_to_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(watching, "_GRACE_S", 0.5)
     with pretended_ranks(tmp_path, f"deaf {STEPS} a (b", f"{STEPS} a (c") as (run, ranks):
         dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
-        assert [process.wait(timeout=20) for process in ranks] == [-signal.SIGKILL] * 2
+        assert [process.wait(timeout=120) for process in ranks] == [-signal.SIGKILL] * 2
         dog.stop()
 
 
 def test_a_rank_that_ended_while_others_wait_for_it_is_named_over_its_own_word(tmp_path):
     with pretended_ranks(tmp_path, "a (b", "a end") as (run, ranks):
-        ranks[1].wait(timeout=20)
+        ranks[1].wait(timeout=120)
         assert run.exits()[1]["ok"]
         dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
-        assert ranks[0].wait(timeout=20) == -signal.SIGTERM
+        assert ranks[0].wait(timeout=120) == -signal.SIGTERM
         dog.stop()
     failure = run.failure()
     assert (failure["rank"], failure["cause"], failure["stack"]) == (1, "hang", "")
@@ -133,7 +133,7 @@ def test_a_rank_that_goes_on_is_stopped_no_more(tmp_path):
 
 
 def test_a_slow_rank_is_named_with_its_place_and_left_alone(tmp_path):
-    with pretended_ranks(tmp_path, "a (b", "a |6 (b") as (run, ranks):
+    with pretended_ranks(tmp_path, "a (b", "a |go (b") as (run, ranks):
         dog = Watchdog(run, pids_of(ranks), hang_s=1.0, poll_s=0.1).start()
         wait_until(lambda: waiting(run))
         [named] = waiting(run)
@@ -142,6 +142,7 @@ def test_a_slow_rank_is_named_with_its_place_and_left_alone(tmp_path):
         assert "; it is at tests/helpers/pretended_ranks.py:" in named["words"]
         assert named["at"].endswith(" in main")
         assert " in main\n" in named["stack"]
+        (run.path / "go").touch()
         wait_until(lambda: waiting(run) == [])
         dog.stop()
         [was] = json.loads((run.path / "ranks/waiting.json").read_text())["was"]
@@ -153,9 +154,9 @@ def test_a_slow_rank_is_named_with_its_place_and_left_alone(tmp_path):
 def test_a_rank_that_is_waited_for_longer_than_the_spec_allows_is_ended(tmp_path, monkeypatch):
     """NCCL would take a minute more."""
     monkeypatch.setattr(watching, "_BACKEND_S", 0.5)
-    with pretended_ranks(tmp_path, "a (b", "a |60", timeout_s=1.0) as (run, ranks):
+    with pretended_ranks(tmp_path, "a (b", "a |300", timeout_s=1.0) as (run, ranks):
         dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
-        assert [process.wait(timeout=20) for process in ranks] == [-signal.SIGTERM, -signal.SIGKILL]
+        assert [process.wait(timeout=120) for process in ranks] == [-signal.SIGTERM, -signal.SIGKILL]
         dog.stop()
     failure = run.failure()
     assert (failure["rank"], failure["cause"]) == (1, "hang")
@@ -164,8 +165,8 @@ def test_a_rank_that_is_waited_for_longer_than_the_spec_allows_is_ended(tmp_path
 
 
 def test_nobody_is_named_before_its_time(tmp_path):
-    with pretended_ranks(tmp_path, "a (b", "a |60") as (run, ranks):
-        dog = Watchdog(run, pids_of(ranks), hang_s=30.0)
+    with pretended_ranks(tmp_path, "a (b", "a |300") as (run, ranks):
+        dog = Watchdog(run, pids_of(ranks), hang_s=300.0)
         for _ in range(3):
             assert dog.look() is False
             time.sleep(0.6)
@@ -233,13 +234,13 @@ def test_of_a_process_that_is_gone_without_a_word_its_parent_may_speak_first(tmp
 
 def test_ranks_that_move_are_not_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(watching, "find_waits", lambda *_: pytest.fail("it compared"))
-    with pretended_ranks(tmp_path, "a |60", "a |60") as (run, ranks):
+    with pretended_ranks(tmp_path, "a |300", "a |300") as (run, ranks):
         monkeypatch.setattr(watching, "_STILL_S", 1000.0)
         assert Watchdog(run, pids_of(ranks)).look() is False
 
 
 def test_a_watchdog_that_fails_goes_on(tmp_path, monkeypatch, capfd):
-    with pretended_ranks(tmp_path, "a |60") as (run, ranks):
+    with pretended_ranks(tmp_path, "a |300") as (run, ranks):
         calls = []
 
         def pids():
@@ -267,8 +268,8 @@ def test_only_processes_that_were_named_are_touched(tmp_path):
     """The guilty one and its peers are ended; a third process with a flight of its own in the folder is not."""
     with pretended_ranks(tmp_path, f"{STEPS} a (b", f"{STEPS} a (c", f"{STEPS} a (b") as (run, ranks):
         dog = Watchdog(run, {0: ranks[0].pid, 1: ranks[1].pid}, poll_s=0.1).start()
-        assert ranks[1].wait(timeout=20) == -signal.SIGKILL
-        ranks[0].wait(timeout=20)
+        assert ranks[1].wait(timeout=120) == -signal.SIGKILL
+        ranks[0].wait(timeout=120)
         dog.stop()
         assert psutil.Process(ranks[2].pid).is_running()
         assert ranks[2].poll() is None

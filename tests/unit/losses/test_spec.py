@@ -128,7 +128,7 @@ def test_almost_every_loss_breaks_no_law_and_those_that_do_declare_it():
 
 def test_importing_the_spec_costs_no_torch():
     code = "import sys, workbench.losses.spec; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=240).returncode == 0
 
 
 def test_counting_all_documents_breaks_a_law_only_where_documents_are_counted():

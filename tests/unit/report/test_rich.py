@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 from tests.helpers.hand_records import make_record
 from tests.helpers.proofs import make_proof
@@ -44,7 +45,7 @@ def test_the_list_names_types_that_are_there(nouns):
 
 
 def test_ipython_draws_each_and_says_each_in_text(nouns):
-    shell = InteractiveShell()
+    shell = InteractiveShell(config=Config(HistoryManager={"enabled": False}))
     rich.register(shell)
     for noun in nouns:
         bundle, _ = shell.display_formatter.format(noun)

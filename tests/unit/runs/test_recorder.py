@@ -214,7 +214,7 @@ def train_on_ranks(folder):
 
 
 def test_ranks_write_one_record_of_the_whole_step(tmp_path):
-    answers = run_ranks(train_on_ranks, 2, tmp_path / "ranks", tmp_path, timeout_s=60)
+    answers = run_ranks(train_on_ranks, 2, tmp_path / "ranks", tmp_path, timeout_s=120)
     assert answers[0] == answers[1] == ["record.json", "steps.jsonl", "tensors"]
     [step] = steps_of(tmp_path / "tp")
     assert (step["loss"], step["counts"]) == (3.0, {"documents": 6.0}), "neighbours on tp hold the same documents"

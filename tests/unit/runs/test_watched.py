@@ -18,7 +18,7 @@ from workbench.sharding.flight import read_all
 
 
 def wait_until(true):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
@@ -40,7 +40,7 @@ def test_its_stack_comes_on_a_signal_as_often_as_one_asks_and_it_goes_on(tmp_pat
 def test_it_leaves_its_stack_when_it_is_stopped_or_crashes_and_dies_of_that_signal(tmp_path, number):
     with pretended_ranks(tmp_path, "a (b") as (run, [rank]):
         os.kill(rank.pid, number)
-        assert rank.wait(timeout=20) == -number
+        assert rank.wait(timeout=120) == -number
         assert " in stay\n" in last_stack_path(run, 0).read_text()
 
 
@@ -71,7 +71,7 @@ def test_it_dies_with_its_parent(child):
         assert process.is_running()
         parent.kill()
     try:
-        process.wait(timeout=10)
+        process.wait(timeout=120)
     except psutil.TimeoutExpired:
         process.kill()
         raise
@@ -79,5 +79,5 @@ def test_it_dies_with_its_parent(child):
 
 def test_it_dies_at_once_if_its_parent_was_gone_before(tmp_path):
     script = IDLE.replace('int(os.environ["WB_AGENT_PID"])', "1 if os.getppid() != 1 else 2")
-    done = subprocess.run([sys.executable, "-c", script], cwd=project_root(), timeout=30, stdout=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, "-c", script], cwd=project_root(), timeout=240, stdout=subprocess.DEVNULL)
     assert done.returncode == 128 + signal.SIGTERM

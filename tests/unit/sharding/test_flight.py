@@ -178,7 +178,7 @@ for name in ("first", "second"):
 
 def test_it_outlives_sigkill(tmp_path):
     path = tmp_path / "rank00001.flight"
-    done = subprocess.run([sys.executable, "-c", KILLED, str(project_root()), str(path)], timeout=60)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(project_root()), str(path)], timeout=240)
     assert done.returncode == -signal.SIGKILL
     view = flight.read_all(tmp_path)[1]
     assert [(entry.name, entry.left_ns is None) for entry in view.entries] == [("first", False), ("second", True)]
@@ -246,7 +246,7 @@ def test_no_collective_of_the_package_goes_unrecorded():
 
 
 def test_it_costs_a_few_microseconds(path):
-    """Generous, because machines are shared; docs say what was measured on a quiet one."""
+    """Of this thread's own time, and generous, as cores are shared; docs say what was measured on a quiet machine."""
     tensor, axis = torch.ones(4, 4), Axis("tp", ranks=PAIR)
     best = min(_seconds_each(tensor, axis) for _ in range(5))
     assert best < 60e-6
@@ -256,11 +256,11 @@ def test_it_costs_a_few_microseconds(path):
 
 
 def _seconds_each(tensor, axis, times=200):
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(times):
         with collectives._in("all_sum", tensor, axis):
             pass
-    return (time.perf_counter() - began) / times
+    return (time.thread_time() - began) / times
 
 
 def test_a_word_is_eight_bytes_here():

@@ -263,7 +263,7 @@ def sharded_of_two_minds():
 
 
 def test_what_one_rank_finds_wrong_both_mend(tmp_path):
-    one, other = run_ranks(sharded_of_two_minds, 2, tmp_path, timeout_s=30)
+    one, other = run_ranks(sharded_of_two_minds, 2, tmp_path, timeout_s=120)
     assert one == other
     assert one[0] > 5
 
@@ -287,7 +287,7 @@ def sharded(cases, engine):
 def test_a_vocabulary_that_two_ranks_share(engine, tmp_path):
     # 13 rows of the first rank's 5 columns fit into 600 bytes, and none of the second's 8: both go by the larger
     cases = [*((name, 0) for name in ("every_field", "gspo", *MIXED, *ROW)), *((name, 600) for name in MIXED)]
-    ranks, case = run_ranks(functools.partial(sharded, cases, engine), 2, tmp_path, timeout_s=30), Case()
+    ranks, case = run_ranks(functools.partial(sharded, cases, engine), 2, tmp_path, timeout_s=120), Case()
     for number, (name, _) in enumerate(cases):
         loss, hidden, weight = case.truth(getattr(case, name))
         for answers in ranks:

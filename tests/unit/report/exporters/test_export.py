@@ -128,7 +128,7 @@ class TestTheProcess:
               f"os.makedirs({str(tmp_path / 'out')!r} + f'/.unfinished-{{os.getpid()}}-x')\n"
               f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{other.pid}}')\n"
               "time.sleep(60)")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         with pytest.raises(LaunchError, match="no end after 1 s"):
             export_runs([make_run(tmp_path, "a")], to="tensorboard", folder=tmp_path / "out")
         assert time.monotonic() < deadline  # the other holds the output open, and would be waited for

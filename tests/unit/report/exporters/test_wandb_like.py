@@ -144,7 +144,7 @@ def _trackio_reads(folder):
     program = ("import json\nimport trackio\nfrom trackio.sqlite_storage import SQLiteStorage as storage\n"
                "def read(run): return [run.name, run.config, storage.get_logs('bench', run.name, run_id=run.id)]\n"
                "print(json.dumps({run.id: read(run) for run in trackio.Api().runs('bench')}))")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True,
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True,
                           env=os.environ | {"TRACKIO_DIR": str(folder), "HF_HUB_OFFLINE": "1"})
     return json.loads(done.stdout.splitlines()[-1])
 
