@@ -138,7 +138,7 @@ class Configuration:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the verdict must know besides: divergence, what it could have seen, what the loss declares."""
+        """What to read with the verdict: divergence, what it could have seen, what the loss declares of itself."""
         diverged = "" if self.diverged_step is None else f"diverged: not finite from step {self.diverged_step} on"
         seen = f"could have seen: {self.evidence['summary']}" if self.evidence else ""
         warnings = [f"weak evidence: {warning}" for warning in self.evidence.get("warnings", ())]

@@ -291,6 +291,14 @@ class TestHang:
         assert {rank: record["cause"] for rank, record in run.exits().items()} == {
             0: "hang", 1: "peer", 2: "peer", 3: "killed"}, "it stopped the others too"
 
+    def test_whom_the_watchdog_stopped_first_was_not_killed_from_outside(self, run):
+        self.skipped(run)
+        run.write_exit(0, {}, RuntimeError("said by the watchdog"), cause="hang")
+        codes(run, r1=-15, r2=-15, r3=-9)
+        settle(run, "failed")
+        assert {rank: record["cause"] for rank, record in run.exits().items()} == {
+            0: "hang", 1: "peer", 2: "peer", 3: "peer"}
+
 
 class TestStopped:
     """SIGSTOP: on the agent's SIGTERM nothing happens, and so the agent itself kills the rank in the end."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+
 import pytest
 
 from workbench.errors import LaunchError, RecordError, SpecError
@@ -41,6 +43,22 @@ def test_a_place_where_nothing_can_be_written_is_refused_in_words(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(LaunchError, match="FileExistsError"), alone(tmp_path / "runs"):
         pass
+
+
+def test_one_launcher_at_a_time_looks_at_an_experiment(tmp_path):
+    runs = tmp_path / "runs"
+
+    def is_free():
+        with (runs / ".launch.lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    with alone(runs):
+        assert not is_free()
+    assert is_free()
 
 
 class TestReusable:

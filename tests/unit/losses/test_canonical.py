@@ -63,6 +63,8 @@ FAR = {
     "clamp of the log ratio": (loss(PPO | {"log_clamp": 20.0}), loss()),
     "dual clip": (loss(PPO | {"dual_clip": 1e9}), loss()),
     "clamp of the KL's argument": (loss(kl=K3 | {"input_clamp": 20.0}), loss(kl=K3)),
+    "clamp of a weight without a bound": (loss(correction={"kind": "importance_sampling", "log_clamp": 20.0}),
+                                          loss(correction={"kind": "importance_sampling"})),
     "clamp of a weight": (loss(correction={"kind": "tis", "log_clamp": 20.0}), loss(correction={"kind": "tis"})),
 }
 DIFFERENT = {
@@ -141,6 +143,14 @@ def test_a_near_miss_is_another_form_and_another_loss(name):
     one, other = DIFFERENT[name]
     assert canonical(one) != canonical(other)
     assert distance(one, other) > 1e-4
+
+
+def test_a_clamp_that_is_far_for_a_token_is_near_for_the_sum_of_a_document():
+    by_document = {"kind": "importance_sampling", "ratio": "document_sum"}
+    clamped = canonical(loss(correction=by_document | {"log_clamp": 20.0}))
+    assert clamped != canonical(loss(correction=by_document))
+    bounded = by_document | {"ratio_high": 2.0}
+    assert canonical(loss(correction=bounded | {"log_clamp": 20.0})) == canonical(loss(correction=bounded))
 
 
 def test_on_policy_and_reinforce_share_the_gradient_only():

@@ -57,6 +57,13 @@ def test_mistakes_are_said_in_words(loss, words):
         parse_spec(RunSpec, {"loss": loss}, where="here")
 
 
+@pytest.mark.parametrize("kind", ["clip_cov", "kl_cov"])
+def test_a_share_of_the_tokens_is_at_most_all_of_them(kind):
+    assert LossSpec(surrogate={"kind": kind, "cov_fraction": 1.0}).surrogate.cov_fraction == 1.0
+    with pytest.raises(ValidationError, match="less than or equal to 1"):
+        LossSpec(surrogate={"kind": kind, "cov_fraction": 1.01})
+
+
 @pytest.mark.parametrize("settings", VARIED, ids=str)
 def test_a_stored_spec_reads_back_as_itself_and_so_do_its_overrides(settings):
     spec = LossSpec(**settings)

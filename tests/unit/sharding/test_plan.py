@@ -114,6 +114,12 @@ def test_what_cannot_be_planned_is_refused_in_words(order, more, words):
         ShardPlan.make(order, **{"cp": 2} | more)
 
 
+@pytest.mark.parametrize(("tokens", "held"), [
+    (8, "rank 0: 0-0, 2-2, 4-4, 6-6;"), (10, "rank 0: 0-0, 2-2, 4-4, 6-6, and 1 more;"), (12, "6-6, and 2 more;")])
+def test_a_plan_names_four_spans_of_a_rank_and_counts_the_others(tokens, held):
+    assert held in repr(ShardPlan.make("striped", num_tokens=tokens, cp=2))
+
+
 def test_a_plan_is_drawn_as_text():
     plan = ShardPlan.make("document_zigzag", num_tokens=12, cp=2, document_lengths=(8, 4))
     assert plan.drawing() == ("tokens     0         11\n"

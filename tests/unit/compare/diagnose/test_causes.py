@@ -394,6 +394,73 @@ def test_another_temperature_is_no_softmax_without_one(temperature, slope):
     assert "logprobs_scaled" not in found
 
 
+@pytest.mark.parametrize(("length", "told"), [(0.3, False), (0.7, True), (1.5, True), (3.0, False)])
+def test_other_weights_do_not_change_the_length_of_a_gradient_by_much(length, told):
+    turned = {name: length * (each + 0.22 * gradients(9)[name]) for name, each in gradients().items()}
+    assert ("uneven_weights" in named(make_record(), make_record(changes=turned))) == told
+
+
+@pytest.mark.parametrize(("wrong", "said"), [
+    (lambda old: old.roll(1), "are those of the token before"), (lambda old: old.roll(-1), "of the token after"),
+    (lambda old: 0 * old, "tokens differ and are 0"),
+    (lambda old: old - 0.1, "tokens differ and equal the policy's own"),
+    (lambda old: old.flip(0), "tokens differ")])
+def test_old_log_probabilities_are_said_to_be_what_they_are(wrong, said):
+    found = diagnose_records(make_record(), make_record(tokens=values(old_logprobs=wrong)))
+    assert found.causes[0].name == "old_logprobs"
+    assert said in found.causes[0].evidence[0]
+    assert ("of the token" in found.causes[0].evidence[0]) == ("of the token" in said)
+
+
+def test_what_is_within_rounding_is_no_temperature_and_without_entropies_nobody_knows():
+    bf16 = {"precision": "bfloat16"}
+    small = values(policy_logprobs=lambda p: p + 0.05 * ENTROPY, entropy_nats=lambda h: h - 0.025)
+    assert named(make_record(bf16), make_record(bf16, tokens=small)) == {"no_difference"}
+    large = values(policy_logprobs=lambda p: p + 0.2 * ENTROPY, entropy_nats=lambda h: h - 0.1)
+    known = named(make_record(), make_record(tokens=large))
+    there, other = ({name: each[name] for name in each if name != "entropy_nats"} for each in (tokens(), large))
+    unknown = named(make_record(tokens=there), make_record(tokens=other))
+    assert "temperature" in known
+    assert "temperature" not in unknown
+
+
+def test_clipping_is_told_by_tokens_or_by_metrics_and_not_where_ratios_differ():
+    def found(right, wrong, own=None):
+        one, other = METRICS | {"clip/region/fraction": right[1]}, METRICS | {"clip/region/fraction": wrong[1]}
+        return diagnose_records(make_record(metrics=one, tokens=right[0]), make_record(
+            metrics=other | (own or {}), tokens=wrong[0], loss=0.3, changes=mixed([""])))
+
+    of_tokens = found((clipped(3, 9), 0.3), (clipped(3), 0.3))
+    assert of_tokens["clipping"].evidence[0] == "1 tokens are clipped otherwise"
+    of_metrics = found((tokens(), 0.3), (tokens(), 0.1))
+    assert of_metrics["clipping"].evidence[0] == "clip/region/fraction differs"
+    ratios = found((clipped(3, 9), 0.3), (clipped(3), 0.1), {"ratio/policy_old/mean": 1.4})
+    assert "clipping" not in [cause.name for cause in ratios.causes]
+    same = found((clipped(3), 0.3), (clipped(3), 0.3))
+    assert "clipping" not in [cause.name for cause in same.causes]
+
+
+@pytest.mark.parametrize(("size", "told"), [(0.004, True), (0.006, False)])
+def test_what_is_right_below_the_head_is_overlooked_up_to_a_thousandth_of_the_gradient(size, told):
+    small = {"model.norm.weight": size * gradients()["model.norm.weight"]}
+    wrong = {name: each for name, each in mixed(["model."]).items() if name not in small}
+    right, suspect = make_record(changes=small), make_record(changes=wrong | small)
+    share = Facts(compare_records(right, suspect)).right["model.norm.weight"].share
+    assert (share < 1e-3) == told
+    assert share < 2e-3
+    assert ("gradient_below_head" in named(right, suspect)) == told
+
+
+@pytest.mark.parametrize(("wrong_too", "told"), [([], True), (["1.mlp"], False)])
+def test_what_a_right_mlp_gives_back_to_its_input_is_told_from_a_wrong_mlp(wrong_too, told):
+    name = "model.layers.1.post_attention_layernorm.weight"
+    one, other = torch.randn(2, 40, generator=torch.Generator().manual_seed(40), dtype=torch.float64)
+    wrong = mixed(["embed", ".0.", "1.self_attn", "1.input_layernorm", *wrong_too]) | {name: other}
+    found = diagnose_records(make_record(changes={name: one}), make_record(changes=wrong))
+    assert (found.causes[0].name == "layer_input_gradient") == told
+    assert ("the MLP is right" in found.causes[0].evidence[0]) == told
+
+
 @pytest.mark.parametrize(("own", "shards", "policy", "name"), [
     (0.0, [0] * 9 + [1] * 9, 0.2001, "ratio"), (1.0, [0] * 9 + [1] * 9, 0.2001, "one_term"),
     (0.0, [0] * 6 + [1] * 12, 0.2001, "one_term"), (0.0, [0] * 9 + [1] * 9, 0.4, "one_term")])

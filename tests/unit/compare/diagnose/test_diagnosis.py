@@ -1,11 +1,12 @@
 """Ranking, what is missing, and experiments that split the suspects."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.helpers.hand_records import make_record, norms_alone
+from tests.helpers.hand_records import COUNTS, make_record, norms_alone, tokens
 from tests.helpers.vacuous_rollouts import CASES, ran
 from workbench.compare.diagnose import diagnose
 from workbench.compare.diagnose.diagnosis import diagnose_records
@@ -24,6 +25,19 @@ def test_a_layout_without_what_a_cause_needs_rules_it_out():
     found = diagnose_records(*pair(1 / 2, cp=1, dp=2))
     assert found.causes[0].name == "over_dp"
     assert "over_cp" not in [cause.name for cause in found.causes]
+
+
+@pytest.mark.parametrize(("documents", "packed"), [(4, False), (5, False), (6, True)])
+def test_a_record_that_says_no_ranks_is_of_one_and_packs_where_documents_outnumber_micro_batches(documents, packed):
+    """Five micro-batches, and tokens of later documents differ."""
+    def record(by):
+        there = tokens()
+        there["policy_logprobs"][6:] += by
+        made = make_record(counts=COUNTS | {"documents": float(documents)}, tokens=there)
+        return replace(made, context={name: size for name, size in made.context.items() if name != "dp"})
+
+    found = diagnose_records(record(0.0), record(-1.0))
+    assert ("attention_across_documents" in [cause.name for cause in found.causes]) == packed
 
 
 def test_the_next_experiment_splits_the_suspects():

@@ -54,6 +54,15 @@ def test_a_gradient_that_is_next_to_nothing_is_held_to_a_floor():
     assert compare_records(nothing, make_record({"precision": "float32"})).first.differs == ("gradient",)
 
 
+def test_what_rounding_may_do_does_not_hang_on_the_size_of_all_gradients():
+    """A loss in other units, such as one that is divided by a million tokens, has as many digits."""
+    bf16 = {"precision": "bfloat16"}
+    found = [compare_records(make_record(bf16, scale=size), make_record(bf16, scale=2 * size)).first
+             for size in (1.0, 2.0**-10, 2.0**10)]
+    assert [step.noise for step in found] == [found[0].noise] * 3
+    assert [step.gradient_same for step in found] == [False] * 3
+
+
 def test_losses_are_held_to_the_gradient_where_they_cancel():
     one, two = (make_record({"precision": "float32"}, loss=loss) for loss in (1e-9, 3e-6))
     assert compare_records(one, two).first.loss_same

@@ -79,6 +79,24 @@ def test_a_shift_of_distributions_is_looked_for_among_neighbours_that_both_train
     assert facts(make_record(tokens=unmoved), make_record(tokens=right)).distributions_shifted is None
 
 
+@pytest.mark.parametrize(("factor", "own", "said"), [(7.0, True, 7.0), (1.0, True, None), (7.0, False, None),
+                                                     (0.0, True, None)])
+def test_the_factor_of_all_but_the_embedding_is_told_where_the_embedding_has_another(factor, own, said):
+    changes = {"model.embed_tokens.weight": gradients(9)["model.embed_tokens.weight"]} if own else {}
+    found = facts(make_record(scale=factor, changes=changes)).all_but_embedding_scaled
+    assert found == (said if said is None else pytest.approx(said))
+
+
+@pytest.mark.parametrize(("first", "positions", "share"), [(1, True, 1.0), (1, False, 4 / 5), (2, True, 3 / 4)])
+def test_what_sees_itself_alone_need_not_move(first, positions, share):
+    """The token at position 1 predicts what follows from one other alone; where it lies, positions say, or nobody."""
+    index = torch.arange(12)
+    laid = {name: values[:12] for name, values in tokens().items() if positions or name != "positions"} | {
+        "trained": index % 6 > 0}
+    moved = laid | {"policy_logprobs": laid["policy_logprobs"] - torch.where(index % 6 == first, 0.0, 1.0)}
+    assert facts(make_record(tokens=moved), make_record(tokens=laid)).share_moved == pytest.approx(share)
+
+
 def test_a_line_through_the_origin():
     x = torch.tensor([1.0, 2.0, -3.0])
     assert fit(x, 2 * x) == pytest.approx((2, 0))

@@ -50,6 +50,12 @@ def test_a_crossing_is_found_again():
     assert crossing_of(FAN_IN, Delivery(), (1,) * 4, 4) is crossing_of(FAN_IN, Delivery(), (1,) * 4, 4)
 
 
+def test_one_cp_rank_has_every_token_and_needs_no_order():
+    one = GridPair(grid((2, 1, 1)), grid((2, 1, 1)))
+    for kind in ("whole", "sharded"):
+        assert check_delivery(one, Delivery(kind)) is None
+
+
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: Delivery("both"), "whole or sharded"),
     (lambda: Delivery("whole", "zigzag", True), "cut by the module that gets it"),
