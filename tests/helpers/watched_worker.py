@@ -2,7 +2,8 @@
 
 In step 2 rank 1 does what ``faults`` says: ``skip`` leaves out a collective (the next one is of another kind, so that
 gloo lets both ranks wait for ever rather than abort one), ``spin`` loops outside of all collectives for ever, ``kill``
-kills itself with SIGKILL, ``memory`` runs out of it, ``leave`` ends with exit code 0. ``slow`` makes every step of every rank take half a second.
+kills itself with SIGKILL, ``memory`` runs out of it, ``leave`` ends with exit code 0. ``slow`` makes
+every step of every rank take half a second.
 """
 
 from __future__ import annotations

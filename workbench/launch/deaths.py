@@ -38,7 +38,7 @@ WAITING = "ranks/waiting.json"
 """Whom others wait for, in the run directory; see `workbench.launch.watchdog`."""
 
 STOPPED = "ranks/stopped.json"
-"""{rank: when it was first seen stopped, in ns}, of those that were not seen to go on; see `workbench.launch.watchdog`."""
+"""{rank: ns, when it was first seen stopped}, without those that went on; see `workbench.launch.watchdog`."""
 
 _PASSED = tuple(f"workbench/sharding/{name}.py" for name in ("collectives", "data_parallel", "flight", "wire"))
 _GAVE_UP = re.compile(r"[Ww]atchdog caught collective operation timeout[^\n]{0,200}")  # NCCL's own, which then aborts

@@ -54,6 +54,15 @@ def reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunD
     return same[-1] if all(state.get(key) == value for key, value in identity.items()) else None
 
 
+def damage(run: RunDirectory) -> str:
+    """What a run that succeeded lacks or what of it cannot be read, in a line; "" if it can stand for a new one."""
+    try:
+        run.check_whole()
+    except RecordError as error:
+        return f"{error.parts['asked'].removeprefix('read ')}: {error.parts['found']}"
+    return ""
+
+
 def interrupted(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> tuple[RunDirectory | None, str]:
     """The run of a plan's settings that came furthest, kept a checkpoint, and did not succeed; and what is to be said.
 

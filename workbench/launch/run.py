@@ -133,11 +133,13 @@ def _prepare(runs_dir: Path, plan: Planned, placement: Placement, inputs: Mappin
     if plan.spec.frozen_clip in made:
         identity["frozen_clip_run"] = made[plan.spec.frozen_clip].run.path.name
     earlier = None if fresh else resume.reusable(runs_dir, plan, identity)
-    if earlier is not None:
+    broken = "" if earlier is None else resume.damage(earlier)
+    if earlier is not None and not broken:
         return Task(plan, earlier, placement, reused=True)
     note = placement.note
     begun, said = (None, "") if fresh else resume.interrupted(runs_dir, plan, identity)
-    placement = replace(placement, note="; ".join(filter(None, [note, said])))
+    again = f"runs again, because the record of the earlier run is damaged: {broken}" if broken else ""
+    placement = replace(placement, note="; ".join(filter(None, [note, again, said])))
     if begun is not None:
         identity["continues"] = begun.path.name
     run = RunDirectory.create(runs_dir, plan.name, plan.spec, launcher=this_process(), backend=where, device_note=note,

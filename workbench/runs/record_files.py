@@ -6,9 +6,10 @@
       tensors/step0000.gradients.safetensors  whole gradients, by parameter
       tensors/step0000.tokens.safetensors     per-token values, [S] each, by name
 
-A line holds ``step`` and, as far as they are known, ``loss``, ``metrics``, ``gradient_norms`` (L2, by parameter) and
-``counts`` (of the whole step). Which names they use is said where they are read, `workbench.compare.diagnose.record`.
-Any part may be missing. Files are whole or absent, and a line is the last thing written of its step.
+A line holds ``step`` and, as far as they are known, ``loss``, ``metrics``, ``gradient_norms`` (L2, by parameter),
+``no_gradient`` (trained parameters that had none: their norms are 0) and ``counts`` (of the whole step). Which names
+they use is said where they are read, `workbench.compare.diagnose.record`. Any part may be missing. Files are whole or
+absent, and a line is the last thing written of its step.
 
 Letters: S tokens of the step, in source order.
 """

@@ -8,9 +8,12 @@
     recorder.take_gradients()                       # only where gradients are clipped before the optimizer sees them
     optimizer.step()                                # writes the step
 
-It looks and touches nothing: no gradient, no weight, no random number. The model may be plain, DDP's, or made of
-DTensors (FSDP2); gradients may come from several micro-batches. Every rank makes one and calls it alike; one writes.
-What is needed is torch and safetensors.
+It looks and touches nothing: no gradient, no weight, no random number. The model may be plain, DDP's, Megatron's DDP's
+(its ``main_grad`` is read) or made of DTensors (FSDP2); gradients may come from several micro-batches. Every rank makes
+one and calls it alike; one writes. What is needed is torch and safetensors.
+
+A step in which no parameter holds a gradient is refused: a record of zeros would look like that of a run. Trained
+parameters without a gradient beside others that have one count as 0, and the step's line names them in ``no_gradient``.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from workbench.runs import record_files as files
 from workbench.runs.whole_files import from_json, to_json
 from workbench.sharding.collectives import all_gather
 from workbench.sharding.data_parallel import is_shard
-from workbench.sharding.given_gradients import given_gradient, given_norms, trained_parameters, whole_value
+from workbench.sharding.given_gradients import (
+    given_gradient,
+    given_norms,
+    held_gradient,
+    in_buffers,
+    trained_parameters,
+    whole_value,
+)
 from workbench.sharding.given_groups import GivenGroup, axis_of, world_axis
 from workbench.sharding.mesh import Axis
 
@@ -103,8 +113,19 @@ class Recorder:
             self._note_tokens(tokens)
 
     def take_gradients(self) -> None:
-        """Record gradients as they are now. Collective; without it, they are as the optimizer sees them, clipped."""
+        """Record gradients as they are now. Collective; without it, they are as the optimizer sees them, clipped.
+
+        Raises:
+            RecordError: no parameter holds a gradient on any rank.
+        """
+        here = [name for name, parameter in self._parameters.items() if held_gradient(parameter) is None]
+        everyone = self._gather_json({"none": here, "buffers": in_buffers(self._parameters)}, self._job)
+        without = [name for name in here if all(name in said["none"] for said in everyone)]
+        if len(without) == len(self._parameters):
+            raise _no_gradient(self._parameters, self.number)
         norms = given_norms(self._parameters)
+        self._buffers_of_zeros = all(said["buffers"] for said in everyone) and not any(norms.values())
+        self._without = without
         whole = {}
         for name, parameter in self._parameters.items() if self._keep else ():
             gradient = given_gradient(parameter)
@@ -124,6 +145,8 @@ class Recorder:
             self.take_gradients()
         assert self._taken is not None
         norms, whole = self._taken
+        if self._buffers_of_zeros:
+            self._refuse_cleared_buffers()
         everyone = self._gather_json({
             "losses": [float(whole_value(value)) for value in self._losses],
             "counts": [{name: float(count) for name, count in said.items()} for said in self._counts],
@@ -135,10 +158,10 @@ class Recorder:
             for kind, tensors in (("gradients", whole), ("tokens", tokens)):
                 if tensors:
                     files.write_tensors(self.folder, self.number, kind, tensors)
-            files.append_step(self.folder, {
-                "step": self.number, "loss": self._share * math.fsum(losses) if losses else None,
-                "metrics": {name: float(value) for name, value in self._metrics.items()},
-                "gradient_norms": norms, "counts": counts})
+            line = {"step": self.number, "loss": self._share * math.fsum(losses) if losses else None,
+                    "metrics": {name: float(value) for name, value in self._metrics.items()},
+                    "gradient_norms": norms, "counts": counts}
+            files.append_step(self.folder, line | ({"no_gradient": self._without} if self._without else {}))
         self.number += 1
         self._forget()
 
@@ -187,6 +210,25 @@ class Recorder:
         self._metrics: dict[str, Any] = {}
         self._tokens: dict[str, list[Tensor]] = {}
         self._taken: tuple[dict[str, float], dict[str, Tensor]] | None = None
+        self._without: list[str] = []
+        self._buffers_of_zeros = False
+
+    def _refuse_cleared_buffers(self) -> None:
+        """Refuse gradients of 0 that are all from ``main_grad``, unless the losses are 0, too.
+
+        A buffer that was cleared before it was read cannot be told from one to which nothing was added. Only a step in
+        which nothing trains has both; its losses are exactly 0.
+        """
+        here = [float(whole_value(value)) for value in self._losses]
+        losses = [value for said in self._gather_json(here, self._job) for value in said]
+        if not losses or any(losses):
+            told = f"losses {', '.join(f'{value:g}' for value in losses[:3])}" if losses else "no loss was noted"
+            raise RecordError(f"record the gradients of step {self.number}",
+                              found=f"main_grad is 0 in every element of all {len(self._parameters)} parameters, no "
+                                    f"parameter has a grad, and {told}",
+                              rule="buffers that were cleared cannot be told from gradients of 0",
+                              fix="call recorder.take_gradients() after the last backward (and finalize_model_grads), "
+                                  "and before zero_grad_buffer() and optimizer.step()")
 
     # ---- from all ranks ------------------------------------------------------------------------------
 
@@ -238,9 +280,28 @@ def _refuse_what_cannot_be_measured(model: nn.Module, parameters: Mapping[str, n
         raise SpecError("record a model under FullyShardedDataParallel", found="flat shards",
                         rule="a gradient is whole, or a DTensor that says how it is cut",
                         fix="use FSDP2 (torch.distributed.fsdp.fully_shard)")
+    if any(getattr(getattr(module, "ddp_config", None), "use_distributed_optimizer", False)
+           for module in model.modules()):
+        raise SpecError("record a model under Megatron's DDP with use_distributed_optimizer",
+                        found="main_grad is reduced in this rank's shard of the buffer alone",
+                        rule="a gradient is whole on every rank, or a DTensor that says how it is cut",
+                        fix="set use_distributed_optimizer=False while you record")
     if not parameters:
         raise SpecError("record a model", found="no parameter that takes a gradient", rule="a record is of gradients",
                         fix="hand over the model that is trained")
+
+
+def _no_gradient(parameters: Mapping[str, nn.Parameter], number: int) -> RecordError:
+    names = list(parameters)
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return RecordError(
+        f"record the gradients of step {number}",
+        found=f"no gradient in any of {len(names)} trained parameter(s): grad is None and there is no main_grad in "
+              f"{shown}",
+        rule="a record is of gradients, from parameter.grad or, where that is None, from parameter.main_grad",
+        fix="call recorder.take_gradients() after backward and before zero_grad(), with the model that the loss goes "
+            "through; where an engine keeps gradients in buffers of its own (DeepSpeed ZeRO), put them into "
+            "parameter.grad first (deepspeed.utils.safe_get_full_grad)")
 
 
 def _added_up(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:

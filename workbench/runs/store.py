@@ -37,7 +37,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,9 @@ STATES = ("pending", "running", "succeeded", "failed", "cancelled", "lost")
 
 ENDED = ("succeeded", "failed", "cancelled", "lost")
 """The states that a run does not leave, see `RunDirectory.set_state`."""
+
+STEP_KEYS = ("loss/total/sum", "gradient/norm/global")
+"""Numbers that every step record of a run holds, or none."""
 
 CLUSTERS = ("slurm", "kubernetes")
 """Backends whose jobs outlive the process that submitted them."""
@@ -115,6 +118,7 @@ class RunDirectory:
         self.path = path
         self.spec = spec
         self._tail_checked = False
+        self._steps_read: tuple[tuple[int, int], list[dict[str, Any]]] | None = None
 
     @classmethod
     def create(cls, root: Path, name: str, spec: RunSpec, **fields: Any) -> RunDirectory:
@@ -283,12 +287,75 @@ class RunDirectory:
         self._tail_checked = True
 
     def steps(self) -> list[dict[str, Any]]:
-        """All step records; a last line that a crash tore is left out.
+        """All step records. Of a run that did not succeed, a last line that a crash tore is left out.
+
+        The file of a run that succeeded is read once and then only when it changes.
 
         Raises:
-            RecordError: a line before the last is damaged.
+            RecordError: a line before the last is damaged; a run that succeeded lacks a step, or a number that every
+                step has: the message names the file and the line.
         """
-        return read_lines(self.path / "metrics.jsonl", fix=_MEND)
+        path = self.path / "metrics.jsonl"
+        if self.state["state"] != "succeeded":
+            return read_lines(path, fix=_MEND)
+        seen = _fingerprint(path)
+        if self._steps_read is None or self._steps_read[0] != seen:
+            records = read_lines(path, fix=_MEND)
+            self._refuse_incomplete(records)
+            self._steps_read = seen, records
+        return [dict(record) for record in self._steps_read[1]]
+
+    def _refuse_incomplete(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse the records of a run that succeeded where they are not those of all its steps.
+
+        Raises:
+            RecordError: see `steps`.
+        """
+        path, expected = self.path / "metrics.jsonl", self.spec.steps
+        problem = "no such file" if not path.exists() else ""
+        if path.exists() and len(records) != expected:
+            lines = path.read_bytes().split(b"\n")
+            torn = bool(lines[-1]) or len([line for line in lines if line]) > len(records)
+            problem = f"{len(records)} whole records" + ("; the last line is cut or damaged" if torn else "")
+        everywhere = [key for key in STEP_KEYS if any(key in record for record in records)]
+        for number, record in enumerate(records) if not problem else ():
+            if record.get("step") != number:
+                problem = f"line {number + 1} is of step {record.get('step')!r}, not {number}"
+            elif missing := [key for key in everywhere if not isinstance(record.get(key), int | float)]:
+                problem = f"line {number + 1} has no {', '.join(missing)}"
+            if problem:
+                break
+        if problem:
+            raise RecordError(f"read {self.path.name}/{path.name}", found=problem,
+                              rule=f"a run that succeeded has {expected} step record(s), one of each step, with the "
+                                   "same numbers", fix=_MEND)
+
+    def check_whole(self) -> None:
+        """Check that a run that succeeded still has every file that its step records and its settings promise.
+
+        Of a file of tensors only the header is read: names, and that no byte at its end is missing.
+
+        Raises:
+            RecordError: a step record or a file of tensors is missing, cut or damaged; the message names it.
+        """
+        tokens = any((self.path / "tensors").glob("step*.tokens.safetensors"))
+        for number, record in enumerate(self.steps()):
+            if self.spec.record.gradients == "full" and "gradient_norms" in record:
+                self._check_tensors(f"step{number:04d}.gradients", record["gradient_norms"])
+            if self.spec.record.tokens and tokens:
+                self._check_tensors(f"step{number:04d}.tokens", ())
+
+    def _check_tensors(self, name: str, keys: Collection[str]) -> None:
+        path = self._tensor_path(name)
+        held = whole_files.tensor_names(path, asked=f"read {self.path.name}/tensors/{path.name}", fix=_MEND)
+        self._refuse_missing(name, held, keys)
+
+    def _refuse_missing(self, name: str, held: Collection[str], keys: Collection[str]) -> None:
+        if missing := [key for key in keys if key not in held]:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise RecordError(f"read {self.path.name}/tensors/{name}.safetensors",
+                              found=f"no {', '.join(missing[:3])}{more}",
+                              rule="a gradient of every parameter that the step's record has a norm of", fix=_MEND)
 
     # ---- tensors and other files ---------------------------------------------------------------------
 
@@ -305,6 +372,22 @@ class RunDirectory:
         path = self._tensor_path(name)
         return whole_files.read_tensors(path, asked=f"read {self.path.name}/tensors/{path.name}",
                                         fix="run again, with record settings that keep these tensors")
+
+    def read_gradients(self, step: int) -> dict[str, Tensor]:
+        """Whole gradients of a step, in the order of the model (a file keeps names in alphabetical order).
+
+        Raises:
+            RecordError: there is no such step; the file is missing or damaged, or lacks a parameter.
+        """
+        records = self.steps()
+        if not 0 <= step < len(records):
+            raise RecordError(f"read the gradients of step {step} of {self.path.name}", found=f"{len(records)} step(s)",
+                              rule="a step that the run took", fix=_MEND)
+        name = f"step{step:04d}.gradients"
+        found = self.read_tensors(name)
+        order = records[step].get("gradient_norms", found)
+        self._refuse_missing(name, found, order)
+        return {key: found[key] for key in order}
 
     def has_tensors(self, name: str) -> bool:
         """Say whether tensors/<name>.safetensors is there."""
@@ -593,6 +676,15 @@ def _machine() -> dict[str, str]:
 
 
 # ---- files, whole or absent ----------------------------------------------------------------------------
+
+
+def _fingerprint(path: Path) -> tuple[int, int]:
+    """When a file was changed last (ns) and how long it is; what a file that is not there cannot have."""
+    try:
+        found = path.stat()
+    except OSError:
+        return -1, -1
+    return found.st_mtime_ns, found.st_size
 
 
 def _read_json(path: Path, *, what: str) -> Any:

@@ -114,6 +114,27 @@ def read_tensors(path: Path, *, asked: str, fix: str) -> dict[str, Tensor]:
                           rule="a safetensors file written by this run", fix=fix) from None
 
 
+def tensor_names(path: Path, *, asked: str, fix: str) -> list[str]:
+    """The names in a safetensors file, from its header alone, which also says how long the file must be.
+
+    Args:
+        path: of the file.
+        asked: what the error says was asked for.
+        fix: what it says to do.
+
+    Raises:
+        RecordError: missing, cut or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise RecordError(asked, found=f"{type(error).__name__}: {error}",
+                          rule="a safetensors file written by this run", fix=fix) from None
+
+
 def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
 
@@ -157,9 +178,13 @@ def read_lines(path: Path, *, fix: str) -> list[dict[str, Any]]:
     Raises:
         RecordError: a line before the last is damaged.
     """
-    if not path.exists():
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
         return []
-    lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise RecordError(f"read {path.parent.name}/{path.name}", found=f"{type(error).__name__}: {error.strerror}",
+                          rule="a file of lines that can be read", fix=fix) from None
     if not lines[-1]:
         lines.pop()
     records = []

@@ -5,6 +5,9 @@ A parameter may be a plain tensor, whose gradient every rank is taken to hold wh
 sum goes over the mesh dimensions that a gradient is cut over, never over those that repeat it. A gradient that is still
 a partial sum is completed first, for the norm of a part says nothing.
 
+A gradient is ``parameter.grad``, or, where that is None, ``parameter.main_grad``: Megatron's DDP adds every gradient to
+that buffer as soon as it is there, and takes ``grad`` away.
+
 Every rank calls these with the same parameters.
 
 Source: DTensor's placements as in torch 2.11 to 2.13. Why ``get_total_norm`` does not serve: pytorch/pytorch#180346
@@ -46,6 +49,23 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return named
 
 
+def held_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient that a parameter holds; None where there is none.
+
+    ``grad`` comes first: where both are there, the buffer is not in use, or this gradient is not in it yet.
+    """
+    if parameter.grad is not None:
+        return parameter.grad
+    buffer = getattr(parameter, "main_grad", None)
+    return buffer if isinstance(buffer, Tensor) and buffer.shape == parameter.shape else None
+
+
+def in_buffers(parameters: Mapping[str, nn.Parameter]) -> bool:
+    """True if no parameter has a ``grad``, and some have a ``main_grad``."""
+    held = [parameter for parameter in parameters.values() if held_gradient(parameter) is not None]
+    return bool(held) and all(parameter.grad is None for parameter in held)
+
+
 @torch.no_grad()
 def given_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
     """L2 norm of every parameter's whole gradient; 0 where there is none. Collective over what they are cut over.
@@ -75,7 +95,7 @@ def given_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
 def given_gradient(parameter: nn.Parameter) -> Tensor:
     """A parameter's whole gradient on every rank; zeros where there is none. Collective over what it is cut over.
 
-    Where it is not cut, it shares memory with ``parameter.grad``.
+    Where it is not cut, it shares memory with what the parameter holds.
     """
     return whole_value(_settled(parameter))
 
@@ -88,7 +108,8 @@ def whole_value(value: Any) -> Tensor:
 
 def _settled(parameter: nn.Parameter) -> Any:
     """The gradient of a parameter, no partial sum any more; zeros for none."""
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    held: Any = held_gradient(parameter)
+    gradient = torch.zeros_like(parameter) if held is None else held
     if is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements):
         from torch.distributed.tensor import Replicate
 

@@ -168,6 +168,25 @@ class TestHere:
         fresh = launch(self.ABLATION, tmp_path, fresh=True, **options)
         assert {run.path for run in fresh}.isdisjoint({run.path for run in [*first, *again]})
 
+    @pytest.mark.parametrize("damage", ["cut", "missing"])
+    def test_a_run_whose_record_is_damaged_stands_for_nothing_and_is_run_again(self, tmp_path, project, damage):
+        ablation = AblationSpec(reference="a", base={"steps": 2, "device": "cpu"},
+                                configurations={"a": {}, "b": {"seed": 1}})
+        first = launch(ablation, tmp_path, where="here", project=project, worker=FAKE)
+        path = first.runs[1].path / "metrics.jsonl"
+        path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:-10])
+        events = []
+        again = launch(ablation, tmp_path, where="here", project=project, worker=FAKE, on_event=events.append)
+        assert again.runs[0].path == first.runs[0].path
+        assert again.runs[1].path != first.runs[1].path
+        assert len(again.runs[1].steps()) == 2
+        [said] = {event.device_note for event in events if event.name == "b"}
+        assert said.startswith(f"runs again, because the record of the earlier run is damaged: {first.runs[1].path.name}"
+                               "/metrics.jsonl: ")
+        assert said.endswith("no such file" if damage == "missing" else
+                             "1 whole records; the last line is cut or damaged")
+        assert path.parent.is_dir(), "the damaged one is kept"
+
     def test_what_was_interrupted_goes_on_where_its_checkpoint_stands_unless_all_is_fresh(self, tmp_path, project):
         options = {"where": "here", "worker": FAKE, "project": project}
         failed = launch(self.ABLATION, tmp_path, **options).runs[1]

@@ -28,6 +28,27 @@ def loss_of(model, samples, total=6):
     return model(samples).square().sum() / total
 
 
+def trained():
+    """A model that holds gradients."""
+    model = model_of()
+    loss_of(model, DATA).backward()
+    return model
+
+
+def with_buffers(model):
+    """As Megatron's DDP has it: every gradient is added to a buffer in float32, and ``grad`` is None again."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+
+            def keep(parameter=parameter):
+                parameter.main_grad.add_(parameter.grad)
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(lambda _, keep=keep: keep())
+    return model
+
+
 def steps_of(folder):
     return files.read_steps(folder)
 
@@ -71,7 +92,7 @@ class TestAlone:
         loss = loss_of(model, DATA)
         loss.backward()
         recorder.step(loss, counts={"documents": 6})
-        model.zero_grad()
+        model.zero_grad(set_to_none=False)
         recorder.step()
         first, second = steps_of(folder)
         assert first["loss"] == loss.item()
@@ -119,7 +140,7 @@ class TestAlone:
         assert len(steps_of(folder)) == 3
 
     def test_tokens_are_put_in_source_order(self, folder):
-        recorder = Recorder(folder, model_of())
+        recorder = Recorder(folder, trained())
         recorder.note(tokens={"policy_logprobs": torch.tensor([[-0.4, -0.9]]), "source": torch.tensor([[4, -1]])})
         recorder.note(tokens={"policy_logprobs": torch.tensor([[-0.0], [-0.2]]), "source": torch.tensor([[0], [2]])})
         recorder.step()
@@ -132,11 +153,80 @@ class TestAlone:
         assert read["trained"].tolist() == [True, False]
 
     def test_a_loss_that_is_no_number_is_recorded(self, folder):
-        Recorder(folder, model_of()).step(math.nan)
+        Recorder(folder, trained()).step(math.nan)
         assert math.isnan(steps_of(folder)[0]["loss"])
 
-    def test_it_ends_with_its_block(self, folder):
+    def test_gradients_in_the_buffers_of_megatron_are_read(self, folder):
+        model, expected = with_buffers(model_of()), trained()
+        recorder = Recorder(folder, model, gradients="full")
+        for samples in DATA.split(2):
+            loss_of(model, samples).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        recorder.step(1.0)
+        [step] = steps_of(folder)
+        assert step["gradient_norms"] == pytest.approx(norms_of(expected), rel=1e-6)
+        assert min(step["gradient_norms"].values()) > 1e-3
+        gradients = files.read_tensors(folder, 0, "gradients")
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(gradients[name].double(), parameter.grad, rtol=1e-5, atol=1e-7)
+        assert "no_gradient" not in step
+
+    def test_a_gradient_comes_before_the_buffer(self, folder):
+        model = trained()
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        Recorder(folder, model).step(1.0)
+        assert steps_of(folder)[0]["gradient_norms"] == pytest.approx(norms_of(model), rel=1e-14)
+
+    @pytest.mark.parametrize(("losses", "refused"), [((0.5, -0.5), True), ((), True), ((0.0, 0.0), False)])
+    def test_buffers_that_were_cleared_are_refused_unless_the_losses_are_zero(self, folder, losses, refused):
+        model = with_buffers(model_of())
+        loss_of(model, DATA).backward()
+        for parameter in model.parameters():
+            parameter.main_grad.zero_()
+        recorder = Recorder(folder, model)
+        for loss in losses:
+            recorder.note(loss)
+        if refused:
+            with pytest.raises(RecordError, match="before zero_grad_buffer") as caught:
+                recorder.step()
+            assert "main_grad is 0 in every element of all 4 parameters" in caught.value.parts["found"]
+            assert steps_of(folder) == []
+        else:  # a step in which nothing trains
+            recorder.step()
+            assert set(steps_of(folder)[0]["gradient_norms"].values()) == {0.0}
+
+    @pytest.mark.parametrize("how", ["never", "cleared", "hook", "take"])
+    def test_without_any_gradient_nothing_is_recorded(self, folder, how):
+        model = model_of() if how == "never" else trained()
+        model.zero_grad()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder = Recorder(folder, model, optimizer if how == "hook" else None)
+        does = {"hook": optimizer.step, "take": recorder.take_gradients}.get(how, lambda: recorder.step(1.0))
+        with pytest.raises(RecordError) as caught:
+            does()
+        assert caught.value.parts["found"] == ("no gradient in any of 4 trained parameter(s): grad is None and there "
+                                               "is no main_grad in 0.weight, 0.bias, 2.weight and 1 more")
+        assert "take_gradients() after backward and before zero_grad()" in caught.value.parts["fix"]
+        assert steps_of(folder) == []
+
+    def test_a_trained_parameter_without_a_gradient_is_zero_and_named_and_a_frozen_one_left_out(self, folder):
         model = model_of()
+        model[0].bias.requires_grad_(False)
+        loss_of(model, DATA).backward()
+        model[2].weight.grad = None
+        recorder = Recorder(folder, model)
+        recorder.step(1.0)
+        loss_of(model, DATA).backward()
+        recorder.step(1.0)
+        first, second = steps_of(folder)
+        assert list(first["gradient_norms"]) == ["0.weight", "2.weight", "2.bias"]
+        assert first["gradient_norms"]["2.weight"] == 0.0
+        assert first["no_gradient"] == ["2.weight"]
+        assert "no_gradient" not in second
+
+    def test_it_ends_with_its_block(self, folder):
+        model = trained()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with Recorder(folder, model, optimizer):
             optimizer.step()
@@ -149,6 +239,10 @@ class TestAlone:
 
         with pytest.raises(SpecError, match="use FSDP2"):
             Recorder(folder, nn.Sequential(FullyShardedDataParallel()))
+        sharding = nn.Linear(1, 1)
+        sharding.ddp_config = type("Config", (), {"use_distributed_optimizer": True})()
+        with pytest.raises(SpecError, match="use_distributed_optimizer=False"):
+            Recorder(folder, nn.Sequential(sharding))
         with pytest.raises(SpecError, match="hand over the model that is trained"):
             Recorder(folder, model_of().requires_grad_(False))
         recorder = Recorder(folder, model_of())
@@ -205,17 +299,25 @@ def train_on_ranks(folder):
                 recorder.note(tokens={"policy_logprobs": torch.tensor([-1.0, -2.0])})
             optimizer.step()
     neighbours = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    recorder = Recorder(folder / "tp", model_of(), ranks=neighbours["dp"])
+    recorder = Recorder(folder / "tp", trained(), ranks=neighbours["dp"])
     partial = DTensor.from_local(torch.tensor(1.0 + rank), neighbours["tp"], [Partial()])
     recorder.step(partial, counts={"documents": 6}, tokens={"ratios": torch.ones(3)})
     with pytest.raises(RecordError, match="never replaced"):  # on every rank, and nobody waits for another
         Recorder(folder / "ddp", cases["ddp"][0])
+    with pytest.raises(RecordError, match="no gradient in any of 4"):  # likewise
+        Recorder(folder / "none", model_of()).step()
+    halves = model_of()  # each rank has gradients of its own layer alone
+    loss_of(halves[2 * rank], torch.ones(1, 3 if rank else 4).double()).backward()
+    Recorder(folder / "halves", halves).step()
     return sorted(path.name for path in (folder / "ddp").iterdir())
 
 
 def test_ranks_write_one_record_of_the_whole_step(tmp_path):
     answers = run_ranks(train_on_ranks, 2, tmp_path / "ranks", tmp_path, timeout_s=120)
     assert answers[0] == answers[1] == ["record.json", "steps.jsonl", "tensors"]
+    assert steps_of(tmp_path / "none") == []
+    [step] = steps_of(tmp_path / "halves")
+    assert "no_gradient" not in step, "a rank had one"
     [step] = steps_of(tmp_path / "tp")
     assert (step["loss"], step["counts"]) == (3.0, {"documents": 6.0}), "neighbours on tp hold the same documents"
     assert files.read_tensors(tmp_path / "tp", 0, "tokens")["ratios"].tolist() == [1.0, 1.0, 1.0]

@@ -215,6 +215,89 @@ class TestSteps:
         with pytest.raises(RecordError, match="damaged"):
             StepTail(run).new()
 
+    def whole(self, run, steps=3):
+        """A run that succeeded, with a gradient a step."""
+        run = RunDirectory.create(run.path.parent, "whole", RunSpec(steps=steps))
+        for step in range(steps):
+            run.write_tensors(f"step{step:04d}.gradients", {"b": torch.ones(4), "a": torch.ones(2)})
+            run.append_step({"step": step, "loss/total/sum": 0.5, "gradient/norm/global": 1.5,
+                             "gradient_norms": {"b": 2.0, "a": 2**0.5}})
+        run.set_state("succeeded")
+        return run
+
+    @pytest.mark.parametrize(("cut", "found"), [
+        (0, ""), (1, ""), (10, "2 whole records; the last line is cut or damaged"), (10**6, "0 whole records")])
+    def test_a_run_that_succeeded_has_all_its_steps(self, run, cut, found):
+        run = self.whole(run)
+        path = run.path / "metrics.jsonl"
+        content = path.read_bytes()
+        path.write_bytes(content[:max(0, len(content) - cut)])
+        if not found:
+            assert [record["step"] for record in run.steps()] == [0, 1, 2]
+            run.check_whole()
+            return
+        for read in (run.steps, run.check_whole, lambda: run.read_gradients(0)):
+            with pytest.raises(RecordError) as caught:
+                read()
+            assert caught.value.parts["asked"] == f"read {run.path.name}/metrics.jsonl"
+            assert caught.value.parts["found"] == found
+            assert "3 step record(s)" in caught.value.parts["rule"]
+
+    def test_a_run_that_succeeded_without_a_file_of_steps_is_damaged(self, run):
+        run = self.whole(run)
+        (run.path / "metrics.jsonl").unlink()
+        with pytest.raises(RecordError, match="no such file"):
+            run.steps()
+        (run.path / "metrics.jsonl").mkdir()
+        with pytest.raises(RecordError, match="IsADirectoryError"):
+            run.steps()
+
+    @pytest.mark.parametrize(("records", "found"), [
+        ([{"step": 0}, {"step": 0}], "line 2 is of step 0, not 1"),
+        ([{"step": 0, "loss/total/sum": 1.0}, {"step": 1}], "line 2 has no loss/total/sum"),
+        ([{"step": 0}, {"step": 1}, {"step": 2}], "3 whole records")])
+    def test_a_run_that_succeeded_has_one_record_of_each_step_with_the_same_numbers(self, run, records, found):
+        run = RunDirectory.create(run.path.parent, "odd", RunSpec(steps=2))
+        for record in records:
+            run.append_step(record)
+        assert len(run.steps()) == len(records), "who runs on may have fewer"
+        run.set_state("succeeded")
+        with pytest.raises(RecordError) as caught:
+            run.steps()
+        assert caught.value.parts["found"] == found
+
+    def test_the_steps_of_a_run_that_succeeded_are_read_again_when_the_file_changes(self, run):
+        run = self.whole(run)
+        first = run.steps()
+        first[0]["step"] = "mine"
+        assert run.steps()[0]["step"] == 0, "what is handed out is the reader's"
+        _damage(run, line=2)
+        with pytest.raises(RecordError, match="2 whole records"):
+            run.steps()
+
+    def test_gradients_come_in_the_order_of_the_model(self, run):
+        assert list(self.whole(run).read_gradients(1)) == ["b", "a"]
+
+    def test_a_file_without_a_parameter_is_damaged(self, run):
+        run = self.whole(run)
+        run.write_tensors("step0001.gradients", {"a": torch.ones(2)})
+        for read in (run.check_whole, lambda: run.read_gradients(1)):
+            with pytest.raises(RecordError) as caught:
+                read()
+            assert caught.value.parts["asked"] == f"read {run.path.name}/tensors/step0001.gradients.safetensors"
+            assert caught.value.parts["found"] == "no b"
+        with pytest.raises(RecordError, match="step 3"):
+            run.read_gradients(3)
+
+    @pytest.mark.parametrize("left", [0, 20, -1, None])
+    def test_a_file_of_tensors_that_is_cut_or_gone_is_damaged(self, run, left):
+        run = self.whole(run)
+        path = run.path / "tensors/step0002.gradients.safetensors"
+        content = path.read_bytes()
+        path.unlink() if left is None else path.write_bytes(content[:left])
+        with pytest.raises(RecordError, match="read .*tensors/step0002.gradients.safetensors"):
+            run.check_whole()
+
     def test_no_file_is_no_steps(self, run):
         assert run.steps() == []
 
