@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the arguments say.
 
     Returns:
-        0 done, 1 a run failed, 2 the user can mend something, 130 interrupted.
+        0 done, 1 a run failed or a verdict is not "equal", 2 the user can mend something, 130 interrupted.
     """
     try:
         code = _do(list(sys.argv[1:] if arguments is None else arguments))
@@ -95,11 +95,11 @@ def _rollouts(arguments: Sequence[str]) -> int:
 
     from workbench.cli import rollouts
 
-    tyro.extras.subcommand_cli_from_dict(
+    code = tyro.extras.subcommand_cli_from_dict(
         {"import": rollouts.import_, "check": rollouts.check, "record": rollouts.record},
         prog="workbench rollouts", args=list(arguments), description="Import, check or record rollouts.",
         config=(tyro.conf.PositionalRequiredArgs,))
-    return 0
+    return code or 0
 
 
 def _help() -> str:
