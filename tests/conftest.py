@@ -21,7 +21,19 @@ atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True
 
 interpret_where_no_gpu_is()
 
-pytest_plugins = ["tests.helpers.no_skips"]
+pytest_plugins = ["tests.helpers.no_skips", "tests.helpers.left_open"]
+
+
+def pytest_configure(config):
+    """Leave the seeds to this file: pytest-randomly, where it is installed, shuffles and does nothing else."""
+    config.option.randomly_reset_seed = False
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say again how to repeat this order, where failures are read."""
+    if config.pluginmanager.hasplugin("randomly") and config.option.randomly_reorganize:
+        terminalreporter.write_line(f"in random order; --randomly-seed={config.option.randomly_seed} repeats it, "
+                                    "-p no:randomly takes that of the files")
 
 
 @pytest.fixture(autouse=True)

@@ -200,7 +200,9 @@ def test_the_saved_page_of_the_first_ratio_is_that_of_its_records():
 
 
 def test_the_figure_of_the_readme_is_saved():
-    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", (PROJECT / "README.md").read_text()):
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (PROJECT / "README.md").read_text())
+    assert pictures
+    for picture in pictures:
         assert (PROJECT / picture).is_file(), picture
 
 

@@ -1,4 +1,4 @@
-"""No test may be unable to fail: dropped comparisons, values held against themselves, returned verdicts."""
+"""No test is unable to fail: no dropped comparison, value compared with itself, returned verdict or test never run."""
 
 import ast
 import re
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-COMPARISONS = {"allclose", "array_equal", "isclose", "equal"}
+COMPARISONS = {"allclose", "array_equal", "array_equiv", "isclose", "equal"}
 ASSERTIONS = {"assert_close", "assert_allclose", "assert_array_equal"}
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 NO_CHANGE = re.compile(r"\.(detach|clone|cpu|float|double|item|contiguous)\(\)")
 
 
@@ -25,11 +26,46 @@ def asserts_something(function):
     return False
 
 
+def aliases(tree):
+    """Names that stand for a comparison: ``close = torch.allclose``, ``from torch import allclose as close``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and node.value.attr in COMPARISONS:
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.asname for alias in node.names if alias.asname and alias.name in COMPARISONS)
+
+
+def always_true(condition):
+    """True for a generator, a function, a tuple, and a method that is not called: none of them is ever false."""
+    if isinstance(condition, ast.Attribute):
+        return condition.attr in {"all", "any", *COMPARISONS} - {"equal"}  # our results have a property `equal`
+    return isinstance(condition, ast.GeneratorExp | ast.Lambda) or bool(getattr(condition, "elts", ()))
+
+
+def never_collected(tree):
+    """(line, sentence) of each test that pytest passes by: it takes ``test_*`` at the top or in a class ``Test*``."""
+    tests = [node for node in ast.walk(tree) if isinstance(node, FUNCTION) and node.name.startswith("test_")]
+    suites = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.startswith("Test")
+              and not [f for f in node.body if isinstance(f, FUNCTION) and f.name == "__init__"]]
+    collected = [node for scope in (tree, *suites) for node in scope.body]
+    if not [test for test in tests if test in collected]:
+        yield 1, "pytest collects nothing here"
+    for test in tests:
+        if test not in collected:
+            yield test.lineno, f"{test.name} is never collected"
+        if isinstance(test, ast.AsyncFunctionDef):
+            yield test.lineno, f"{test.name} is a coroutine that nobody awaits"
+
+
 def findings(source):
     tree = ast.parse(source)
     helpers = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    comparisons = COMPARISONS.union(aliases(tree))
+    yield from never_collected(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and called(node.value) in COMPARISONS:
+        if isinstance(node, ast.Assert) and always_true(node.test):
+            yield node.lineno, "always true"
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and called(node.value) in comparisons:
             yield node.lineno, "comparison thrown away"
         if isinstance(node, ast.Call) and called(node) in ASSERTIONS and len(node.args) > 1:
             left, right = (NO_CHANGE.sub("", ast.unparse(a)) for a in node.args[:2])
@@ -55,12 +91,31 @@ def test_file_has_no_test_that_cannot_fail(path):
     assert list(findings(path.read_text())) == []
 
 
-@pytest.mark.parametrize("source", [
-    "def test_a():\n    torch.allclose(a, b)\n    assert a",
-    "def test_a():\n    assert_close(x.detach(), x)",
-    "def test_a():\n    return a == b",
-    "def test_a():\n    assert total == total",
-    "def test_a():\n    run()",
+@pytest.mark.parametrize(("source", "kind"), [
+    ("def test_a():\n    torch.allclose(a, b)\n    assert a", "comparison thrown away"),
+    ("close = torch.allclose\ndef test_a():\n    close(a, b)\n    assert a", "comparison thrown away"),
+    ("from numpy import isclose as near\ndef test_a():\n    near(a, b)\n    assert a", "comparison thrown away"),
+    ("def test_a():\n    assert_close(x.detach(), x)", "compared with itself"),
+    ("def test_a():\n    assert a\n    return a == b", "test_a returns its verdict"),
+    ("def test_a():\n    assert total == total", "compared with itself"),
+    ("def test_a():\n    run()", "test_a asserts nothing"),
+    ("def test_a():\n    assert (x > 0 for x in y)", "always true"),
+    ("def test_a():\n    assert (x > 0).all", "always true"),
+    ("def test_a():\n    assert (x > 0, 'x')", "always true"),
+    ("def check_a():\n    assert a", "pytest collects nothing here"),
+    ("def test_a():\n    assert a\nclass Suite:\n    def test_b(self):\n        assert b", "test_b is never collected"),
+    ("def test_a():\n    assert a\nclass TestB:\n    def __init__(self): ...\n    def test_b(self):\n        assert b",
+     "test_b is never collected"),
+    ("def test_a():\n    def test_b():\n        assert b\n    assert a", "test_b is never collected"),
+    ("async def test_a():\n    assert a", "test_a is a coroutine that nobody awaits"),
 ])
-def test_each_kind_is_seen(source):
-    assert list(findings(source))
+def test_each_kind_is_seen(source, kind):
+    assert [sentence for _, sentence in findings(source)] == [kind]
+
+
+@pytest.mark.parametrize("source", [
+    "class TestA:\n    def test_a(self):\n        assert comparison.equal",
+    "def test_a():\n    assert torch.equal(a, b)\ndef helper():\n    return a == b",
+])
+def test_a_sound_test_is_passed_over(source):
+    assert list(findings(source)) == []

@@ -8,11 +8,17 @@ import pickle
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 import torch.multiprocessing as mp
+
+from tests.helpers.stand_in import stand_in
+from workbench.sharding import wire
 
 
 class RanksError(AssertionError):
@@ -41,6 +47,22 @@ def _entry(rank: int, world: int, folder: str, function: Any, arguments: tuple[A
     (folder_path / f"part{rank}").rename(folder_path / f"result{rank}")
     sys.stdout.flush()
     os._exit(0)  # interpreter exit costs a second a rank and tests nothing
+
+
+@contextmanager
+def reductions_counted() -> Iterator[list[int]]:
+    """How many numbers each all-reduce of the workbench sums on this rank."""
+    sizes: list[int] = []
+
+    def all_reduce(tensor: torch.Tensor, **how: Any) -> None:
+        sizes.append(tensor.numel())
+        torch.distributed.all_reduce(tensor, **how)
+
+    wire.dist = stand_in(torch.distributed, all_reduce=all_reduce)
+    try:
+        yield sizes
+    finally:
+        wire.dist = torch.distributed
 
 
 def run_ranks(function: Any, world: int, folder: Path, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:

@@ -2,7 +2,7 @@
 
 In step 2 rank 1 does what ``faults`` says: ``skip`` leaves out a collective (the next one is of another kind, so that
 gloo lets both ranks wait for ever rather than abort one), ``spin`` loops outside of all collectives for ever, ``kill``
-kills itself with SIGKILL, ``memory`` runs out of it. ``slow`` makes every step of every rank take half a second.
+kills itself with SIGKILL, ``memory`` runs out of it, ``leave`` ends with exit code 0. ``slow`` makes every step of every rank take half a second.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def go_wrong(faults: tuple[str, ...]) -> bool:
     """Do what was asked for, and say whether to leave out the next collective."""
     if "kill" in faults:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "leave" in faults:
+        os._exit(0)
     if "memory" in faults:
         raise MemoryError("no room for the batch")
     if "spin" in faults:

@@ -31,7 +31,7 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
                          implementation=spec.policy.logprobs, fp32_head=spec.policy.fp32_head,
                          chunk_tokens=spec.policy.chunk_tokens, keep_bytes=spec.policy.keep_bytes,
                          shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing,
-                         sequence_parallel=layout.sequence_parallel)
+                         sequence_parallel=layout.sequence_parallel, fused_loss=spec.policy.fused_loss)
     batch = as_batch(documents)
     with planted(spec.faults) if spec.faults else contextlib.nullcontext():
         rows, totals = flow.prepare_rows(batch, spec, mesh)

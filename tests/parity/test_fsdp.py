@@ -42,7 +42,7 @@ def train(given, documents):
     mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp)
     policy = load_policy(spec.model.source, mesh=mesh, precision="float64", tied=spec.model.tied, seed=spec.model.seed,
                          shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing,
-                         sequence_parallel=layout.sequence_parallel)
+                         sequence_parallel=layout.sequence_parallel, fused_loss=spec.policy.fused_loss)
     optimizer, steps = make_optimizer(policy, spec.optimizer), []
     for _ in range(2):
         rows, totals = flow.prepare_rows(as_batch(documents), spec, mesh)

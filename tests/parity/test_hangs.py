@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.stand_in import stand_in
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
 from workbench.runs import step
@@ -57,7 +58,7 @@ def test_a_run_of_one_rank_here_keeps_no_record_of_collectives(tmp_path):
 def test_the_straggler_comes_late_once(monkeypatch):
     """In its second step, also where all ranks are simulated in one process and share the fault."""
     slept, calls = [], []
-    monkeypatch.setattr(straggler.time, "sleep", lambda seconds: slept.append((len(calls), seconds)))
+    monkeypatch.setattr(straggler, "time", stand_in(time, sleep=lambda seconds: slept.append((len(calls), seconds))))
     monkeypatch.setattr(step, "sum_gradients", lambda *arguments: calls.append(arguments))
     meshes = [replace(single_process_mesh(), axes=single_process_mesh().axes | {
         name: Axis(name, 3, rank) for name in ("dp", "dp_cp")}) for rank in range(3)]

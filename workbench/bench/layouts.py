@@ -238,8 +238,8 @@ class Rank:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
             policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, implementation="auto",
-                                 shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing,
-                                 sequence_parallel=layout.sequence_parallel)
+                                 fused_loss=True, shard_parameters=layout.shard_parameters,
+                                 checkpointing=layout.checkpointing, sequence_parallel=layout.sequence_parallel)
             self._policy = key, policy, make_optimizer(policy, spec.optimizer)
         return self._policy[1:]
 

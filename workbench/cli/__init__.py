@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the arguments say.
 
     Returns:
-        0 done, 1 a run failed or a verdict is not "equal", 2 the user can mend something, 130 interrupted.
+        0 done; 1 a comparison does not agree (different, vacuous, unsound baseline) or a run failed; 2 the input was
+        refused; 130 interrupted.
     """
     try:
         code = _do(list(sys.argv[1:] if arguments is None else arguments))

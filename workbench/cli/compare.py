@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from workbench.cli.run import verdict_table
+from workbench.cli.run import exit_code, verdict_table
 from workbench.cli.terminal import safe_lines, say
 
 
@@ -19,13 +19,12 @@ def saved_verdicts(experiment_dir: Path) -> tuple[str, int]:
         experiment_dir: folder that holds comparison.json.
 
     Returns:
-        The verdicts as lines of text, and how many runs failed.
+        The verdicts as lines of text, and the exit code that they amount to; see `workbench.cli.run.exit_code`.
     """
     from workbench.compare.comparison import Comparison
 
     comparison = Comparison.load(experiment_dir / "comparison.json")
-    failed = sum(c.verdict == "failed" for c in comparison.configurations)
-    return verdict_table(comparison), failed
+    return verdict_table(comparison), exit_code(comparison)
 
 
 def certified(run: str, reference: str) -> tuple[str, bool]:
@@ -37,6 +36,9 @@ def certified(run: str, reference: str) -> tuple[str, bool]:
 
     Raises:
         RecordError: not one run each, or runs without certificates.
+
+    Returns:
+        The comparison as text with its evidence, and True only if there was something to compare and it is the same.
     """
     from workbench.compare.certificates import compare_certificates
     from workbench.errors import RecordError
@@ -49,14 +51,16 @@ def certified(run: str, reference: str) -> tuple[str, bool]:
                           found="no certificates in one of them" if len(runs) == 2 else f"{len(runs)} runs",
                           rule="two runs, each with a certificate of its steps",
                           fix="set record: {certificate: true} and run again; the reproducible mode does by itself")
-    return str(found), found.equal
+    seen = "" if found.evidence is None else f"\ncould have seen: {found.evidence.summary()}"
+    return f"{found}{seen}", found.verdict == "equal"
 
 
 def _compare(experiment_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")],
              reference: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REFERENCE")] = "") -> int:
     """Print the verdicts of an experiment; or, given two runs, whether their certificates agree.
 
-    Exit code 1 if a run failed, or if the two differ.
+    Exit code 0: every configuration without a planted fault agrees; 1: one of them is different, vacuous, has an
+    unsound baseline or failed, or the two runs differ; 2: the input was refused.
 
     Args:
         experiment_dir: Folder that holds comparison.json; or a run.
@@ -66,11 +70,11 @@ def _compare(experiment_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(
         text, equal = certified(experiment_dir, reference)
         say(safe_lines(text))
         return 0 if equal else 1
-    text, failed = saved_verdicts(Path(experiment_dir))
+    text, code = saved_verdicts(Path(experiment_dir))
     print(text)
-    return 1 if failed else 0
+    return code
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench compare`: exit code 1 if a run failed, or if two runs differ."""
+    """Do `workbench compare`: exit code 1 if configurations do not agree, or if two runs differ."""
     return tyro.cli(_compare, args=list(arguments), prog="workbench compare")

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -274,8 +275,6 @@ def _shared_memory() -> Finding:
 
 
 def _limits() -> Finding:
-    import resource
-
     files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     files, processes = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (files, processes))
     says = ", ".join(f"{'any number of' if limit == math.inf else limit} {what}"

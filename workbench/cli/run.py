@@ -169,14 +169,16 @@ def _saved_in(plan: _Plan) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench run`."""
+    """Do `workbench run`: exit code 1 as `exit_code` says, 2 for refused input, 130 if interrupted."""
     # the file's own settings are the defaults of the options, so it is read first
     path = next((Path(a) for a in arguments if a.endswith((".yaml", ".yml"))), None)
     base = _base(load_ablation(path)) if path else RunSpec()
     chosen = _kinds(arguments)
     described = _described(base.merged(chosen) if chosen else base)
     options = tyro.cli(described, args=list(arguments), prog="workbench run",
-                       description="Run an ablation (or one spec), compare its runs and write the report.")
+                       description="Run an ablation (or one spec), compare its runs and write the report. Exit code 0: "
+                                   "every configuration without a planted fault agrees; 1: one of them is different, "
+                                   "vacuous, has an unsound baseline, or failed; 2: the input was refused.")
     if path is None:
         raise SpecError(f"run {options.file}", found="another kind of file",
                         rule="a file that ends in .yaml or .yml", fix="experiments/ holds examples")
@@ -198,19 +200,20 @@ def main(arguments: Sequence[str]) -> int:
     print()
     print(verdict_table(comparison))
     print(f"\nreport: {_shown(report)}")
-    return 1 if any(c.verdict == "failed" for c in comparison.configurations) else 0
+    return exit_code(comparison)
+
+
+def exit_code(comparison: Comparison) -> int:
+    """1 if a configuration without a planted fault differs, is vacuous, has an unsound baseline or failed; else 0."""
+    return 1 if comparison.disagreeing() else 0
 
 
 def verdict_table(comparison: Comparison) -> str:
     """The verdicts as lines of text."""
-    lines = [comparison.question] if comparison.question else []
-    width = max((len(c.name) for c in comparison.configurations), default=0)
-    for c in comparison.configurations:
-        factor = "" if c.factor is None else f"x {c.factor:.4g}"
-        meaning = f"= {c.factor_meaning}" if c.factor_meaning else ""
-        parts = [f"{c.name:<{width}}", f"{c.verdict:<13}", factor, meaning, c.why]
-        lines.append("  ".join(part for part in parts if part))
-    return "\n".join(lines)
+    from workbench.compare.seeds import identical_notes
+
+    question = [comparison.question] if comparison.question else []
+    return "\n".join([*question, *comparison.verdict_lines(), *identical_notes(comparison)])
 
 
 def _described(base: RunSpec) -> type[Any]:

@@ -15,6 +15,10 @@ and weights. It needs no truth, and no gradients on disk; where these are, they 
 
 Everything else is *different*, and the first step and parameter that differ are named, with the factor between the
 gradients if there is one.
+
+Two runs in which nothing was trained are *vacuous*, whatever agrees in them, and where the reference or the truth is no
+measure the verdict is *unsound baseline*: see `workbench.compare.soundness`. A step before the baseline became unsound
+counts: what differs there is different.
 """
 
 from __future__ import annotations
@@ -29,8 +33,10 @@ import torch
 from torch import Tensor
 
 from workbench.compare.certificates import CertificateComparison, compare_certificates
-from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
+from workbench.compare.comparison import AGREES, Comparison, Configuration, ParameterDifference
 from workbench.compare.factors import SAME, name_factor
+from workbench.compare.reading import Gradients, RunReader, flipped_clips, ratio_histograms, same_tokens
+from workbench.compare.soundness import evidence_of, not_finite, too_far, why_vacuous
 from workbench.errors import RecordError
 from workbench.runs.certificate import held_by_bits
 from workbench.runs.store import RunDirectory, failure_in_short
@@ -39,8 +45,6 @@ FLOAT64_BAR = 1e-12
 FLOOR = 1e-3
 WHOLE_FACTOR = 2.5
 PARAMETER_FACTOR = 3.5
-
-Gradients = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -82,35 +86,88 @@ def compare_runs(subjects: Sequence[Subject], *, experiment: str, question: str,
 
 
 def _configuration(subject: Subject, by_name: Mapping[str, Subject]) -> Configuration:
-    run = subject.run
-    settings = subject.settings or (run.spec.model_dump(mode="json") if run else {})
-    base: dict[str, Any] = {"name": subject.name, "settings": settings, "against": subject.reference}
-    state = run.state if run else {"state": "failed"}
-    base |= {"state": state["state"], "device": state.get("device", "cpu"),
-             "device_note": state.get("device_note", ""), "run": f"runs/{run.path.name}" if run else ""}
-    if run is None or state["state"] != "succeeded":
-        failure = subject.failure or (run.failure() if run else None) or {"exception": state["state"]}
+    base = _described(subject)
+    if subject.run is None or base["state"] != "succeeded":
+        failure = subject.failure or (subject.run.failure() if subject.run else None) or {"exception": base["state"]}
         return Configuration(**base, verdict="failed", why=failure_in_short(failure), failure=dict(failure))
-    base |= {"world_size": run.spec.layout.world_size, "steps": run.steps()}
-    if not subject.reference:
-        base["ratios"] = _ratio_histograms(run, run)
-        followed = any(subject.name in (other.reference, other.truth) for other in by_name.values())
-        why = "what the others are held against" if followed else "stands for itself"
-        return Configuration(**base, verdict="reference", why=f"{why}{_not_finite(run)}")
+    run = RunReader(subject.run)
     try:
-        other = by_name[subject.reference].run
-        certified = compare_certificates(run, other) if other and other.state["state"] == "succeeded" else None
-        if other and certified and _held_by_bits(subject, run, other, certified):
-            base["ratios"] = _ratio_histograms(run, other)
-            return _judge_bits(base, run, other, certified)
-        reference, truth = _standards(subject, run, by_name)
-        base["ratios"] = _ratio_histograms(run, reference)
-        judged = _judge(base, run, reference, truth)
-        return replace(judged, why=f"{judged.why}; {certified.why}") if certified else judged
+        base |= {"steps": run.steps, "diverged_step": run.diverged_step}
+        if not subject.reference:
+            return _stands_alone(base, run, subject, by_name)
+        return _compared(base, run, subject, by_name)
     except RecordError as error:
         why = f"{error.parts['asked']}: {error.parts['found']}"
         failure = {"exception": "RecordError", "message": str(error)}
         return Configuration(**base, verdict="failed", why=why, failure=failure)
+
+
+def _described(subject: Subject) -> dict[str, Any]:
+    """The fields of a configuration that are known before it is compared."""
+    run = subject.run
+    settings = subject.settings or (run.spec.model_dump(mode="json") if run else {})
+    state = run.state if run else {"state": "failed"}
+    return {"name": subject.name, "settings": settings, "against": subject.reference, "state": state["state"],
+            "device": state.get("device", "cpu"), "device_note": state.get("device_note", ""),
+            "run": f"runs/{run.path.name}" if run else "", "world_size": run.spec.layout.world_size if run else 1}
+
+
+def _stands_alone(base: dict[str, Any], run: RunReader, subject: Subject,
+                  by_name: Mapping[str, Subject]) -> Configuration:
+    """A run that is compared with none: a reference, or one of runs that train differently."""
+    base |= {"ratios": ratio_histograms(run, run), "evidence": _evidence(run, None)}
+    unsound = _not_finite(run)
+    if not unsound and subject.truth and run.spec.precision != "float64":
+        unsound = _too_far_from_truth(run, by_name[subject.truth].run)
+    if unsound:
+        return Configuration(**base, verdict="unsound baseline", why=unsound)
+    if nothing := why_vacuous(run, run):
+        return Configuration(**base, verdict="vacuous", why=nothing)
+    followed = any(subject.name in (other.reference, other.truth) for other in by_name.values())
+    return Configuration(**base, verdict="reference",
+                         why="what the others are held against" if followed else "stands for itself")
+
+
+def _too_far_from_truth(run: RunReader, truth: RunDirectory | None) -> str:
+    """Why a reference below float64 is no measure; "" if it is one, or if there is no finished truth to tell by."""
+    if truth is None or truth.state["state"] != "succeeded" or not _both_full(run.run, truth):
+        return ""
+    reader = RunReader(truth)
+    for step in range(min(run.spec.steps, reader.spec.steps)):
+        if reader.diverged_step == step or _other_tokens(run, {"the truth": reader}, step):
+            return ""
+        own, true = run.gradients(step), reader.gradients(step)
+        if not _unlike(own, true) and (why := _baseline_error(run, reader, step, own, true)):
+            return why
+    return ""
+
+
+def _baseline_error(reference: RunReader, truth: RunReader, step: int, theirs: Gradients, true: Gradients) -> str:
+    error = math.hypot(*(_distance(theirs[name], true[name]) for name in true))
+    return too_far(reference, truth, step, error, math.hypot(*(float(g.double().norm()) for g in true.values())))
+
+
+def _compared(base: dict[str, Any], run: RunReader, subject: Subject, by_name: Mapping[str, Subject]) -> Configuration:
+    """A run against its reference: by certificates where those decide, else by distances and budgets."""
+    other = by_name[subject.reference].run
+    finished = other is not None and other.state["state"] == "succeeded"
+    certified = compare_certificates(run.run, other) if other and finished else None
+    if other and certified and _held_by_bits(subject, run.run, other, certified):
+        reference = RunReader(other)
+        base |= {"ratios": ratio_histograms(run, reference), "evidence": _evidence(run, reference)}
+        judged = _judge_bits(base, run, reference, certified)
+    else:
+        reference, truth = _standards(subject, run, by_name)
+        base |= {"ratios": ratio_histograms(run, reference), "evidence": _evidence(run, reference)}
+        judged = _judge(base, run, reference, truth)
+        judged = replace(judged, why=f"{judged.why}; {certified.why}") if certified else judged
+    nothing = why_vacuous(run, reference) if judged.verdict in AGREES else ""
+    return replace(judged, verdict="vacuous", why=f"nothing was compared: {nothing}") if nothing else judged
+
+
+def _evidence(run: RunReader, reference: RunReader | None) -> dict[str, Any]:
+    found = evidence_of(run, reference)
+    return {} if found is None else found.as_json()
 
 
 def _held_by_bits(subject: Subject, run: RunDirectory, reference: RunDirectory,
@@ -124,7 +181,7 @@ def _both_full(run: RunDirectory, reference: RunDirectory) -> bool:
     return all(each.spec.record.gradients == "full" for each in (run, reference))
 
 
-def _judge_bits(base: dict[str, Any], run: RunDirectory, reference: RunDirectory,
+def _judge_bits(base: dict[str, Any], run: RunReader, reference: RunReader,
                 certified: CertificateComparison) -> Configuration:
     """Equal if all bits are; what gradients there are on disk is measured against the reference's."""
     if certified.steps != run.spec.steps or run.spec.steps != reference.spec.steps:
@@ -132,24 +189,26 @@ def _judge_bits(base: dict[str, Any], run: RunDirectory, reference: RunDirectory
                           found=f"{certified.steps} certificates, {run.spec.steps} and {reference.spec.steps} steps",
                           rule="a certificate for each step, and as many steps in both", fix="run both again")
     whole, parameters = [], []
-    for step in range(run.spec.steps if _both_full(run, reference) else 0):
-        mine, theirs = (_gradients(each, step) for each in (run, reference))
+    for step in range(run.spec.steps if _both_full(run.run, reference.run) else 0):
+        mine, theirs = (each.gradients(step) for each in (run, reference))
         if not _unlike(mine, theirs):
             rows = _differences(step, mine, theirs, theirs, dict.fromkeys(theirs, (0.0, "bits")))
             parameters += rows
             whole.append(_whole(step, rows, mine, theirs, theirs, exact=True) | {
-                "flipped_clips": _flipped(run, reference, step),
-                "relative_loss": _relative(_loss(run, step), _loss(reference, step))})
+                "flipped_clips": flipped_clips(run, reference, step),
+                "relative_loss": _relative(run.loss(step), reference.loss(step))})
     base |= {"whole_gradient": whole, "parameters": parameters}
+    if certified.verdict == "unsound baseline":
+        return Configuration(**base, verdict="unsound baseline", first_step=reference.diverged_step,
+                             why=certified.not_finite)
     if certified.equal:
         return Configuration(**base, verdict="equal", why=certified.why)
     first = next((name.removeprefix("gradient/") for name in certified.differing if name.startswith("gradient/")), None)
     return Configuration(**base, verdict="different", first_step=certified.step, first_parameter=first,
-                         why=certified.why + _not_finite(run))
+                         why=_with(certified.why, _not_finite(run)))
 
 
-def _standards(subject: Subject, run: RunDirectory,
-               by_name: Mapping[str, Subject]) -> tuple[RunDirectory, RunDirectory]:
+def _standards(subject: Subject, run: RunReader, by_name: Mapping[str, Subject]) -> tuple[RunReader, RunReader]:
     """The finished reference and truth of a configuration; a float64 run takes its reference for the truth."""
     exact, found = run.spec.precision == "float64", []
     truth = subject.reference if exact else subject.truth
@@ -169,44 +228,51 @@ def _standards(subject: Subject, run: RunDirectory,
                               found=f"{run.spec.steps} steps against {other.spec.steps}",
                               rule="configurations of one ablation take the same number of steps",
                               fix="set steps in the base of the ablation")
-        found.append(other)
-    return found[0], found[1]
+        found.append(RunReader(other))
+    return (found[0], found[0]) if exact else (found[0], found[1])
 
 
-def _not_finite(run: RunDirectory) -> str:
-    """A warning if loss or gradient stopped being numbers, "" if they did not."""
-    for record in run.steps():
-        values = (record["loss/total/sum"], record["gradient/norm/global"])
-        if not all(isinstance(value, float) and math.isfinite(value) for value in values):
-            return f"; from step {record['step']} on its loss or gradient is not finite"
-    return ""
+def _not_finite(run: RunReader) -> str:
+    """From which step on loss or gradient are no numbers, "" if they always are."""
+    return "" if run.diverged_step is None else f"from step {run.diverged_step} on its loss or gradient is not finite"
 
 
-def _judge(base: dict[str, Any], run: RunDirectory, reference: RunDirectory, truth: RunDirectory) -> Configuration:
+def _with(why: str, more: str) -> str:
+    return f"{why}; {more}" if more else why
+
+
+def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: RunReader) -> Configuration:
     exact = run.spec.precision == "float64"
-    whole, parameters, parted = [], [], ""
+    whole, parameters, stopped, unsound = [], [], "", False
     for step in range(run.spec.steps):
-        if parted := _other_tokens(run, {"the reference": reference, "the truth": truth}, step):
+        stopped = not_finite("baseline", reference, step) or not_finite("float64 ground truth", truth, step)
+        if unsound := bool(stopped):
             break
-        mine, theirs = (_gradients(r, step) for r in (run, reference))
+        if stopped := _other_tokens(run, {"the reference": reference, "the truth": truth}, step):
+            break
+        mine, theirs = (each.gradients(step) for each in (run, reference))
         if unlike := _unlike(mine, theirs):
             return Configuration(**base, verdict="different", first_step=step, first_parameter=unlike[0].split(" ")[0],
                                  why=f"another model than the reference's: {'; '.join(unlike)}")
-        true = _gradients(truth, step)
+        true = theirs if exact else truth.gradients(step)
         if unlike := _unlike(mine, true, whose="the truth"):
             raise RecordError(f"measure {run.name} by the truth {truth.name}", found="; ".join(unlike),
                               rule="a truth is a run of the same model", fix="name such a run as `truth`")
+        if not exact and (stopped := _baseline_error(reference, truth, step, theirs, true)):
+            unsound = True
+            break
         budgets = _float64_budgets(theirs) if exact else _measured_budgets(theirs, true)
         rows = _differences(step, mine, theirs, true, budgets)
         parameters += rows
         whole.append(_whole(step, rows, mine, theirs, true, exact) | {
-            "flipped_clips": _flipped(run, truth, step),
-            "relative_loss": _relative(_loss(run, step), _loss(reference, step))})
+            "flipped_clips": flipped_clips(run, truth, step),
+            "relative_loss": _relative(run.loss(step), reference.loss(step))})
     failing = [w["step"] for w in whole if not w["within"]]
     bitwise = all(w["bitwise_equal"] for w in whole)
     base |= {"whole_gradient": whole, "parameters": parameters}
-    if parted and not failing:
-        return Configuration(**base, verdict="different", first_step=len(whole), why=parted)
+    if stopped and not failing:
+        return Configuration(**base, verdict="unsound baseline" if unsound else "different", first_step=len(whole),
+                             why=stopped)
     if not failing:
         verdict = "equal" if exact or bitwise else "within budget"
         return Configuration(**base, verdict=verdict, why=_agreement_sentence(verdict, whole, parameters, bitwise))
@@ -216,7 +282,19 @@ def _judge(base: dict[str, Any], run: RunDirectory, reference: RunDirectory, tru
     factor, meaning = name_factor(first, run.spec)
     return Configuration(**base, verdict="different", factor=factor, factor_meaning=meaning,
                          first_step=failing[0], first_parameter=worst.parameter,
-                         why=_difference_sentence(failing[0], worst, first, factor, meaning) + _not_finite(run))
+                         why=_with(_difference_sentence(failing[0], worst, first, factor, meaning), _not_finite(run)))
+
+
+def _other_tokens(run: RunReader, others: Mapping[str, RunReader], step: int) -> str:
+    """Why a step cannot be laid beside others: runs that sample their own rollouts may have drawn others. "" if it can.
+
+    Nothing is said where tokens were not recorded.
+    """
+    for role, other in others.items():
+        if same_tokens(run, other, step) is False:
+            since = f", and agrees in the {step} before" if step else ""
+            return f"step {step}: it trains on other tokens than {role}{since}"
+    return ""
 
 
 def _unlike(mine: Gradients, reference: Gradients, *, whose: str = "the reference") -> list[str]:
@@ -277,7 +355,7 @@ def _whole(step: int, rows: list[ParameterDifference], mine: Gradients, referenc
     own, theirs, true = (torch.cat([g[name].double().flatten() for name in reference])
                          for g in (mine, reference, truth))
     if exact:
-        worst = max(rows, key=lambda row: _share(row.distance, row.budget))
+        worst = max(rows, key=lambda row: math.inf if math.isnan(row.distance) else _share(row.distance, row.budget))
         distance, budget = worst.distance, worst.budget
         within = all(row.within for row in rows)
     else:
@@ -305,78 +383,6 @@ def _share(distance: float, of: float) -> float:
 
 def _relative(a: float, b: float) -> float:
     return abs(a - b) / abs(b) if b else abs(a - b)
-
-
-# ---- reading runs ----------------------------------------------------------------------------------------
-
-
-def _gradients(run: RunDirectory, step: int) -> Gradients:
-    """Whole gradients of a step, in the order of the model (files keep names in alphabetical order)."""
-    if run.spec.record.gradients != "full":
-        raise RecordError(f"compare {run.name}", found=f"record.gradients = {run.spec.record.gradients}",
-                          rule="verdicts need every element of every gradient", fix="set record: {gradients: full}")
-    found = run.read_tensors(f"step{step:04d}.gradients")
-    order = run.steps()[step].get("gradient_norms", found)
-    return {name: found[name] for name in order}
-
-
-def _loss(run: RunDirectory, step: int) -> float:
-    return run.steps()[step]["loss/total/sum"]
-
-
-def _other_tokens(run: RunDirectory, others: Mapping[str, RunDirectory], step: int) -> str:
-    """Why a step cannot be laid beside others: runs that sample their own rollouts may have drawn others. "" if it can.
-
-    Nothing is said where tokens were not recorded.
-    """
-    for role, other in others.items():
-        if _same_tokens(run, other, step) is False:
-            since = f", and agrees in the {step} before" if step else ""
-            return f"step {step}: it trains on other tokens than {role}{since}"
-    return ""
-
-
-def _same_tokens(run: RunDirectory, other: RunDirectory, step: int) -> bool | None:
-    """Whether two runs trained on the same tokens in a step; None if not recorded."""
-    name = f"step{step:04d}.tokens"
-    if not (run.has_tensors(name) and other.has_tensors(name)):
-        return None
-    mine, theirs = (each.read_tensors(name) for each in (run, other))
-    return all(torch.equal(mine[key], theirs[key]) for key in {"targets", "trained"} & mine.keys() & theirs.keys())
-
-
-def _flipped(run: RunDirectory, truth: RunDirectory, step: int) -> int | None:
-    """Tokens for which this run alone would decide to clip otherwise than the truth; None if not recorded."""
-    name = f"step{step:04d}.tokens"
-    if not _same_tokens(run, truth, step):
-        return None
-    return int((run.read_tensors(name)["would_clip"] != truth.read_tensors(name)["clipped"]).sum())
-
-
-def _log_ratios(run: RunDirectory, step: int) -> Tensor | None:
-    """Log importance ratios of trained tokens; None if they were not recorded."""
-    name = f"step{step:04d}.tokens"
-    if not run.has_tensors(name):
-        return None
-    tokens = run.read_tensors(name)
-    return (tokens["policy_logprobs"].double() - tokens["old_logprobs"].double())[tokens["trained"]]
-
-
-def _ratio_histograms(run: RunDirectory, reference: RunDirectory, bins: int = 41) -> dict[str, dict[str, list[float]]]:
-    """Per step, how the importance ratios of trained tokens are spread.
-
-    Bins of equal width in log ratio over the reference's own range (at least 5 % either way), so that all
-    configurations share them; the outermost bins hold whatever lies beyond.
-    """
-    histograms = {}
-    for step in range(run.spec.steps):
-        mine, theirs = _log_ratios(run, step), _log_ratios(reference, step)
-        if mine is None or theirs is None or not mine.numel():
-            continue
-        reach = max(0.05, float(theirs.abs().max())) * (1 + 1e-9)
-        counts, edges = torch.histogram(mine.clamp(-reach, reach), bins=bins, range=(-reach, reach))
-        histograms[str(step)] = {"edges": edges.exp().tolist(), "counts": counts.tolist()}
-    return histograms
 
 
 # ---- words -----------------------------------------------------------------------------------------------
@@ -407,6 +413,7 @@ def _difference_sentence(step: int, worst: ParameterDifference, rows: list[Param
     scattered = not meaning and ratios and max(ratios) > min(ratios) * (1 + SAME)
     scatter = f" (median; {min(ratios):.4g} to {max(ratios):.4g})" if scattered else ""
     cosine = statistics.median(row.cosine for row in rows)
-    direction = "" if cosine > 1 - 1e-6 else f", cosine {cosine:.4f}"
+    # + 0.0: a cosine that rounds to 0 from below is not printed as -0.0000
+    direction = "" if cosine > 1 - 1e-6 else f", cosine {round(cosine, 4) + 0.0:.4f}"
     named = f" = {meaning}" if meaning else scatter
     return f"{text}; gradient norms {factor:.4g} times the reference's{named}{direction}"

@@ -6,18 +6,28 @@ it fits in JSON, so a saved comparison is a record that a report or a README can
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from workbench.compare.declared import declared_note
 from workbench.errors import RecordError, VerdictError
 from workbench.runs.spec import LayoutSpec, flatten
 from workbench.runs.store import from_json, to_json, write_whole
 
-VERDICTS = ("reference", "equal", "within budget", "different", "failed")
+VERDICTS = ("reference", "equal", "within budget", "different", "vacuous", "unsound baseline", "failed")
+"""What a comparison says of a configuration; see `workbench.compare.soundness` for vacuous and unsound baseline."""
+
+AGREES = ("reference", "equal", "within budget")
+"""Verdicts under which a configuration means the same as its baseline, or is one."""
+
+
+_PLACE = ("frozen_clip",)
+"""Settings that only name another run of the same experiment."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,9 @@ class Configuration:
         whole_gradient: per step, {"step", "distance", "budget", "relative_l2", "bitwise_equal", "flipped_clips"}.
         steps: the step records, metric key -> value (keys are ``group/name/statistic``, and ``step``).
         parameters: per step and parameter differences.
+        diverged_step: first step whose loss or gradient is not finite, None if all are.
+        evidence: what the comparison could have seen, as `workbench.metrics.evidence.Evidence.as_json` has it; {} for
+            runs of earlier versions, which did not count it.
         ratios: per step (as text), {"edges": [...], "counts": [...]} of the importance ratio of trained tokens.
         failure: {"rank", "exception", "traceback"} of the first failure, None if it ran.
     """
@@ -97,6 +110,44 @@ class Configuration:
     parameters: list[ParameterDifference] = field(default_factory=list)
     ratios: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     failure: dict[str, Any] | None = None
+    diverged_step: int | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def relative_error(self) -> float | None:
+        """||g - reference|| / ||reference|| of the whole gradient in the worst step; None if not measured."""
+        return _largest(w["relative_l2"] for w in self.whole_gradient)
+
+    @property
+    def times_budget(self) -> float | None:
+        """Distance over budget in the worst step; None where nothing was measured against a budget."""
+        return _largest(w["distance"] / w["budget"] for w in self.whole_gradient if w.get("budget"))
+
+    @property
+    def error_text(self) -> str:
+        """Both in words, "" if not measured.
+
+        Example:
+            >>> Configuration("a", {}, whole_gradient=[{"relative_l2": 0.009, "distance": 9, "budget": 1}]).error_text
+            'relative error 0.009, 9 times budget'
+        """
+        if self.relative_error is None:
+            return ""
+        of_budget = "" if self.times_budget is None else f", {self.times_budget:.2g} times budget"
+        return f"relative error {self.relative_error:.2g}{of_budget}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the verdict must know besides: a divergence, weak evidence, what the loss declares."""
+        diverged = "" if self.diverged_step is None else f"diverged: not finite from step {self.diverged_step} on"
+        declared = declared_note(self.settings) if self.verdict not in ("reference", "equal") else ""
+        warnings = [f"weak evidence: {warning}" for warning in self.evidence.get("warnings", ())]
+        return tuple(note for note in (diverged, *warnings, declared) if note)
+
+
+def _largest(values: Iterable[float]) -> float | None:
+    """The largest value; a value that is no number is larger than any other."""
+    return max(values, key=lambda value: (math.isnan(value), value), default=None)
 
 
 @dataclass(frozen=True)
@@ -134,26 +185,48 @@ class Comparison:
             *names: which ones; none means all in which no known fault is switched on.
 
         Raises:
-            VerdictError: one is different or failed; the message says each verdict.
+            VerdictError: one is different, vacuous, measured against an unsound baseline, or failed; the message says
+                each verdict.
         """
-        asked = [self[name] for name in names] or [c for c in self.configurations if not c.settings.get("faults")]
-        bad = [c for c in asked if c.verdict in ("different", "failed")]
+        bad, of = self.disagreeing(*names), len(names or self._without_faults())
         if bad:
-            raise VerdictError(f"{self.experiment}: {len(bad)} of {len(asked)} configurations do not agree",
+            raise VerdictError(f"{self.experiment}: {len(bad)} of {of} configurations do not agree",
                                found="; ".join(f"{c.name} is {c.verdict} ({c.why})" for c in bad),
                                rule="equal or within budget of the reference", fix="read the report, worst first")
+
+    def disagreeing(self, *names: str) -> list[Configuration]:
+        """The configurations that do not agree with their references.
+
+        Args:
+            *names: which ones to look at; none means all in which no known fault is switched on.
+        """
+        chosen = [self[name] for name in names] if names else self._without_faults()
+        return [c for c in chosen if c.verdict not in AGREES]
+
+    def _without_faults(self) -> list[Configuration]:
+        return [c for c in self.configurations if not c.settings.get("faults")]
+
+    def setting_changes(self, name: str) -> dict[str, tuple[Any, Any]]:
+        """The settings in which a configuration differs from its baseline, as (baseline's, own); {} for a baseline."""
+        own = self[name]
+        if not own.against:
+            return {}
+        theirs, flat = flatten(self[own.against].settings), flatten(own.settings)
+        return {key: (theirs.get(key), flat.get(key)) for key in dict.fromkeys((*flat, *theirs))
+                if key not in _PLACE and repr(theirs.get(key)) != repr(flat.get(key))}
 
     def table(self) -> pd.DataFrame:
         """One row a configuration: verdict, factor, first difference, worst distance over budget."""
         rows = []
         for c in self.configurations:
-            judged = [w for w in c.whole_gradient if w.get("budget")]
             rows.append({
                 "configuration": c.name, "layout": layout_of(c.settings), "precision": c.settings["precision"],
                 "device": c.device, "verdict": c.verdict, "factor": c.factor, "meaning": c.factor_meaning,
-                "relative_l2": max((w["relative_l2"] for w in c.whole_gradient), default=None),
-                "of_budget": max((w["distance"] / w["budget"] for w in judged), default=None),
-                "first_step": c.first_step, "first_parameter": c.first_parameter, "why": c.why})
+                "relative_l2": c.relative_error, "of_budget": c.times_budget,
+                "first_step": c.first_step, "first_parameter": c.first_parameter, "diverged_step": c.diverged_step,
+                "gradient_documents": c.evidence.get("gradient_document_share"),
+                "gradient_tokens": c.evidence.get("gradient_token_share"),
+                "clipped": c.evidence.get("clipped_share"), "why": c.why})
         return pd.DataFrame(rows).set_index("configuration")
 
     def steps(self) -> pd.DataFrame:
@@ -194,10 +267,29 @@ class Comparison:
                               rule="a file written by Comparison.save", fix="run the ablation again") from None
 
     def __repr__(self) -> str:
-        """Say every verdict in a line."""
+        """The verdicts as text; see `verdict_lines`."""
+        return "\n".join([f"{self.experiment}: {self.question}", *self.verdict_lines()])
+
+    def verdict_lines(self) -> list[str]:
+        """A line for every configuration: verdict, factor, relative error, settings that differ, why; then its notes.
+
+        The last lines say what the comparisons could have seen, once for all configurations of which it is the same.
+        """
         width = max((len(c.name) for c in self.configurations), default=0)
-        lines = [f"{c.name:<{width}}  {c.verdict:<13}  {c.why}" for c in self.configurations]
-        return "\n".join([f"{self.experiment}: {self.question}", *lines])
+        lines = []
+        for c in self.configurations:
+            factor = "" if c.factor is None else f"x {c.factor:.4g}"
+            meaning = f"= {c.factor_meaning}" if c.factor_meaning else ""
+            parts = [f"{c.name:<{width}}", f"{c.verdict:<16}", factor, meaning, c.error_text, _changes(
+                self.setting_changes(c.name)), c.why]
+            lines.append("  ".join(part for part in parts if part))
+            lines += [f"{'':<{width}}  {note}" for note in c.notes]
+        seen: dict[str, list[str]] = {}
+        for c in self.configurations:
+            if c.evidence:
+                seen.setdefault(c.evidence["summary"], []).append(c.name)
+        return lines + [f"could have seen: {summary} ({_listed(names, len(self.configurations))})"
+                        for summary, names in seen.items()]
 
 
 def load_comparison(path: Path | str) -> Comparison:
@@ -208,6 +300,22 @@ def load_comparison(path: Path | str) -> Comparison:
     """
     path = Path(path)
     return Comparison.load(path / "comparison.json" if path.is_dir() else path)
+
+
+def _changes(changes: Mapping[str, tuple[Any, Any]], most: int = 4) -> str:
+    """Settings that differ, in brackets; "" for none."""
+    if not changes:
+        return ""
+    listed = [f"{key}={own}" for key, (_, own) in changes.items()]
+    more = [f"and {len(listed) - most} more"] if len(listed) > most + 1 else []
+    return f"[{', '.join((listed[:most] if more else listed) + more)}]"
+
+
+def _listed(names: Sequence[str], of: int, most: int = 3) -> str:
+    """Names, or how many they are."""
+    if len(names) <= most:
+        return ", ".join(names)
+    return f"all {of} configurations" if len(names) == of else f"{len(names)} of {of} configurations"
 
 
 def layout_of(settings: Mapping[str, Any]) -> str:

@@ -27,8 +27,7 @@ def name_factor(rows: Sequence[ParameterDifference], spec: RunSpec) -> tuple[flo
     if not ratios:
         return None, ""
     factor = statistics.median(ratios)
-    spread = max(abs(ratio / factor - 1) for ratio in ratios) if factor else 0.0
-    if spread > SAME:
+    if not factor or max(abs(ratio / factor - 1) for ratio in ratios) > SAME:
         return factor, ""
     return factor, meaning(factor, {"cp": spec.layout.cp, "dp": spec.layout.dp, "tp": spec.layout.tp,
                                     "micro_batches": spec.data.micro_batches,

@@ -17,8 +17,15 @@ from workbench.runs.spec import flatten
 SEEDS = ("seed", "model.seed")
 """The settings that only choose a draw."""
 
+NOTHING_TO_DRAW = {"seed": "documents are recorded and none are sampled",
+                   "model.seed": "weights are loaded from a checkpoint"}
+"""Setting of `SEEDS` -> when it draws nothing."""
+
 _PLACE = ("frozen_clip",)
 """Settings that name another run of the same draw."""
+
+_COSTS = ("time", "memory")
+"""Groups of metrics that are never the same twice."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,11 @@ class Spread:
         drawn = [float(value) for value in values if value is not None and math.isfinite(value)]
         if not drawn:
             return cls(0, math.nan, math.nan, math.nan, math.nan)
-        deviation = statistics.stdev(drawn) if len(drawn) > 1 else math.nan
-        return cls(len(drawn), statistics.fmean(drawn), deviation, min(drawn), max(drawn))
+        # Scaled by a power of two, which rounds nothing: sums of huge draws stay finite.
+        scale = 2.0 ** max(0, math.frexp(max(map(abs, drawn)))[1] - 900)
+        scaled = [value / scale for value in drawn]
+        deviation = statistics.stdev(scaled) * scale if len(drawn) > 1 else math.nan
+        return cls(len(drawn), statistics.fmean(scaled) * scale, deviation, min(drawn), max(drawn))
 
 
 @dataclass(frozen=True)
@@ -65,8 +75,44 @@ class SeedGroup:
     def seeds(self) -> list[str]:
         """The seeds, as the settings have them: those of `SEEDS` that vary."""
         flat = [flatten(c.settings) for c in self.members]
-        varying = [key for key in SEEDS if len({f.get(key) for f in flat}) > 1]
-        return [" ".join(str(f.get(key)) for key in varying) for f in flat]
+        return [" ".join(str(f.get(key)) for key in self.varying) for f in flat]
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """The settings of `SEEDS` that are not the same in all members."""
+        flat = [flatten(c.settings) for c in self.members]
+        return tuple(key for key in SEEDS if len({f.get(key) for f in flat}) > 1)
+
+    @property
+    def identical(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the members whose records are the same bit for bit, as one tuple for each set of such members.
+
+        Durations and memory are left out: they are never the same. A member that recorded no step is like no other.
+        """
+        alike: dict[str, list[str]] = {}
+        for c in self.members:
+            if c.steps:
+                alike.setdefault(_recorded(c), []).append(c.name)
+        return tuple(tuple(names) for names in alike.values() if len(names) > 1)
+
+    @property
+    def all_identical(self) -> bool:
+        """True if all members are the same run, so that together they are one draw."""
+        return [len(names) for names in self.identical] == [len(self.members)]
+
+    def identical_note(self) -> str:
+        """Return which seeds gave identical runs and why, as a sentence; "" if all draws differ.
+
+        Example:
+            >>> group.identical_note()   # doctest: +SKIP
+            'seeds 0 and 1 gave identical runs: model.seed draws nothing where weights are loaded from a checkpoint'
+        """
+        seed_of = dict(zip((c.name for c in self.members), self.seeds, strict=True))
+        listed = [_listed([seed_of[name] for name in names]) for names in self.identical]
+        if not listed:
+            return ""
+        why = " and ".join(f"{key} draws nothing where {NOTHING_TO_DRAW[key]}" for key in self.varying)
+        return f"seeds {'; '.join(listed)} gave identical runs: {why}"
 
     def by_step(self, key: str) -> dict[int, Spread]:
         """Mean and spread of a metric at every step that any of the runs recorded."""
@@ -89,6 +135,30 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
 def _draws_differ(members: Sequence[Configuration]) -> bool:
     drawn = [tuple(flatten(c.settings).get(key) for key in SEEDS) for c in members]
     return len(set(drawn)) == len(drawn)
+
+
+def _recorded(c: Configuration) -> str:
+    """What a run recorded of its numbers, exactly: equal texts are equal bits."""
+    return repr([sorted((key, repr(value)) for key, value in record.items() if key.split("/")[0] not in _COSTS)
+                 for record in c.steps])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def identical_notes(comparison: Comparison) -> list[str]:
+    """Return a sentence for each set of seeds that gave identical runs, with the names of its configurations.
+
+    Example:
+        >>> identical_notes(comparison)   # doctest: +SKIP
+        ['one_rank, cp2: seeds 0 and 1 gave identical runs: model.seed draws nothing where ...']
+    """
+    names: dict[str, list[str]] = {}
+    for group in seed_groups(comparison):
+        if note := group.identical_note():
+            names.setdefault(note, []).append(group.name)
+    return [f"{', '.join(groups)}: {note}" for note, groups in names.items()]
 
 
 def _common_name(names: Sequence[str]) -> str:

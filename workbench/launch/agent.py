@@ -77,7 +77,7 @@ class Overseer:
         if self._watchdog is not None:
             self._watchdog.stop()
             if exit_codes:
-                from workbench.launch.forks import EXIT_CODES
+                from workbench.runs.store import EXIT_CODES
 
                 self._watchdog.run.write_json(f"ranks/{EXIT_CODES}", {str(r): c for r, c in exit_codes.items()})
 

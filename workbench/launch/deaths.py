@@ -8,6 +8,7 @@ ranks around them say only that a connection was lost, often with an earlier tim
     oom.json          how many processes the machine killed for memory meanwhile, if any; written by the watchdog
     flights           the collective that each rank was in, and which ranks came to something else
     waiting.json      whom the watchdog saw waited for, with its stack
+    stopped.json      which ranks the watchdog saw stopped (state T in /proc: SIGSTOP, a debugger)
     last.stack        where a rank stood when it was told to stop, or crashed
     the agent's output, if no rank ever began
 
@@ -24,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import LaunchError
-from workbench.launch.forks import EXIT_CODES
 from workbench.launch.jobs import agent_output
-from workbench.launch.waits import find_waits
-from workbench.runs.store import RunDirectory, from_json, without_machine_paths
+from workbench.launch.waits import Wait, find_waits, ranks_in_words
+from workbench.runs.store import EXIT_CODES, NAMED_LAST, RunDirectory, from_json, without_machine_paths
 from workbench.runs.watched import last_stack_path
 from workbench.sharding.flight import FlightView, read_all
 
@@ -36,6 +36,9 @@ OOM = "ranks/oom.json"
 
 WAITING = "ranks/waiting.json"
 """Whom others wait for, in the run directory; see `workbench.launch.watchdog`."""
+
+STOPPED = "ranks/stopped.json"
+"""{rank: when it was first seen stopped, in ns}, of those that were not seen to go on; see `workbench.launch.watchdog`."""
 
 _PASSED = tuple(f"workbench/sharding/{name}.py" for name in ("collectives", "data_parallel", "flight", "wire"))
 _GAVE_UP = re.compile(r"[Ww]atchdog caught collective operation timeout[^\n]{0,200}")  # NCCL's own, which then aborts
@@ -79,7 +82,7 @@ def oom_kills(root: Path = Path("/")) -> int:
 
 
 def write_hang(run: RunDirectory, rank: int, words: str, *, certain: bool, waited_in: str = "",
-               stack: str = "") -> None:
+               stack: str = "", stopped: bool = False) -> None:
     """Write the exit record of a rank that others wait for.
 
     Args:
@@ -89,7 +92,19 @@ def write_hang(run: RunDirectory, rank: int, words: str, *, certain: bool, waite
         certain: no patience could have mended it.
         waited_in: the collective that it was in itself, "" if none.
         stack: its Python stack, "" if unknown.
+        stopped: its process was stopped (state T), not busy.
     """
+    if stopped:
+        error = LaunchError(
+            f"rank {rank} was stopped: its process was in state T of /proc, as after SIGSTOP, Ctrl-Z or under a "
+            f"debugger; {words}",
+            found=f"it was still stopped when the agent that started the ranks ended the job and killed rank {rank}",
+            rule=f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}",
+            fix="find what stopped the process (a debugger, a shell's job control, a scheduler that suspends jobs); "
+                "`kill -CONT` on its process lets it go on in time")
+        run.write_exit(rank, coordinates_of(run, rank), error, cause="hang", waited_in=waited_in,
+                       stack=without_machine_paths(stack))
+        return
     stack = without_machine_paths(stack)
     found = f"it was at {place_of(stack)}; its stack is kept beside this message" if stack else "its stack is not known"
     error = LaunchError(
@@ -99,6 +114,29 @@ def write_hang(run: RunDirectory, rank: int, words: str, *, certain: bool, waite
         fix="look for a branch that ranks take differently before that line: on data, on a rank's number, on an error "
             "that one rank swallowed" if certain else "see where it was; if it was only slow, raise timeout_s")
     run.write_exit(rank, coordinates_of(run, rank), error, cause="hang", waited_in=waited_in, stack=stack)
+
+
+def write_early_exit(run: RunDirectory, wait: Wait, *, last: str, finished: bool, cause: str = "early exit") -> None:
+    """Write the exit record of a rank that ended with exit code 0 while others waited for it.
+
+    Args:
+        run: its run directory.
+        wait: who waited for it, and where.
+        last: the last collective that it came to, "" if none.
+        finished: it had said that it had done its part.
+        cause: "hang" where the others did not notice that it was gone, and hung.
+    """
+    rank = wait.rank
+    after = f"after {last}" if last else "before its first collective"
+    own_word = "it said that it had done its part" if finished else "it wrote no exit record, so it left on the way"
+    error = LaunchError(
+        f"rank {rank} left with exit code 0 {after}, while {ranks_in_words(wait.waiting)} waited for it in "
+        f"{wait.entry}; {wait.why}",
+        found=f"{own_word}; {_last_lines(run.log_path(rank))}",
+        rule="all ranks of an axis come to the same collectives, and a rank ends when all have done their part",
+        fix="look for what ends this rank early: sys.exit or os._exit, a return or break that ranks take differently, "
+            "data that is shorter on this rank")
+    run.write_exit(rank, coordinates_of(run, rank), error, cause=cause)
 
 
 def coordinates_of(run: RunDirectory, rank: int) -> dict[str, int]:
@@ -141,12 +179,15 @@ class _Inquest:
         self.codes = _codes(run, self.output)
         self.oom_kills = _noted(run.path / OOM).get("oom_kills", 0)
         self.views = read_all(run.path / "ranks")
+        self.stopped = {int(rank) for rank in _noted(run.path / STOPPED)}
         ended = {rank for rank, view in self.views.items() if view.ended}
-        self.waits = find_waits(self.views, range(run.spec.layout.world_size), ended)
+        self.left = self._left_by_themselves(ended)
+        self.waits = find_waits(self.views, range(run.spec.layout.world_size), ended | self.left)
 
     def hold(self) -> None:
         """Write an exit record for whoever has none, the first death's above all."""
         self._name_the_killed()
+        self._name_who_left()
         self._name_who_hung()
         if self.run.failure() is None:
             self._say_that_nobody_spoke()
@@ -155,11 +196,13 @@ class _Inquest:
     def _name_the_killed(self) -> None:
         """The first rank that was killed without a word."""
         spoke = self.run.exits()
-        silent = [rank for rank in self.codes if rank not in spoke and self.codes[rank] != 0]
+        # A rank that was stopped cannot end on SIGTERM: the SIGKILL that it ended of was the agent's.
+        silent = [rank for rank in self.codes
+                  if rank not in spoke and self.codes[rank] != 0 and rank not in self.stopped]
         # Whoever starts the ranks stops the survivors with SIGTERM: any other end, or the first end of all, is earlier.
         first = next(iter(self.codes), None)
         silent = [rank for rank in silent if self.codes[rank] != -signal.SIGTERM or rank == first]
-        if any(record["cause"] == "hang" for record in spoke.values()):  # the watchdog stopped all of them
+        if any(record["cause"] in NAMED_LAST for record in spoke.values()):  # the watchdog stopped all of them
             silent = [rank for rank in silent if self.codes[rank] not in (-signal.SIGTERM, -signal.SIGKILL)]
         if not silent:
             return
@@ -182,20 +225,47 @@ class _Inquest:
         self.run.write_exit(rank, coordinates_of(self.run, rank), error, cause=cause, waited_in=self._waited_in(rank),
                             stack=self._stack(rank))
 
+    def _left_by_themselves(self, ended: set[int]) -> set[int]:
+        """Ranks that ended with exit code 0 and had not done their part.
+
+        torch.distributed.run notes the codes of failed ranks only. Of the others it tells those that still run to stop,
+        which leaves a stack; who has neither a code nor a stack had ended before.
+        """
+        spoke = self.run.exits()
+        unnoted = {rank for rank in self.views if self.codes and rank not in {*self.codes, *spoke, *self.stopped}
+                   and not _read(last_stack_path(self.run, rank))}
+        return ({rank for rank, code in self.codes.items() if code == 0 and rank in self.views} | unnoted) - ended
+
+    def _name_who_left(self) -> None:
+        """The rank that ended with exit code 0 while others, who know of a lost connection only, waited for it."""
+        exits, first = self.run.exits(), self.run.failure()
+        if first is not None and first["cause"] != "peer":
+            return
+        for wait in self.waits:
+            finished = exits.get(wait.rank, {"ok": False})["ok"]
+            if wait.kind == "ended" and (finished or wait.rank not in exits):
+                entries = self.views[wait.rank].entries if wait.rank in self.views else ()
+                write_early_exit(self.run, wait, last=str(entries[-1]) if entries else "", finished=finished)
+                return
+
     def _name_who_hung(self) -> None:
         """The rank for which the others waited, if they only say that they waited in vain."""
-        exits = self.run.exits()
-        if any(record["cause"] == "hang" for record in exits.values()):
+        exits, first = self.run.exits(), self.run.failure()
+        if any(record["cause"] in NAMED_LAST for record in exits.values()):
             return
-        first = self.run.failure()
         only_echoes = first is not None and first["cause"] == "peer"
-        for wait in self.waits:
+        now_ns = max([view.beat_ns for view in self.views.values()] + [r["time_ns"] for r in exits.values()], default=0)
+        for wait in sorted(self.waits, key=lambda wait: wait.rank not in self.stopped):
             record = exits.get(wait.rank, {"ok": True, "traceback": ""})
             if (wait.kind == "skipped" or only_echoes) and (record["ok"] or _is_echo(record)):
-                now_ns = max([view.beat_ns for view in self.views.values()] + [r["time_ns"] for r in exits.values()])
                 write_hang(self.run, wait.rank, wait.in_words(now_ns), certain=wait.certain,
-                           waited_in=self._waited_in(wait.rank), stack=self._stack(wait.rank) or record["traceback"])
+                           waited_in=self._waited_in(wait.rank), stack=self._stack(wait.rank) or record["traceback"],
+                           stopped=wait.rank in self.stopped)
                 return
+        for rank in sorted(self.stopped.difference(exits)) if first is None or only_echoes else ():
+            write_hang(self.run, rank, "who waited for it is not known", certain=False,
+                       waited_in=self._waited_in(rank), stack=self._stack(rank), stopped=True)
+            return
         if first is not None and only_echoes and _TIMED_OUT.search(first["message"]):
             for late in self._seen_waiting()[:1]:
                 write_hang(self.run, late["rank"], f"{late['words']}; it came, but too late", certain=False,

@@ -32,7 +32,15 @@ from types import ModuleType
 from typing import Any
 
 from workbench.errors import LaunchError
-from workbench.runs.store import RunDirectory, process_alive, this_process, to_json, without_machine_paths, write_whole
+from workbench.runs.store import (
+    EXIT_CODES,
+    RunDirectory,
+    process_alive,
+    this_process,
+    to_json,
+    without_machine_paths,
+    write_whole,
+)
 from workbench.runs.watched import die_with
 
 ECHO_S = 1.0
@@ -42,9 +50,6 @@ GRACE_S = 5.0
 """How long a rank may take to end after SIGTERM, before SIGKILL."""
 
 LOOK_FOR_LAUNCHER_S = 0.5
-
-EXIT_CODES = "exit_codes.json"
-"""File under a run's ``ranks``: {rank: exit code, or -signal}, in the order in which they ended."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ Looking costs a read of 128 bytes a rank; only when a rank has been still for a 
 waiting.json: {"looked_ns": ..., "waiting": [{"rank", "kind", "words", "collective", "waiting", "since_ns", "at",
 "stack"}], "was": [...]}; ``waiting`` is an empty list once nobody is waited for, and ``was`` what it held before.
 ``words`` says how long at the time of ``looked_ns``.
+
+stopped.json: {rank: ns} of the ranks whose process is in state T (SIGSTOP, Ctrl-Z, a debugger), and since when they
+were seen so. Such a rank writes no stack, and ends on SIGKILL alone: when the agent has ended the job it looks like one
+that was killed, and this file says that it was not.
 """
 
 from __future__ import annotations
@@ -29,7 +33,16 @@ from typing import Any
 import psutil
 
 from workbench.errors import RecordError
-from workbench.launch.deaths import OOM, WAITING, oom_kills, own_threads, place_of, write_hang
+from workbench.launch.deaths import (
+    OOM,
+    STOPPED,
+    WAITING,
+    oom_kills,
+    own_threads,
+    place_of,
+    write_early_exit,
+    write_hang,
+)
 from workbench.launch.waits import Wait, find_waits
 from workbench.runs.store import RunDirectory, without_machine_paths
 from workbench.runs.watched import flight_path, stack_path
@@ -45,6 +58,7 @@ _STACK_S = 2.0
 _GRACE_S = 3.0
 _BACKEND_S = 10.0  # how long the backend may take to notice that a time-out is over
 _REFRESH_S = 10.0
+_STOPPED_STATES = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _LAST_WORDS = ("write_exit", "print_exc")
 
 
@@ -75,6 +89,7 @@ class Watchdog:
         self._named: dict[int, dict[str, Any]] = {}
         self._named_s = 0.0
         self._was: list[dict[str, Any]] = []
+        self._stopped: dict[int, int] = {}  # since when, in ns; a rank that was killed while it was stopped stays here
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._oom_kills = oom_kills()
@@ -112,7 +127,9 @@ class Watchdog:
         now_ns = time.time_ns()
         if all(rank in beats and now_ns - beats[rank] < _STILL_S * 1e9 for rank in self._ranks):
             self._name({})
+            self._note_stopped(now_ns)
             return False
+        self._note_stopped(now_ns)
         for rank, beat_ns in beats.items():
             if beat_ns and (rank not in self._views or self._views[rank].beat_ns != beat_ns):
                 with contextlib.suppress(RecordError):
@@ -158,6 +175,20 @@ class Watchdog:
             return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
 
+    def _is_stopped(self, rank: int) -> bool:
+        with contextlib.suppress(psutil.Error, KeyError):
+            return self._processes[rank].status() in _STOPPED_STATES
+        return False
+
+    def _note_stopped(self, now_ns: int) -> None:
+        """Say in stopped.json which ranks are stopped; only when that changes."""
+        kept = {rank: since_ns for rank, since_ns in self._stopped.items()
+                if self._is_stopped(rank) or not self._lives(rank)}
+        kept |= {rank: now_ns for rank in self._processes if rank not in kept and self._is_stopped(rank)}
+        if kept.keys() != self._stopped.keys():
+            self.run.write_json(STOPPED, {str(rank): since_ns for rank, since_ns in kept.items()})
+        self._stopped = kept
+
     def _somebody_failed(self) -> bool:
         """Whether a rank said that it failed: then the job ends without us, for a reason that is known."""
         return any(not record["ok"] and record["cause"] != "peer" for record in self.run.exits().values())
@@ -180,13 +211,15 @@ class Watchdog:
         stack = self.stack_of(wait.rank)
         at = place_of(stack) if stack else ""
         words = wait.in_words(now_ns) + (f"; it is at {at}" if at else "")
+        if wait.rank in self._stopped:
+            words += "; its process is stopped (state T in /proc: SIGSTOP, Ctrl-Z or a debugger)"
         return {"rank": wait.rank, "kind": wait.kind, "words": words, "collective": str(wait.entry),
                 "waiting": list(wait.waiting), "since_ns": wait.entry.entered_ns, "at": at, "stack": stack}
 
     def stack_of(self, rank: int) -> str:
         """The Python stacks of a rank as it stands now; "" if it cannot be asked or does not answer."""
-        if not (rank in self._views and self._lives(rank)):
-            return ""  # only a rank with a flight file of its own knows what the signal means
+        if not (rank in self._views and self._lives(rank)) or self._is_stopped(rank):
+            return ""  # only a rank with a flight file of its own knows what the signal means; a stopped one is deaf
         path = stack_path(self.run, rank)
         try:
             before = path.stat().st_size
@@ -220,7 +253,12 @@ class Watchdog:
             self._signal(rank, signal.SIGTERM)
         self._signal(wait.rank, signal.SIGKILL)  # before it overwrites what is said of it here
         self._wait_for([wait.rank])
-        write_hang(self.run, wait.rank, wait.in_words(now_ns), certain=wait.certain, waited_in=waited_in, stack=stack)
+        if wait.kind == "ended":
+            last = str(view.entries[-1]) if view is not None and view.entries else ""
+            write_early_exit(self.run, wait, last=last, finished=view is not None and view.ended, cause="hang")
+        else:
+            write_hang(self.run, wait.rank, wait.in_words(now_ns), certain=wait.certain, waited_in=waited_in,
+                       stack=stack, stopped=wait.rank in self._stopped)
         self._wait_for(others)
         for rank in others:
             self._signal(rank, signal.SIGKILL)

@@ -1,12 +1,12 @@
 """What a comparison of two steps could have seen: which tokens and documents have a gradient, and which are clipped.
 
-Two runs whose advantages are all zero agree in every bit, and so do two whose loss masks are empty: nothing was there to
-differ. Every step therefore counts, whatever else is measured, what its loss sends back to the policy, and every verdict
-quotes these counts. A comparison without any is `vacuous`.
+Two runs whose advantages are all zero agree in every bit, and so do two whose loss masks are empty: nothing was there
+to differ. Every step therefore counts, whatever else is measured, what its loss sends back to the policy, and every
+verdict quotes these counts. A comparison without any is vacuous.
 
-The counts are taken where the loss meets the network: a token has a gradient if the derivative of the step's total loss
-with respect to what the head returns for it (log-probability, entropy, log normaliser) is not zero. They travel with the
-metrics of the step, so they cost no collective of their own.
+The counts are taken where the loss meets the network: a token has a gradient if the derivative of the step's total
+loss with respect to what the head returns for it (log-probability, entropy, log normaliser) is not zero. They travel
+with the metrics of the step, so they cost no collective of their own.
 
 Letters: T packed tokens.
 """
@@ -29,7 +29,8 @@ SPARSE = 0.5
 """Below this share of documents or tokens with a gradient a verdict warns: fewer than half of the step were compared.
 
 The share is a convention, not a measurement. In GRPO the documents without a gradient are those of groups that were
-solved by all completions or by none; runs that filter such groups (DAPO, arXiv 2503.14476, section 3.2) are far above it.
+solved by all completions or by none; runs that filter such groups (DAPO, arXiv 2503.14476, section 3.2) are
+far above it.
 """
 
 PREFIX = "evidence/"

@@ -33,6 +33,8 @@ from workbench.sharding.mesh import Mesh, single_process_mesh
 from workbench.sharding.tensor_parallel import ParameterShard, shard_range
 
 ATTENTION = "workbench_sharded"
+CHUNKED = ("chunked", "triton")
+"""Implementations of the log-probabilities that go by chunks of a row, as `fused_loss` needs them."""
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -171,7 +173,8 @@ class Policy:
 def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "float32", temperature: float = 1.0,
                 implementation: str = "auto", project: Path | None = None, tied: bool | None = None,
                 seed: int = 0, fp32_head: bool = False, chunk_tokens: int = 4096, keep_bytes: int = 0,
-                shard_parameters: bool = False, sequence_parallel: bool = False, checkpointing: bool = False) -> Policy:
+                shard_parameters: bool = False, sequence_parallel: bool = False, checkpointing: bool = False,
+                fused_loss: bool = False) -> Policy:
     """Load a decoder, give it the workbench's attention, and cut it for this rank.
 
     Args:
@@ -179,7 +182,8 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
         mesh: the axes; one rank if None.
         precision: float64, float32 or bfloat16. float64 lifts norms and rotary embeddings too.
         temperature: divides logits.
-        implementation: of the log-probabilities: auto, or one of `logprobs.IMPLEMENTATIONS`.
+        implementation: of the log-probabilities: auto, or one of `logprobs.IMPLEMENTATIONS`; see
+            `choose_implementation`.
         project: what relative folders are relative to.
         tied: for tiny ones: whether the head is the embedding.
         seed: for tiny ones: of their weights.
@@ -189,6 +193,7 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
         shard_parameters: shard parameters over dp x cp; see `workbench.sharding.data_parallel`.
         sequence_parallel: each tp rank holds 1 / tp of the tokens between cut layers.
         checkpointing: keep no activations inside a decoder layer; compute them again in backward.
+        fused_loss: loss and gradient are computed in one pass over the head, so it goes by chunks.
 
     Raises:
         SpecError: no such checkpoint, an unknown implementation, or one that cannot serve this layout.
@@ -196,15 +201,7 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
     """
     mesh = mesh or single_process_mesh()
     dtype = torch.promote_types(DTYPES[precision], torch.float32) if fp32_head else DTYPES[precision]
-    if implementation == "auto":
-        implementation = _choose(mesh, dtype)
-    if implementation not in IMPLEMENTATIONS or (implementation == "reference" and mesh["tp"].size > 1):
-        raise SpecError(f"policy.logprobs = {implementation!r} with tp={mesh['tp'].size}",
-                        rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}; reference needs the whole vocabulary, tp=1",
-                        fix="use auto, or vocabulary_parallel")
-    if implementation == "triton" and (why := triton_refusal(dtype, mesh.device)):
-        raise SpecError("policy.logprobs = 'triton'", found=why, rule="a GPU that Triton compiles for, and a dtype of "
-                        "at most 32 bits", fix="use auto, or chunked, which needs nothing but torch")
+    implementation = choose_implementation(implementation, mesh, dtype, fused_loss=fused_loss)
     model = load_decoder(source, project=project, tied=tied, seed=seed).eval()  # no dropout; gradients as in training
     _refuse_unknown(model)
     model = with_our_attention(model)
@@ -266,11 +263,38 @@ class _Trunk(nn.Module):
         return self.model.base_model(**inputs)
 
 
-def _choose(mesh: Mesh, dtype: torch.dtype) -> str:
-    """On a GPU what is fastest; on a CPU the slow and obvious, whose numbers earlier runs have."""
-    if mesh.device.type == "cuda":
-        return fastest(dtype, mesh.device)
-    return "vocabulary_parallel" if mesh["tp"].size > 1 else "reference"
+def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fused_loss: bool = False) -> str:
+    """Choose the implementation of a policy's log-probabilities, once for every pass of a run.
+
+    Old, reference and training passes use the same one: two implementations differ in their last bits, and with them
+    the ratio of a policy to itself differs from 1. "auto" takes on a GPU what is fastest; on a CPU the slow and
+    obvious, whose numbers earlier runs have, or chunked for a fused loss.
+
+    Args:
+        requested: auto, or one of `logprobs.IMPLEMENTATIONS`.
+        mesh: the axes.
+        dtype: of what is multiplied with the head.
+        fused_loss: the head goes by chunks.
+
+    Raises:
+        SpecError: an unknown implementation, or one that cannot serve this layout, this device or a fused loss.
+    """
+    if requested == "auto":
+        if fused_loss or mesh.device.type == "cuda":
+            return fastest(dtype, mesh.device)
+        return "vocabulary_parallel" if mesh["tp"].size > 1 else "reference"
+    if requested not in IMPLEMENTATIONS or (requested == "reference" and mesh["tp"].size > 1):
+        raise SpecError(f"policy.logprobs = {requested!r} with tp={mesh['tp'].size}",
+                        rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}; reference needs the whole vocabulary, tp=1",
+                        fix="use auto, or vocabulary_parallel")
+    if fused_loss and requested not in CHUNKED:
+        raise SpecError(f"policy.logprobs = {requested!r} with fused_loss",
+                        found="an implementation that holds all logits of a row at once",
+                        rule=f"one of auto, {', '.join(CHUNKED)}: a fused loss goes by chunks of a row", fix="use auto")
+    if requested == "triton" and (why := triton_refusal(dtype, mesh.device)):
+        raise SpecError("policy.logprobs = 'triton'", found=why, rule="a GPU that Triton compiles for, and a dtype of "
+                        "at most 32 bits", fix="use auto, or chunked, which needs nothing but torch")
+    return requested
 
 
 def _head_of(model: Any) -> dict[str, Any]:

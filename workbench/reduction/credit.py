@@ -19,15 +19,15 @@ from torch import Tensor
 from workbench.errors import ShapeError
 from workbench.losses.build import make_loss
 from workbench.losses.spec import LossSpec
-from workbench.losses.terms import LossInputs
-from workbench.reduction.weighted_sum import reduce_terms
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.reduction.evaluate import evaluate_loss, loss_inputs
 from workbench.reduction.weights import step_weights
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import shift_targets
 
 FATES = ("untrained", "acts", "clipped", "rejected", "zero advantage", "no gradient")
 """What becomes of a token in the policy term; a token has one of them."""
-NEED_LOGITS = ("entropy_coefficient", "squared_logit_coefficient")
+NEED_LOGITS = ("entropy_coefficient", "squared_logit_coefficient", "mean_squared_logit_coefficient")
 """Terms whose gradient does not go through the token's own log-probability: they are left out."""
 
 
@@ -83,7 +83,7 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
 
     Args:
         batch: all documents of the step, in any order, as one micro-batch.
-        spec: any loss. Its entropy and squared-logit terms are left out.
+        spec: any loss. Its entropy and squared-logit terms (`NEED_LOGITS`) are left out.
         policy_logprobs_T: [T] nats, of the policy being trained, beside the tokens that they are of; None takes the
             old policy's: the first step after sampling.
 
@@ -103,11 +103,9 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
     policy_T = torch.where(row.loss_mask_T, policy_T, old_T).detach().requires_grad_()
     (weights,), totals = step_weights([row], spec)
     loss = make_loss(spec.model_copy(update=dict.fromkeys(NEED_LOGITS, 0.0)))
-    terms = loss(LossInputs(
-        policy_T, old_T, row.advantages_T, row.sampler_logprobs_T, row.ref_logprobs_T, loss_mask_T=row.loss_mask_T,
-        document_ids_T=row.document_ids_T, rewards_T=row.rewards_T, group_ids_T=row.group_ids_T,
-        lengths_T=row.lengths_T, source_T=row.source_T, statistics=totals.statistics))
-    scalars = reduce_terms(terms, weights, row.loss_mask_T)
+    # The inputs of a training step: a field that a loss looks at there is not missed here.
+    _, terms, scalars = evaluate_loss(loss, loss_inputs(row, TokenLogprobs(policy_T), totals), weights,
+                                      row.loss_mask_T)
     by_term = {name: _gradient(scalars[name].value, policy_T) for name in ("policy", "total")}
 
     term = terms["policy"]

@@ -16,7 +16,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,18 @@ from matplotlib.ticker import MaxNLocator
 
 from workbench.compare.comparison import Comparison, Configuration, flatten
 from workbench.report import style
+from workbench.report.evidence import AGREEING, divergence, not_finite, relative_error, relative_text
 from workbench.report.numbers import mebibytes, milliseconds, near_one, significant
 
 LOSS = "loss/total/sum"
 GRADIENT_NORM = "gradient/norm/global"
 STEP_MS = "time/step_ms"
 PEAK_BYTES = "memory/peak_bytes"
+MOST_OF_BUDGET = 1e20
+"""Multiples of the budget beyond which a distance is drawn as an arrow: the axis would hold nothing else."""
+MOST_NAMES = 4
+DIVERGED = 50.0
+"""Multiples of the median beyond which a loss or a gradient norm does not set the scale."""
 
 
 # ---- what a figure shows of a configuration -----------------------------------------------------------
@@ -50,7 +57,7 @@ def worst_share(configuration: Configuration) -> float | None:
 
 
 def share_of_budget(distance: float | None, budget: float | None) -> float | None:
-    """A distance in units of its budget; infinite where it is not a number, or where a budget of 0 is left.
+    """A distance in units of its budget; infinite where either is not finite, or where a budget of 0 is left.
 
     Example:
         >>> share_of_budget(3.0, 2.0), share_of_budget(0.0, 0.0), share_of_budget(1.0, 0.0)
@@ -58,7 +65,7 @@ def share_of_budget(distance: float | None, budget: float | None) -> float | Non
     """
     if distance is None or budget is None:
         return None
-    if math.isnan(distance) or math.isnan(budget):
+    if not (math.isfinite(distance) and math.isfinite(budget)):
         return math.inf
     if budget == 0:
         return math.inf if distance else 0.0
@@ -135,7 +142,8 @@ def verdicts(comparison: Comparison) -> Figure:
     """Each configuration's worst distance in units of its budget, on one logarithmic axis.
 
     Left of 1 a configuration is within its budget. A distance of exactly 0 has no place on the axis and is
-    written as such, as is a run that failed.
+    written as such, as is a run that failed; one beyond the axis is an arrow at its edge. On the right are the verdict
+    and the relative error of the gradient, which the budget does not tell: a budget can be 1e-12 of the gradient.
     """
     rows = [c for c in comparison.configurations if c.against or c.state != "succeeded"]
     figure = style.chart(1.1 + 0.25 * len(rows))
@@ -146,9 +154,9 @@ def verdicts(comparison: Comparison) -> Figure:
     style.tidy(axes, title=f"{comparison.experiment}: distance from the reference, in units of the budget",
                x="worst distance ÷ budget, over steps and parameters (logarithmic)", grid="x")
     shares = {c.name: worst_share(c) for c in rows}
-    drawn = [s for s in shares.values() if s is not None and 0 < s < math.inf]
-    low = 10.0 ** math.floor(math.log10(min([*drawn, 0.1])) - 0.3)
-    high = 10.0 ** math.ceil(math.log10(max([*drawn, 10.0])) + 0.3)
+    drawn = [s for s in shares.values() if s is not None and style.drawable(s) > 0]
+    low = 10.0 ** math.floor(math.log10(max(min([*drawn, 0.1]), 1 / MOST_OF_BUDGET)) - 0.3)
+    high = 10.0 ** math.ceil(math.log10(min(max([*drawn, 10.0]), MOST_OF_BUDGET)) + 0.3)
     axes.set_xscale("log")
     axes.set_xlim(low, high)
     axes.axvspan(low, 1, color=style.VERDICT_STYLES["equal"].color, alpha=0.06, linewidth=0)
@@ -156,21 +164,31 @@ def verdicts(comparison: Comparison) -> Figure:
     for row, c in enumerate(rows):
         look, value = style.VERDICT_STYLES[c.verdict], shares[c.name]
         if value is not None and value > 0:
-            end = min(value, high)
+            end = min(max(value, low), high)
             axes.plot([low, end], [row, row], color=look.color, linewidth=2, alpha=0.35)
-            axes.plot([end], [row], color=look.color, marker=look.marker, markersize=5.5, linestyle="none")
+            axes.plot([end], [row], color=look.color, markersize=5.5, linestyle="none", clip_on=end == value,
+                      marker=look.marker if end == value else ">" if value > high else "<")
         elif value == 0:
             axes.plot([low], [row], color=look.color, marker="|", markersize=9, linestyle="none",
                       clip_on=False)
         factor = f", factor {near_one(c.factor)}" if c.factor is not None and c.verdict == "different" else ""
         meaning = f" ({c.factor_meaning})" if factor and 0 < len(c.factor_meaning) < 16 else ""
-        axes.text(1.015, row, f"{look.sign} {c.verdict}{factor}{meaning}", va="center", fontsize=7.5,
-                  color=look.color, transform=axes.get_yaxis_transform())
+        diverged = f", {divergence(c)}" if divergence(c) else ""
+        _beside(axes, row, relative_text(relative_error(c)), color=style.INK)
+        _beside(axes, row, f"{look.sign} {c.verdict}{factor}{meaning}{diverged}", color=look.color, points=62)
+    _beside(axes, -0.9, "relative error", color=style.MUTED)
+    _beside(axes, -0.9, "verdict", color=style.MUTED, points=62)
     axes.set_yticks(range(len(rows)), [c.name for c in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", colors=style.INK)
     style.log_ticks(axes.xaxis)
     return figure
+
+
+def _beside(axes: Axes, row: float, text: str, *, color: str, points: float = 0.0) -> None:
+    """Text on the right of a row, so many points from the edge of the axes."""
+    axes.annotate(text, (1, row), xycoords=axes.get_yaxis_transform(), xytext=(8 + points, 0),
+                  textcoords="offset points", va="center", fontsize=7.5, color=color)
 
 
 def gradient_norm_by_step(comparison: Comparison) -> Figure:
@@ -228,14 +246,14 @@ def _ratio_column(axes: Axes, c: Configuration, parameters: Sequence[Any], place
     for layer, name in enumerate(place):
         if _layer(name) % 2 == 0:
             axes.axhspan(layer - 0.5, layer + 0.5, color=style.LINE, alpha=0.3, linewidth=0)
-    axes.set_title(f"{look.sign} {_wrap(c.name, width)}", fontsize=7, color=look.color, loc="left",
+    axes.set_title(_wrap(f"{look.sign} {c.name}", width), fontsize=7, color=look.color, loc="left",
                    linespacing=1.25, pad=12)
     axes.axvline(1, color=style.MUTED, linewidth=0.6, zorder=0.5)
     rows = [place[p.parameter] for p in parameters]
-    axes.plot([p.norm_ratio for p in parameters], rows, color=look.color, marker="o", markersize=3.2,
+    axes.plot([style.drawable(p.norm_ratio) for p in parameters], rows, color=look.color, marker="o", markersize=3.2,
               linewidth=0.7, markeredgewidth=0.8, label=c.name)
     hollow = [p for p in parameters if p.judged_by == "floor"]
-    axes.plot([p.norm_ratio for p in hollow], [place[p.parameter] for p in hollow], color=look.color,
+    axes.plot([style.drawable(p.norm_ratio) for p in hollow], [place[p.parameter] for p in hollow], color=look.color,
               marker="o", markersize=3.2, linestyle="none", markerfacecolor="#ffffff", markeredgewidth=0.8)
     low, high, said = 2.0 ** -reach, 2.0 ** reach, []
     for edge, arrow, beyond in ((low, "<", [p for p in parameters if p.norm_ratio < low]),
@@ -275,9 +293,9 @@ def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = N
         figure = style.chart(1.2)
         style.note(figure, "no importance ratios were recorded")
         return figure
-    figure = style.chart(0.5 + 1.75 * len(rows))
-    grid = figure.subplots(len(rows), len(chosen), squeeze=False, sharey="row")
     looks = series_styles(comparison)
+    figure = style.chart(max(0.5 + 1.75 * len(rows), _legend_inches(rows, looks)))
+    grid = figure.subplots(len(rows), len(chosen), squeeze=False, sharey="row")
     for (reference, members), line in zip(rows.items(), grid, strict=True):
         for step, axes in zip(chosen, line, strict=True):
             _histograms(axes, members, step, looks)
@@ -303,18 +321,20 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
         total = sum(histogram["counts"]) if histogram else 0
         if not histogram or not total:
             continue
-        edges, counts = list(histogram["edges"]), histogram["counts"]
+        edges, counts = _finite_bins(histogram)
+        if not counts:
+            continue
         look, reference = looks[c.name], not c.against
         axes.stairs([n / total for n in counts], edges, baseline=0, color=look.color, label=c.name,
                     linewidth=5 if reference else 2.4 if c.verdict == "different" else 1.2,
                     alpha=0.2 if reference else 1, zorder=2 if reference or c.verdict == "different" else 3,
                     linestyle="-" if reference else _dash(c, _agreeing(members), look))
-        if c.verdict != "different":
+        if not c.against or c.verdict in AGREEING:
             used += [edge for i, n in enumerate(counts) if n for edge in edges[i:i + 2]]
     loss = members[0].settings.get("loss", {})
     surrogate = loss.get("surrogate", loss)  # records of before there were other surrogates hold the bounds themselves
     for name, sign in (("clip_low", -1), ("clip_high", 1)):
-        if surrogate.get("kind", "ppo") == "ppo" and name in surrogate:
+        if surrogate.get("kind", "ppo") == "ppo" and math.isfinite(style.drawable(surrogate.get(name))):
             axes.axvline(1 + sign * surrogate[name], color=style.MUTED, linewidth=0.8, linestyle=(0, (1.5, 1.5)))
             used.append(1 + sign * surrogate[name])
     if used:
@@ -328,7 +348,7 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
     for c in members:
         histogram = c.ratios.get(str(step), {"edges": [], "counts": []})
         pairs = zip(itertools.pairwise(histogram["edges"]), histogram["counts"], strict=False)
-        beyond = sum(n for (a, b), n in pairs if b <= low or a >= high)
+        beyond = sum(n for (a, b), n in pairs if b <= low or a >= high or not math.isfinite(_width(a, b)))
         if beyond:
             percent = significant(100 * beyond / sum(histogram["counts"]), 2)
             said.append(f"{percent} % of {looks[c.name].label}")
@@ -336,6 +356,20 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
         axes.annotate("\n".join(["beyond this axis:", *said]), (0.02, 0.9), xycoords="axes fraction",
                       va="top", fontsize=6, color=style.MUTED,
                       bbox={"facecolor": "#ffffff", "linewidth": 0, "pad": 1})
+
+
+def _finite_bins(histogram: Mapping[str, Sequence[float]]) -> tuple[list[float], list[float]]:
+    """Edges and counts of the longest run of bins that have a place on an axis."""
+    bins = list(zip(itertools.pairwise(histogram["edges"]), histogram["counts"], strict=False))
+    runs = [list(run) for placed, run in itertools.groupby(bins, lambda item: math.isfinite(_width(*item[0])))
+            if placed]
+    longest = max(runs, key=len, default=[])
+    return ([longest[0][0][0], *(b for (_, b), _ in longest)] if longest else [], [n for _, n in longest])
+
+
+def _width(low: float, high: float) -> float:
+    """Width of a bin; NaN where one of its edges has no place on an axis."""
+    return style.drawable(high) - style.drawable(low)
 
 
 def time_and_memory(comparison: Comparison) -> Figure:
@@ -352,11 +386,13 @@ def time_and_memory(comparison: Comparison) -> Figure:
     for axes, key, title, unit, written in quantities:
         style.tidy(axes, title=title, grid="x")
         for row, c in enumerate(rows):
-            values = [step[key] / unit for step in c.steps if step.get(key) is not None]
+            recorded = [step[key] / unit for step in c.steps if step.get(key) is not None]
+            values = [value for value in recorded if math.isfinite(style.drawable(value))]
             look = style.VERDICT_STYLES[c.verdict]
             if not values:
                 state = "" if c.state == "succeeded" else f"{c.state}, "
-                axes.text(0, row, f"  {state}not recorded", va="center", fontsize=7, color=style.MUTED)
+                axes.text(0, row, f"  {state}{'not finite' if recorded else 'not recorded'}", va="center", fontsize=7,
+                          color=style.MUTED)
                 continue
             middle = statistics.median(values[1:] or values)
             axes.barh(row, middle, height=0.62, color=look.color, alpha=0.25, linewidth=0)
@@ -390,29 +426,32 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
         figure = style.chart(1.2)
         style.note(figure, f"{key} was not recorded")
         return figure
-    figure = style.chart(0.4 + 2.6 * -(-len(panels) // style.PANELS_A_ROW))
     looks = series_styles(comparison)
-    values = {c.name: [step[key] for step in c.steps if step.get(key) is not None]
+    figure = style.chart(max(0.4 + 2.6 * -(-len(panels) // style.PANELS_A_ROW), _legend_inches(panels, looks)))
+    series = {c.name: ([step["step"] for step in c.steps if step.get(key) is not None],
+                       [style.drawable(step[key]) for step in c.steps if step.get(key) is not None])
               for members in panels.values() for c in members}
-    drawn = [v for found in values.values() for v in found if math.isfinite(v)]
-    sound = [v for members in panels.values() for c in members if c.verdict != "different"
-             for v in values[c.name] if math.isfinite(v)]
-    scale = _scale(drawn, sound)
+    drawn = [v for _, values in series.values() for v in values if math.isfinite(v)]
+    sound = [v for members in panels.values() for c in members if not c.against or c.verdict in AGREEING
+             for v in series[c.name][1] if math.isfinite(v)]
+    scale, reach = _scale(drawn, sound)
     title += {"linear": "", "log": ", logarithmic", "asinh": ", linear near 0 and logarithmic beyond"}[scale]
     for axes, (reference, members) in zip(style.panels(figure, len(panels), sharey=True), panels.items(),
                                           strict=True):
-        style.tidy(axes, title=reference, y=title, x="optimizer step")
+        lost = mark_not_finite(axes, {c.name: series[c.name] for c in members},
+                               {c.name: looks[c.name].color for c in members},
+                               characters=130 // min(len(panels), style.PANELS_A_ROW))
+        style.tidy(axes, title=reference, y=title, x="\n".join(["optimizer step", *lost]))
         agreeing = _agreeing(members)
         for order, c in enumerate(members):
             look = looks[c.name]
-            at = [(step["step"], step[key]) for step in c.steps if step.get(key) is not None]
-            x, y = [a for a, _ in at], [b for _, b in at]
+            x, y = series[c.name]
             if not c.against and len(members) == 1:
-                axes.plot(x, y, color=look.color, linewidth=1.2, label=c.name)
+                axes.plot(x, y, color=look.color, linewidth=1.2, label=c.name, **_dot(y))
                 continue
             if not c.against:
                 axes.plot(x, y, color=look.color, linewidth=6, alpha=0.16, label=c.name,
-                          solid_capstyle="round")
+                          solid_capstyle="round", **_dot(y))
                 continue
             axes.plot(x, y, color=look.color, linewidth=1.7, linestyle=_dash(c, agreeing, look),
                       marker=look.marker, markersize=4.6, markeredgewidth=1.0,
@@ -421,9 +460,8 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
         style.step_ticks(axes.xaxis, (step["step"] for c in members for step in c.steps))
         axes.margins(x=0.06, y=0.12)
         if scale == "asinh":
-            width = max(map(abs, sound))
-            axes.set_yscale("asinh", linear_width=width)
-            axes.yaxis.set_major_locator(style.DecadesAroundZero(width))
+            axes.set_yscale("asinh", linear_width=reach)
+            axes.yaxis.set_major_locator(style.DecadesAroundZero(reach))
         elif scale == "log":
             axes.set_yscale("log")
         (style.log_ticks if scale == "log" else style.plain_ticks)(axes.yaxis)
@@ -431,16 +469,51 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
     return figure
 
 
-def _scale(drawn: Sequence[float], sound: Sequence[float]) -> str:
-    """The y scale on which a fault that is far away does not flatten what agrees."""
-    reach = max(map(abs, sound), default=0.0)
+def _dot(values: Sequence[float]) -> dict[str, Any]:
+    """A mark for a line that is a single point, which no line shows."""
+    return {"marker": "o", "markersize": 4} if sum(map(math.isfinite, values)) == 1 else {}
+
+
+def mark_not_finite(axes: Axes, series: Mapping[str, tuple[Sequence[int], Sequence[float]]],
+                    colors: Mapping[str, str], *, characters: int) -> list[str]:
+    """Put a cross at the top edge of a panel where a line stops being finite; return lines of text that name it.
+
+    Args:
+        axes: the panel.
+        series: name -> steps and values; NaN where a value has no place on an axis.
+        colors: name -> colour of its line.
+        characters: that fit in a line of text below the panel.
+    """
+    lost: dict[str, list[str]] = {}
+    for name, (steps, values) in series.items():
+        gone = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+        if gone:
+            axes.plot([gone[0]], [1], transform=axes.get_xaxis_transform(), color=colors[name], marker="x",
+                      markersize=5, markeredgewidth=1.4, linestyle="none", clip_on=False, gid=f"lost-{name}")
+            lost.setdefault(not_finite(gone, steps), []).append(name)
+    return ["\n".join(textwrap.wrap(f"× {text}: {_listed(names)}", characters)) for text, names in lost.items()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    return ", ".join([*names[:MOST_NAMES], *more])
+
+
+def _scale(drawn: Sequence[float], sound: Sequence[float]) -> tuple[str, float]:
+    """The y scale on which neither a fault that is far away nor a run that diverges flattens the rest.
+
+    Returns:
+        "linear", "log" or "asinh"; and up to where the last is linear.
+    """
+    sizes = [abs(value) for value in sound if value]
+    reach = min(max(sizes), DIVERGED * statistics.median(sizes)) if sizes else 0.0
     if not reach or max(map(abs, drawn)) <= 20 * reach:
-        return "linear"
-    return "log" if min(drawn) > 0 else "asinh"
+        return "linear", reach
+    return ("log" if min(drawn) > 0 else "asinh"), reach
 
 
 def _agreeing(members: Sequence[Configuration]) -> list[Configuration]:
-    return [c for c in members if c.against and c.verdict != "different"]
+    return [c for c in members if c.against and c.verdict in AGREEING]
 
 
 def _dash(c: Configuration, agreeing: Sequence[Configuration], look: SeriesStyle) -> Any:
@@ -450,13 +523,18 @@ def _dash(c: Configuration, agreeing: Sequence[Configuration], look: SeriesStyle
     return (3.0 * agreeing.index(c), (3.0, 3.0 * (len(agreeing) - 1)))
 
 
+def _legend_inches(panels: Mapping[str, Sequence[Configuration]], looks: Mapping[str, SeriesStyle]) -> float:
+    """The least height of a figure whose legend holds every kind; matplotlib cuts one that is taller."""
+    return 0.35 + 0.2 * len({looks[c.name] for members in panels.values() for c in members})
+
+
 def _legend(figure: Figure, comparison: Comparison, shown: Sequence[Configuration]) -> None:
     """One entry a kind, beside the panels."""
     looks = series_styles(comparison)
     kinds = {looks[c.name]: c for c in shown}
     handles = [Line2D([], [], color=look.color, marker=look.marker, linestyle=look.dash, linewidth=1.7,
                       markersize=4.6, label=look.label,
-                      markerfacecolor=look.color if c.verdict == "different" else "none")
+                      markerfacecolor="none" if c.verdict in AGREEING else look.color)
                if c.against else
                Line2D([], [], color=look.color, linewidth=6, alpha=0.16, label=f"{look.label} (reference)")
                for look, c in kinds.items()]
@@ -498,5 +576,5 @@ def _spread(values: Sequence[int], most: int) -> list[int]:
 
 
 __all__ = ["changed_settings", "gradient_norm_by_step", "groups", "importance_ratios", "is_bitwise_equal",
-           "loss_by_step", "norm_ratios", "series_styles", "share_of_budget", "time_and_memory", "verdicts",
-           "worst_share"]
+           "loss_by_step", "mark_not_finite", "norm_ratios", "series_styles", "share_of_budget", "time_and_memory",
+           "verdicts", "worst_share"]

@@ -78,6 +78,8 @@ def milliseconds(value: float | None) -> str:
     """
     if value is None:
         return NONE
+    if not math.isfinite(value):
+        return significant(value)
     return f"{significant(value)} ms" if value < 10_000 else f"{significant(value / 1000)} s"
 
 
@@ -88,7 +90,9 @@ def mebibytes(value: float | None) -> str:
         >>> mebibytes(3 * 2**20)
         '3.00 MiB'
     """
-    return NONE if value is None else f"{significant(value / 2**20)} MiB"
+    if value is None or not math.isfinite(value):
+        return significant(value)
+    return f"{significant(value / 2**20)} MiB"
 
 
 def moment(nanoseconds: int | None) -> str:

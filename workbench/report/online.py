@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.compare.seeds import Spread, seed_groups
 from workbench.report import style
-from workbench.report.figures import GRADIENT_NORM, LOSS, STEP_MS
+from workbench.report.figures import GRADIENT_NORM, LOSS, STEP_MS, mark_not_finite
 from workbench.report.markup import Markup, table, tag
 from workbench.report.numbers import NONE, significant
 from workbench.report.seeds import spread_text
@@ -158,17 +158,23 @@ def _not_online(comparison: Comparison) -> list[str]:
 
 
 def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]], width: int) -> None:
-    missing, drawn = [], []
+    missing, drawn, recorded, colors = [], [], {}, {}
     for number, members in enumerate(lines.values()):
         color, dash = style.SERIES[number % len(style.SERIES)], style.DASHES[number % len(style.DASHES)]
         found = {c.name: _values(c, panel.key) for c in members}
-        missing += [c.name for c in members if c.steps and not found[c.name]]
+        recorded |= {c.name: _recorded(c, panel.key) for c in members}
+        colors |= dict.fromkeys(found, color)
+        missing += [c.name for c in members if c.steps and not recorded[c.name]]
         for name, values in found.items():
             axes.plot(list(values), list(values.values()), color=color, linewidth=0.7, alpha=0.45, gid=f"run-{name}",
                       marker="o" if len(values) == 1 else "", markersize=3)
         mean = smooth(found.values(), width)
         axes.plot(list(mean), list(mean.values()), color=color, linestyle=dash, linewidth=1.8, gid="mean")
         drawn += [value for values in found.values() for value in values.values()]
+    lost = mark_not_finite(axes, {name: (list(values), list(values.values())) for name, values in recorded.items()},
+                           colors, characters=34)
+    if lost:
+        axes.set_xlabel("\n".join(filter(None, [axes.get_xlabel(), *lost])), loc="left")
     if missing:
         axes.annotate("\n".join(["not recorded:", *missing]), (0.02, 0.04), xycoords="axes fraction", fontsize=6.5,
                       color=style.MUTED, va="bottom")
@@ -184,9 +190,13 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
 
 
 def _values(c: Configuration, key: str) -> dict[int, float]:
-    """Step -> value; a step whose value is no finite number has no point."""
-    return {record["step"]: float(record[key]) for record in c.steps
-            if record.get(key) is not None and math.isfinite(record[key])}
+    """Step -> value; a step whose value has no place on an axis has no point."""
+    return {step: value for step, value in _recorded(c, key).items() if math.isfinite(value)}
+
+
+def _recorded(c: Configuration, key: str) -> dict[int, float]:
+    """Step -> value; NaN where the value has no place on an axis."""
+    return {record["step"]: style.drawable(record[key]) for record in c.steps if record.get(key) is not None}
 
 
 def smooth(runs: Iterable[Mapping[int, float]], width: int) -> dict[int, float]:
@@ -233,12 +243,13 @@ def _label(name: str, members: Sequence[Configuration]) -> str:
 def _row(name: str, members: Sequence[Configuration]) -> list[Any]:
     ran = [c for c in members if c.steps]
     first, last = _ends(members, RIGHT)
-    apart = [value for c in ran for value in _values(c, MISMATCH).values()]
+    apart = [record[MISMATCH] for c in ran for record in c.steps if record.get(MISMATCH) is not None]
+    farthest = max(apart, key=lambda value: value if math.isfinite(value) else math.inf, default=None)
     took = [sum(record.get(key, 0.0) for key in DURATIONS) / 1e3 for c in ran for record in c.steps
             if STEP_MS in record]
     steps = " · ".join(dict.fromkeys(str(len(c.steps)) for c in members))
     return [tag("code", name), len(members), steps, spread_text(first), spread_text(last),
-            significant(max(apart), 2) if apart else NONE,
+            significant(farthest, 2),
             f"{significant(statistics.median(took), 2)} s" if took else NONE]
 
 

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference, flatten
 from workbench.compare.seeds import seed_groups
 from workbench.report import figures
-from workbench.report.markup import Markup, join, table, tag
+from workbench.report.evidence import could_have_seen, declaration, divergence, relative_text, setting_text, warnings
+from workbench.report.markup import Markup, breakable, join, table, tag
 from workbench.report.numbers import NONE, moment, near_one, share, significant
 from workbench.report.online import CAPTION as ONLINE_CAPTION
 from workbench.report.online import online_answer, online_curves, online_groups, online_table
@@ -150,24 +151,24 @@ def differences(comparison: Comparison) -> Markup:
 
     def row(c: Configuration) -> list[Any]:
         changed = figures.changed_settings(comparison, c)
-        return [tag("code", c.name), *(tag("b", _setting(settings[c.name].get(key))) if key in changed
-                                       else tag("span", _setting(settings[c.name].get(key)), class_="same")
+        return [tag("code", c.name), *(tag("b", setting_text(settings[c.name].get(key))) if key in changed
+                                       else tag("span", setting_text(settings[c.name].get(key)), class_="same")
                                        for key in keys)]
 
     said = tag("p", "Every setting that is not the same in all configurations. Bold: other than in the "
                "configuration's own reference.")
-    return join([said, table(["configuration", *(tag("code", key) for key in keys)],
+    return join([said, table(["configuration", *(tag("code", breakable(key)) for key in keys)],
                              [row(c) for c in comparison.configurations])])
 
 
 def verdicts(comparison: Comparison) -> Markup:
     """Why each configuration got its verdict, and the whole gradient's distance step by step."""
     rows = [[tag("code", c.name), chip(c.verdict), tag("code", c.against) if c.against else NONE,
-             c.why or NONE, where_it_ran(comparison, c)] for c in comparison.configurations]
+             _why(c), where_it_ran(comparison, c)] for c in comparison.configurations]
     steps = [[tag("code", c.name), w.get("step"),
               significant(w.get("distance"), 2), significant(w.get("budget"), 2),
               share(figures.share_of_budget(w.get("distance"), w.get("budget"))),
-              significant(w.get("relative_l2"), 2),
+              relative_text(w.get("relative_l2")),
               {True: "yes", False: "no"}.get(w.get("bitwise_equal"), NONE),
               NONE if w.get("flipped_clips") is None else w["flipped_clips"]]
              for c in comparison.configurations for w in c.whole_gradient]
@@ -246,7 +247,7 @@ def failed_runs(comparison: Comparison) -> Markup:
 def provenance(comparison: Comparison) -> Markup:
     """Versions, git state, command and machine; and where each run's records are."""
     facts = sorted(flatten(comparison.provenance).items())
-    rows = [[tag("code", key), moment(value) if key.endswith("_ns") else _setting(value)]
+    rows = [[tag("code", key), moment(value) if key.endswith("_ns") else setting_text(value)]
             for key, value in facts]
     runs = [[tag("code", c.name), tag("code", c.run or NONE), c.state, c.device, c.world_size]
             for c in comparison.configurations]
@@ -263,6 +264,13 @@ def _answers(comparison: Comparison) -> list[str]:
     sampled = online_answer(comparison)
     judged = any(c.against or c.verdict == "failed" for c in comparison.configurations)
     return [*([answer(comparison)] if judged or not sampled else []), *([sampled] if sampled else [])]
+
+
+def _why(c: Configuration) -> Any:
+    """The verdict in a sentence, and what limits it."""
+    seen = could_have_seen(c)
+    lines = [c.why or NONE, divergence(c), declaration(c), f"could have seen: {seen}" if seen else "", *warnings(c)]
+    return join([tag("span", line, class_="line") for line in lines if line])
 
 
 def _figure(comparison: Comparison, draw: Callable[[Comparison], Figure], *, more: str = "") -> Markup:
@@ -311,13 +319,3 @@ def _failure(c: Configuration) -> Markup:
 
 def _details(title: Any, content: Markup) -> Markup:
     return tag("details", tag("summary", title), content)
-
-
-def _setting(value: Any) -> str:
-    if value is None or value in ("", [], ()):
-        return NONE
-    if isinstance(value, (list, tuple)):
-        return " ".join(str(item) for item in value)
-    if isinstance(value, float):
-        return f"{value:g}"
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

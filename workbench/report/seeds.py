@@ -5,17 +5,14 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from workbench.compare.comparison import Comparison
-from workbench.compare.seeds import SeedGroup, Spread, seed_groups
+from workbench.compare.seeds import SeedGroup, Spread, identical_notes, seed_groups
 from workbench.report import style
-from workbench.report.figures import GRADIENT_NORM, LOSS, worst_share
+from workbench.report.figures import GRADIENT_NORM, LOSS, mark_not_finite, worst_share
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, share, significant
 
 SAID = ("Configurations that differ in nothing but a seed, taken together: mean ± standard deviation (n − 1) of their "
         "last steps, and the range in the brackets.")
-
-NOTHING_DRAWN = ("The seed changes nothing in these runs: the same documents in the same order, no dropout, the same "
-                 "weights. `model.seed` draws the weights of tiny models.")
 
 
 def seeds_by_step(comparison: Comparison) -> Figure:
@@ -28,19 +25,26 @@ def seeds_by_step(comparison: Comparison) -> Figure:
     figure = style.chart(3.0)
     for axes, (key, title) in zip(figure.subplots(1, 2), ((LOSS, "loss"), (GRADIENT_NORM, "global gradient norm (L2)")),
                                   strict=True):
-        style.tidy(axes, title=title, x="optimizer step")
+        recorded = {c.name: ([record["step"] for record in c.steps if record.get(key) is not None],
+                             [style.drawable(record[key]) for record in c.steps if record.get(key) is not None])
+                    for group in found for c in group.members}
+        lost = mark_not_finite(axes, recorded, {c.name: _color(place) for place, group in enumerate(found)
+                                                for c in group.members}, characters=65)
+        style.tidy(axes, title=title, x="\n".join(["optimizer step", *lost]))
         for place, group in enumerate(found):
-            spreads = {step: spread for step, spread in group.by_step(key).items() if spread.count}
-            if not spreads:
-                continue
-            color = style.SERIES[place % len(style.SERIES)]
+            drawn = {c.name: dict(zip(*recorded[c.name], strict=True)) for c in group.members}
+            spreads = {step: Spread.of([values.get(step) for values in drawn.values()])
+                       for step in sorted({step for values in drawn.values() for step in values})}
+            spreads = {step: spread for step, spread in spreads.items() if spread.count}
+            alike = ", identical" if group.all_identical else ""
             mean = [spread.mean for spread in spreads.values()]
             half = [spread.deviation if spread.count > 1 else 0.0 for spread in spreads.values()]
-            axes.plot(list(spreads), mean, color=color, marker=style.MARKERS[place % len(style.MARKERS)],
+            axes.plot(list(spreads), mean, color=_color(place), marker=style.MARKERS[place % len(style.MARKERS)],
                       markevery=max(1, len(mean) // 12), markersize=4.6, linewidth=1.7,
-                      label=f"{group.name} ({len(group.members)} seeds)")
+                      label=f"{group.name} ({len(group.members)} seeds{alike})")
             axes.fill_between(list(spreads), [m - h for m, h in zip(mean, half, strict=True)],
-                              [m + h for m, h in zip(mean, half, strict=True)], color=color, alpha=0.18, linewidth=0)
+                              [m + h for m, h in zip(mean, half, strict=True)], color=_color(place), alpha=0.18,
+                              linewidth=0)
         style.step_ticks(axes.xaxis, (step for group in found for step in group.by_step(key)))
         style.plain_ticks(axes.yaxis)
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -48,10 +52,13 @@ def seeds_by_step(comparison: Comparison) -> Figure:
     return figure
 
 
+def _color(place: int) -> str:
+    return style.SERIES[place % len(style.SERIES)]
+
+
 def seeds_table(comparison: Comparison) -> Markup:
     """A row for each configuration of several seeds."""
-    alike = all(_last(group, key).deviation == 0 for group in seed_groups(comparison) for key in (LOSS, GRADIENT_NORM))
-    return join([tag("p", SAID), tag("p", tag("b", NOTHING_DRAWN)) if alike else None, table(
+    return join([tag("p", SAID), [tag("p", tag("b", note, ".")) for note in identical_notes(comparison)], table(
         ["configuration", "seeds", "verdicts", "loss", "gradient norm", "worst distance ÷ budget"],
         [_row(group) for group in seed_groups(comparison)])])
 
@@ -60,8 +67,18 @@ def _row(group: SeedGroup) -> list[object]:
     verdicts = [c.verdict for c in group.members]
     said = ", ".join(f"{verdicts.count(verdict)} × {verdict}" for verdict in dict.fromkeys(verdicts))
     worst = [s for s in map(worst_share, group.members) if s is not None]
-    return [tag("code", group.name), " · ".join(group.seeds), said, spread_text(_last(group, LOSS)),
-            spread_text(_last(group, GRADIENT_NORM)), share(max(worst)) if worst else NONE]
+    return [tag("code", group.name), " · ".join(group.seeds), said, _spread(group, LOSS), _spread(group, GRADIENT_NORM),
+            share(max(worst)) if worst else NONE]
+
+
+def _spread(group: SeedGroup, key: str) -> str:
+    """The spread of a metric in the last step; of identical runs the value alone: one draw has no spread."""
+    last = _last(group, key)
+    if last.count and group.all_identical:
+        return f"{significant(last.mean)} (identical runs)"
+    lost = sum(1 for c in group.members if c.steps and c.steps[-1].get(key) is not None) - last.count
+    return f"{spread_text(last)}, {lost} not finite" if lost and last.count else "not finite" if lost else \
+        spread_text(last)
 
 
 def _last(group: SeedGroup, key: str) -> Spread:

@@ -45,6 +45,8 @@ VERDICT_STYLES = {
     "equal": VerdictStyle("equal", "=", "#15794a", "o"),
     "within budget": VerdictStyle("within", "≤", "#2368a8", "s"),
     "different": VerdictStyle("different", "≠", "#c2410b", "D"),
+    "vacuous": VerdictStyle("vacuous", "∅", "#7d6608", "v"),
+    "unsound baseline": VerdictStyle("unsound", "≟", "#5b4bb5", "P"),
     "failed": VerdictStyle("failed", "×", "#8d1f62", "X"),
 }
 
@@ -142,6 +144,22 @@ class DecadesAroundZero(Locator):
                     last = place(value)
                     ticks.append(sign * value)
         return sorted(ticks)
+
+
+HUGE, TINY = 1e100, 1e-100
+"""Magnitudes beyond which a value has no place on any axis here: marked like one that is not finite, or drawn as 0."""
+
+
+def drawable(value: Any) -> float:
+    """A value as it can be placed on an axis: NaN where it cannot, as of infinities and None.
+
+    Example:
+        >>> drawable(0.5), drawable(float("inf")), drawable(1e300), drawable(None), drawable(1e-300)
+        (0.5, nan, nan, nan, 0.0)
+    """
+    if value is None or not abs(value) <= HUGE:
+        return math.nan
+    return 0.0 if abs(value) < TINY else float(value)
 
 
 def note(figure: Figure, text: str) -> None:

@@ -6,13 +6,27 @@ import math
 from collections import Counter
 from pathlib import Path
 
-from workbench.compare.comparison import VERDICTS, Comparison, Configuration, layout_of
+from workbench.compare.comparison import Comparison, Configuration, layout_of
+from workbench.compare.seeds import identical_notes
+from workbench.report.evidence import (
+    AGREEING,
+    could_have_seen,
+    declaration,
+    differing_settings,
+    diverged_step,
+    divergence,
+    relative_error,
+    relative_text,
+    warnings,
+)
 from workbench.report.figures import groups, is_bitwise_equal, worst_share
 from workbench.report.markup import Markup, breakable, join, tag
 from workbench.report.numbers import NONE, near_one, power_of_ten, share
 from workbench.report.style import VERDICT_STYLES
 
 STYLE_SHEET = Path(__file__).with_name("verdicts.css")
+COLUMNS = 6
+"""Of the summary."""
 
 
 def verdict_style() -> Markup:
@@ -29,9 +43,9 @@ def answer(comparison: Comparison) -> str:
     """
     judged = [c for c in comparison.configurations if c.against or c.verdict == "failed"]
     count = Counter(c.verdict for c in judged)
-    kept = count["equal"] + count["within budget"]
+    kept = sum(count[verdict] for verdict in AGREEING)
     if not judged:
-        return "Every configuration is a reference: there is nothing to compare."
+        return " ".join(["Every configuration is a reference: there is nothing to compare.", *_remarks(comparison)])
     said = [f"1 of {len(judged)} configurations keeps the gradient of its reference." if kept == 1 else
             f"{kept} of {len(judged)} configurations keep the gradient of their reference."]
     different = [c for c in judged if c.verdict == "different"]
@@ -41,12 +55,26 @@ def answer(comparison: Comparison) -> str:
                else ", with a known fault switched on" if faulty == len(different)
                else f", {faulty} of them with a known fault switched on" if faulty else "")
         said.append(f"{len(different)} differ{'s' if len(different) == 1 else ''}{how}.")
+    if count["vacuous"]:
+        said.append(f"{count['vacuous']} {'is' if count['vacuous'] == 1 else 'are'} vacuous: "
+                    "nothing in the batch could have shown a difference.")
+    if count["unsound baseline"]:
+        said.append(f"{count['unsound baseline']} {'has' if count['unsound baseline'] == 1 else 'have'} an unsound "
+                    "baseline, which is too far from the truth itself to judge by.")
     if count["failed"]:
         said.append(f"{count['failed']} failed and {'has' if count['failed'] == 1 else 'have'} no verdict.")
-    unseen = [c.name for c in judged if faults_of(c) and c.verdict in ("equal", "within budget")]
+    unseen = [c.name for c in judged if faults_of(c) and c.verdict in AGREEING]
     if unseen:
         said.append(f"Not seen, although a fault was switched on: {', '.join(unseen)}.")
-    return " ".join(said)
+    return " ".join([*said, *_remarks(comparison)])
+
+
+def _remarks(comparison: Comparison) -> list[str]:
+    """Sentences on runs that diverged and on seeds that drew nothing."""
+    steps = [step for c in comparison.configurations if (step := diverged_step(c)) is not None]
+    first = f"{'at' if len(steps) == 1 else 'the first at'} step {min(steps)}" if steps else ""
+    sentences = [f"{len(steps)} of {len(comparison.configurations)} runs diverged, {first}."] if steps else []
+    return [*sentences, *(f"{note}." for note in identical_notes(comparison))]
 
 
 def chip(verdict: str) -> Markup:
@@ -61,7 +89,7 @@ def tiles(comparison: Comparison) -> Markup:
     made = [tag("a", VERDICT_STYLES[c.verdict].sign, class_=f"tile {VERDICT_STYLES[c.verdict].name}",
                 href=f"#{anchor(comparison, c)}", title=f"{c.name}: {c.verdict}") for c in ordered]
     count = Counter(c.verdict for c in ordered)
-    legend = [tag("li", chip(verdict), f" {count[verdict]}") for verdict in VERDICTS if count[verdict]]
+    legend = [tag("li", chip(verdict), f" {count[verdict]}") for verdict in VERDICT_STYLES if count[verdict]]
     return tag("div", tag("p", made, class_="tiles"), tag("ul", legend, class_="tally"), class_="overview")
 
 
@@ -73,18 +101,25 @@ def anchor(comparison: Comparison, configuration: Configuration) -> str:
 def summary_table(comparison: Comparison) -> Markup:
     """A row for each configuration, under the reference that it is held against."""
     shares = {c.name: worst_share(c) for c in comparison.configurations}
-    scale = _Scale([s for s in shares.values() if s])
+    scale, differing = _Scale([s for s in shares.values() if s]), differing_settings(comparison)
+    seen = {c.name: could_have_seen(c) for c in comparison.configurations if c.run or c.steps}
+    same = len(seen) > 1 and len(set(seen.values())) == 1
     bodies = []
     for members in groups(comparison).values():
-        bodies.append(tag("tbody", [_row(comparison, c, shares[c.name], scale) for c in members]))
+        bodies.append(tag("tbody", [
+            join([_row(comparison, c, shares[c.name], scale, differing[c.name]),
+                  _remark_row(c, "" if same else could_have_seen(c))]) for c in members]))
     head = tag("tr", tag("th", "Configuration", scope="col"), tag("th", "Verdict", scope="col"),
+               tag("th", "Relative error of the gradient", scope="col"),
                tag("th", "Worst distance ÷ budget", scale.labels(), scope="col"),
                tag("th", "Gradient norm", scope="col"), tag("th", "First difference", scope="col"))
     notes = list(dict.fromkeys(c.device_note for c in comparison.configurations if c.device_note))
     foot = tag("p", tag("mark"), "ran on CPU with gloo: ", "; ".join(notes), class_="foot")
     if shared := shared_note(comparison):
         foot = tag("p", "Every configuration ran on CPU with gloo: ", shared, class_="foot")
-    return join([tag("table", tag("thead", head), bodies, class_="summary"), foot if notes else None])
+    shared = next(iter(seen.values()), "") if same else ""
+    all_saw = tag("p", "Every verdict could have seen: ", shared, ".", class_="foot") if shared else None
+    return join([tag("table", tag("thead", head), bodies, class_="summary"), foot if notes else None, all_saw])
 
 
 def shared_note(comparison: Comparison) -> str:
@@ -119,7 +154,16 @@ def where_it_ran(comparison: Comparison, configuration: Configuration, *, brief:
     return tag("span", text, mark, class_="where")
 
 
-def _row(comparison: Comparison, c: Configuration, worst: float | None, scale: _Scale) -> Markup:
+def _remark_row(c: Configuration, seen: str) -> Markup | None:
+    """What limits a verdict, below its row: divergence is in the row itself. None if there is nothing to say."""
+    remarks = [tag("span", text) for text in filter(None, [
+        declaration(c), f"could have seen: {seen}" if seen else "", *warnings(c)])]
+    if not remarks:
+        return None
+    return tag("tr", tag("td"), tag("td", remarks, colspan=COLUMNS - 1), class_="remarks")
+
+
+def _row(comparison: Comparison, c: Configuration, worst: float | None, scale: _Scale, differing: str) -> Markup:
     faults = [tag("span", f"fault: {name}", class_="fault") for name in faults_of(c)]
     first = NONE
     if c.first_step is not None:
@@ -140,11 +184,12 @@ def _row(comparison: Comparison, c: Configuration, worst: float | None, scale: _
         distance = tag("div", scale.bar(worst, VERDICT_STYLES[c.verdict].name),
                        tag("span", value, class_="value"), class_="distance")
     return tag("tr",
-               tag("th", tag("span", breakable(c.name), class_="name"), where_it_ran(comparison, c, brief=True), faults,
-                   scope="row"),
-               tag("td", chip(c.verdict)),
+               tag("th", tag("span", breakable(c.name), class_="name"), where_it_ran(comparison, c, brief=True),
+                   tag("span", breakable(differing), class_="where") if differing else None, faults, scope="row"),
+               tag("td", chip(c.verdict), tag("span", divergence(c), class_="diverged") if divergence(c) else None),
                *(tag("td", cell, data_label=label, class_="none" if cell == NONE else None)
-                 for cell, label in ((distance, "Worst distance ÷ budget"), (factor, "Gradient norm"),
+                 for cell, label in ((relative_text(relative_error(c)), "Relative error of the gradient"),
+                                     (distance, "Worst distance ÷ budget"), (factor, "Gradient norm"),
                                      (first, "First difference"))),
                id=anchor(comparison, c), class_=f"row {VERDICT_STYLES[c.verdict].name}")
 

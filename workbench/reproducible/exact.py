@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
-from workbench.policy.logprobs import TokenLogprobs, logit_divisor
-from workbench.policy.logprobs.head import WANTED, check_targets
+from workbench.policy.logprobs.head import WANTED, TokenLogprobs, check_targets, logit_divisor
 from workbench.policy.model import Policy
 from workbench.reproducible import attention
 from workbench.reproducible.blocks import RowBlocks

@@ -33,7 +33,6 @@ from workbench.policy.sampling import Answer, Sampler, by_uniforms
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.task import Task, named_task
 from workbench.runs import step as flow
-from workbench.runs.exact import unsplit
 from workbench.runs.policies import make_policy
 from workbench.runs.spec import AdvantageSpec, RunSpec
 from workbench.sharding.collectives import all_max, all_sum
@@ -300,24 +299,27 @@ def with_advantages(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"data": spec.data.model_copy(update={"advantages": AdvantageSpec()})})
 
 
-@torch.no_grad()
 def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> Tensor:
-    """What a policy says of the trained tokens of documents, computed as a step of the run would; 0 on all others.
+    """Log-probabilities of the trained tokens of documents, bit for bit those of a run's own steps; 0 elsewhere.
 
-    Collective. The same on every rank. Rows are packed and split as those of a step on the whole batch are.
+    Documents are taken, packed, split and sent through the head as in the optimizer steps that train on them, so a
+    policy with the weights of this call starts each step at a ratio of exactly 1. A document that `in_order` takes a
+    second time keeps the numbers of the first.
 
-    Shapes: [S], in the order of the batch. Units: nats, at the policy's temperature.
+    Collective. The same on every rank.
+
+    Shapes: [S], in the order of the batch. Units: nats, at the temperature of each token, or of the policy.
     """
-    plain = with_advantages(spec).model_copy(update={"loss": LossSpec()})
-    rows, _ = flow.prepare_rows(batch, plain, mesh)
-    per_token = []
-    for local in rows:
-        said = policy.token_logprobs(local.hidden_states(policy), local.row.targets_T, wanted=())
-        local, said = unsplit(local, said)
-        per_token.append({"source": local.row.source_T, "logprobs": said.logprobs_T})
-    policy.give_back()
-    logprobs_S = flow.in_source_order(per_token, mesh, batch.num_tokens)["logprobs"]
-    return torch.where(batch.loss_mask_T, logprobs_S, 0.0)
+    spec, loss, per_step = with_advantages(spec), flow.make_loss(spec.loss), spec.data.documents_per_step
+    steps = 1 if per_step is None else -(-batch.num_documents // per_step)
+    logprobs_S, missing_S = None, batch.loss_mask_T.clone()
+    for documents in itertools.islice(in_order(batch.as_source(), per_step), steps):
+        rows, totals = flow.prepare_rows(documents, spec, mesh)
+        of_step_S = flow.row_logprobs(policy, loss, rows, totals, num_source=batch.num_tokens, loss_spec=spec.loss,
+                                      fused=spec.policy.fused_loss)
+        logprobs_S = torch.where(missing_S, of_step_S, 0.0 if logprobs_S is None else logprobs_S)
+        missing_S[documents.source_T] = False
+    return logprobs_S
 
 
 def describe(batch: RolloutBatch, right_reward: float, answers: int) -> dict[str, float]:

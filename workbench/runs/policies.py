@@ -26,4 +26,4 @@ def make_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float)
                        implementation=head.logprobs, project=project, tied=model.tied, seed=model.seed,
                        fp32_head=head.fp32_head, chunk_tokens=head.chunk_tokens, keep_bytes=head.keep_bytes,
                        shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing,
-                       sequence_parallel=layout.sequence_parallel)
+                       sequence_parallel=layout.sequence_parallel, fused_loss=head.fused_loss)

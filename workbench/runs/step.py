@@ -54,7 +54,7 @@ from workbench.runs.exact import (
     up_to_last_document,
     within_range,
 )
-from workbench.runs.fused import fused_row
+from workbench.runs.fused import Evaluate, fused_logprobs, fused_row
 from workbench.runs.spec import LayoutSpec, LossSpec, ReproducibleSpec, RunSpec
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import all_gather
@@ -281,31 +281,26 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         keep_gradients: gather every parameter's whole gradient.
         level: how much is measured: none, basic or full.
         loss_spec: what the loss was made from, for metrics that look at its bounds; None: they are left out.
-        fused: loss and gradient in one pass over the head; see `workbench.runs.fused`.
+        fused: loss and gradient in one pass over the head, of a policy that was loaded for it; see
+            `workbench.runs.fused`.
     """
     mesh = policy.mesh
     parts, metrics, per_token, fallbacks = [], [], [], []
-    wanted = (loss_spec or LossSpec()).head_outputs
-    reached: GradientTokens | None = None
-
-    def evaluate(local: LocalRow, said: TokenLogprobs, frozen_clip_T: Tensor | None) -> Evaluated:
-        nonlocal reached
-        inputs = loss_inputs(local.row, said, totals, local.sums, frozen_clip_T)
-        if torch.is_grad_enabled():
-            reached = GradientTokens(local.row, inputs)  # of a fused row the last evaluation is of all of its tokens
-        return evaluate_loss(loss, inputs, local.weights, local.row.loss_mask_T)
+    watched: list[GradientTokens] = []
+    wanted, evaluate = (loss_spec or LossSpec()).head_outputs, _evaluation(loss, totals, watched)
 
     policy.give_back()
     policy.model.zero_grad(set_to_none=True)
     for local in rows:
-        row, reached = local.row, None
+        row = local.row
+        watched.clear()
         hidden_TD = local.hidden_states(policy)
         if fused:
             frozen_T = _at_targets(frozen_clip_S, row)
             found, words = fused_row(policy, hidden_TD, local, frozen_T, evaluate, wanted, loss_spec)
             fallbacks += [words] if words else []
         else:
-            said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=wanted)
+            said = _head_output(policy, hidden_TD, row, wanted)
             local, said = unsplit(local, said)  # in the reproducible mode every rank evaluates all of its row
             found = evaluate(local, said, _at_targets(frozen_clip_S, local.row))
         inputs, terms, scalars = found
@@ -313,7 +308,7 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         parts.append(scalars)
         measured = inputs if loss_spec is None else seen(inputs, loss_spec)
         metrics.append(policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents)
-                       | count_evidence(inputs, terms, local.row, local.documents, reached))
+                       | count_evidence(inputs, terms, local.row, local.documents, watched[-1] if watched else None))
         per_token.append(_token_values(loss, inputs, terms, local.row) if num_source else {})
     if policy.exact is None:
         sum_gradients(policy.model, policy.shards, mesh)
@@ -336,6 +331,60 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         fallbacks=tuple(dict.fromkeys(fallbacks)),
         evidence=evidence,
     )
+
+
+@torch.no_grad()
+def row_logprobs(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepTotals, *, num_source: int,
+                 loss_spec: LossSpec | None = None, fused: bool = False) -> Tensor:
+    """Log-probabilities of the trained tokens of a step, bit for bit those of `run_step` on the same rows; 0 elsewhere.
+
+    The same hidden states, implementation of the head, temperatures and chunks: a policy that has not moved since has
+    ratios of exactly 1. Collective; the same on every rank.
+
+    Args:
+        policy: the model as this rank holds it.
+        loss: of the step; how a fused head is cut depends on what it sums.
+        rows: this rank's micro-batches, from `prepare_rows`.
+        totals: of the whole step, from `prepare_rows`.
+        num_source: S.
+        loss_spec: as `run_step` takes it.
+        fused: as `run_step` takes it.
+
+    Shapes:   [S], in the order of the source batch.
+    Units:    nats, at the temperature of each token, or of the policy.
+    Backward: none.
+    """
+    per_token, wanted, evaluate = [], (loss_spec or LossSpec()).head_outputs, _evaluation(loss, totals)
+    for local in rows:
+        hidden_TD = local.hidden_states(policy)
+        if fused:
+            logprobs_T = fused_logprobs(policy, hidden_TD, local, evaluate, wanted, loss_spec)
+        else:
+            local, said = unsplit(local, _head_output(policy, hidden_TD, local.row, wanted))
+            logprobs_T = said.logprobs_T
+        row = local.row
+        per_token.append({"source": row.source_T, "logprobs": torch.where(row.loss_mask_T, logprobs_T, 0.0)})
+    policy.give_back()
+    return in_source_order(per_token, policy.mesh, num_source)["logprobs"]
+
+
+def _evaluation(loss: Loss, totals: StepTotals, watched: list[GradientTokens] | None = None) -> Evaluate:
+    """The loss on what a rank holds of a row; evaluations that may be back-propagated are watched, the last one last.
+
+    The last evaluation of a fused row is of all of its tokens.
+    """
+    def evaluate(local: LocalRow, said: TokenLogprobs, frozen_clip_T: Tensor | None) -> Evaluated:
+        inputs = loss_inputs(local.row, said, totals, local.sums, frozen_clip_T)
+        if watched is not None and torch.is_grad_enabled():
+            watched.append(GradientTokens(local.row, inputs))
+        return evaluate_loss(loss, inputs, local.weights, local.row.loss_mask_T)
+
+    return evaluate
+
+
+def _head_output(policy: Policy, hidden_TD: Tensor, row: TrainingRow, wanted: Sequence[str]) -> TokenLogprobs:
+    """What the head says about every token of a row, where it is not fused."""
+    return policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=wanted)
 
 
 def clip_gradients(policy: Policy, norms: Mapping[str, float], max_norm: float | None) -> float:

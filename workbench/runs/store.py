@@ -12,6 +12,7 @@ lines carry their own checksum; JSON is standard JSON (NaN too); nothing is ever
       provenance.json              versions, git state, command, machine
       ranks/rank00000.log          standard output and error of a rank
       ranks/rank00000.exit.json    how a rank ended: cause, exception, traceback, when
+      ranks/exit_codes.json        exit codes of the ranks, from the process that started them
       ranks/rank00000.flight       the collectives that it entered and left, see `workbench.sharding.flight`
       tensors/<name>.safetensors   gradients and per-token values
       certificates/step0000.json   what the hash of a step was made of, see `workbench.runs.certificate`
@@ -72,8 +73,15 @@ CLUSTERS = ("slurm", "kubernetes")
 
 _CORRECTIONS = (("succeeded", "failed"), ("failed", "cancelled"))
 
-CAUSES = ("exception", "out of memory", "killed", "hang", "start", "peer")
-"""Why a rank did not end well; `peer` is the echo of another rank's end, `start` a job that never came up."""
+CAUSES = ("exception", "out of memory", "killed", "hang", "early exit", "start", "peer")
+"""Why a rank did not end well; `early exit` is exit code 0 while others waited, `peer` the echo of another rank's end,
+`start` a job that never came up."""
+
+NAMED_LAST = ("hang", "early exit")
+"""Causes of which a job's other ranks die first: the record of the rank itself is written when they have."""
+
+EXIT_CODES = "exit_codes.json"
+"""File under a run's ``ranks``: {rank: exit code, or -signal}, in the order in which they ended."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a run may be called: a folder name everywhere, and no option of a command."""
@@ -358,15 +366,15 @@ class RunDirectory:
         """The root cause: the first rank that failed of itself, not because a peer had gone.
 
         When a rank dies, the others soon fail with connection errors, sometimes with an earlier time stamp;
-        those count only if there is nothing else. A rank that hung is found last, and its victims may have died
-        first. The result is that rank's exit record, ``also_failed``, the other ranks that failed, and ``also``, the
-        collectives that they were in, by rank. None if no rank failed. Its ``rank`` is None if the ranks never
+        those count only if there is nothing else. A rank that hung or left is found last, and its victims may have
+        died first. The result is that rank's exit record, ``also_failed``, the other ranks that failed, and ``also``,
+        the collectives that they were in, by rank. None if no rank failed. Its ``rank`` is None if the ranks never
         started.
         """
         failed = [record for record in self.exits().values() if not record["ok"]]
         if not failed:
             return None
-        first = min(failed, key=lambda record: (record["cause"] == "peer", record["cause"] != "hang",
+        first = min(failed, key=lambda record: (record["cause"] == "peer", record["cause"] not in NAMED_LAST,
                                                 record["time_ns"]))
         others = [record for record in failed if record is not first]
         return first | {"also_failed": [record["rank"] for record in others],
@@ -425,7 +433,8 @@ def failure_in_short(failure: Mapping[str, Any]) -> str:
     lines = str(failure.get("message", "")).splitlines()
     said = [*lines[:1], *(line.strip() for line in lines[1:] if line.startswith("  found: "))][:2]
     rank = "" if failure.get("rank") is None else f"rank {failure['rank']} "
-    cause = f" ({failure['cause']})" if failure.get("cause") in ("out of memory", "killed", "hang") else ""
+    named = ("out of memory", "killed", *NAMED_LAST)
+    cause = f" ({failure['cause']})" if failure.get("cause") in named else ""
     return f"{rank}{failure.get('exception', 'failed')}{cause}" + (f": {'; '.join(said)}" if said else "")
 
 

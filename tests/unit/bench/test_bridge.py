@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.helpers.stand_in import stand_in
 from workbench.bench import bridge
 from workbench.errors import LaunchError
 from workbench.sharding.bridge import GridGroups
@@ -18,7 +19,7 @@ def entry(milliseconds):
 
 
 def test_a_record_has_medians_and_is_said_in_words(monkeypatch):
-    monkeypatch.setattr(bridge.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(bridge, "torch", stand_in(torch, cuda=stand_in(torch.cuda, device_count=lambda: 0)))
     monkeypatch.setattr(bridge, "_on", lambda ranks, samples: {"activation": "tiny", "bridges": {"equal": {
         "ways": {"a way": entry(3.0)}}}})
     record = bridge.measure(pairs=3)

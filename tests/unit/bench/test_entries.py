@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.helpers.stand_in import stand_in
 from workbench.bench import entries
 from workbench.bench.entries import found_of, run_entries, saying_why
 from workbench.errors import LaunchError
@@ -31,7 +32,7 @@ def asked(tmp_path, monkeypatch):
             (tmp_path / f"{entry.replace('/', '.')}.json").write_bytes(to_json({"fine": 1}))
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(entries.subprocess, "run", run)
+    monkeypatch.setattr(entries, "subprocess", stand_in(subprocess, run=run))
     return jobs
 
 

@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from tests.helpers.stand_in import stand_in
 from workbench.bench import metrics_cost
 
 
 @pytest.fixture
 def record(monkeypatch):
     monkeypatch.setattr(metrics_cost, "TOKENS_WITHOUT_GPU", 128)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(metrics_cost, "torch", stand_in(torch, cuda=stand_in(torch.cuda, is_available=lambda: False)))
     return metrics_cost.measure(pairs=2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import sys
 from collections import namedtuple
 
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from tests.helpers.hand_made import make_run
+from tests.helpers.stand_in import stand_in
 from workbench.cli import doctor, main
 from workbench.cli.doctor import Finding, examine, lines_of
 from workbench.errors import LaunchError
@@ -70,7 +72,7 @@ class TestAllOfIt:
         assert '"~/experiments' in text
 
     def test_one_thing_that_cannot_be_looked_at_does_not_hide_the_rest(self, met, project, monkeypatch):
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: 1 / 0)
+        monkeypatch.setattr(doctor, "psutil", stand_in(psutil, virtual_memory=lambda: 1 / 0))
         found = examine(project)
         broken = about("memory", found)
         assert broken.verdict == "problem"
@@ -169,7 +171,7 @@ class TestPackages:
 
     @pytest.mark.parametrize(("version", "verdict"), [((3, 10), "problem"), ((3, 11), "ok"), ((3, 14), "problem")])
     def test_of_python_only_some(self, version, verdict, monkeypatch):
-        monkeypatch.setattr(doctor.sys, "version_info", (*version, 0))
+        monkeypatch.setattr(doctor, "sys", stand_in(sys, version_info=(*version, 0)))
         assert doctor._python().verdict == verdict
 
 
@@ -187,12 +189,12 @@ class TestMachine:
 
     @pytest.mark.parametrize(("free", "verdict"), [(2**28, "problem"), (2**31, "note"), (2**40, "ok")])
     def test_room_on_the_disk(self, project, monkeypatch, free, verdict):
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: Usage(2**41, 0, free))
+        monkeypatch.setattr(doctor, "shutil", stand_in(shutil, disk_usage=lambda folder: Usage(2**41, 0, free)))
         monkeypatch.setattr(doctor, "_write_speed", lambda folder: (2**28, 1.0))
         assert doctor._disk(project).verdict == verdict
 
     def test_a_disk_that_is_slow_to_keep_a_record_is_noted(self, project, monkeypatch):
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: Usage(2**41, 0, 2**40))
+        monkeypatch.setattr(doctor, "shutil", stand_in(shutil, disk_usage=lambda folder: Usage(2**41, 0, 2**40)))
         monkeypatch.setattr(doctor, "_write_speed", lambda folder: (2**28, 250.0))
         found = doctor._disk(project)
         assert (found.verdict, found.says) == ("note", "1.0 TiB free, 256 MiB/s written, 250.0 ms for a record")
@@ -214,23 +216,23 @@ class TestMachine:
         (100, 10**5, "problem"), (512, 10**5, "note"), (4096, 100, "note"), (4096, resource.RLIM_INFINITY, "ok")])
     def test_limits(self, monkeypatch, files, processes, verdict):
         limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_NPROC: processes}
-        monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], 10**6))
+        monkeypatch.setattr(doctor, "resource", stand_in(resource, getrlimit=lambda kind: (limits[kind], 10**6)))
         assert doctor._limits().verdict == verdict
 
     @pytest.mark.parametrize(("free", "verdict"), [(2**26, "note"), (2**30, "ok")])
     def test_shared_memory(self, monkeypatch, free, verdict):
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: Usage(2**30, 0, free))
+        monkeypatch.setattr(doctor, "shutil", stand_in(shutil, disk_usage=lambda folder: Usage(2**30, 0, free)))
         assert doctor._shared_memory().verdict == verdict
 
     def test_a_busy_machine_is_noted(self, monkeypatch):
-        monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0, 0))
+        monkeypatch.setattr(doctor, "os", stand_in(os, getloadavg=lambda: (1000.0, 0, 0)))
         assert doctor._processors().verdict == "note"
-        monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0, 0))
+        monkeypatch.setattr(doctor, "os", stand_in(os, getloadavg=lambda: (0.0, 0, 0)))
         assert doctor._processors().verdict == "ok"
 
     def test_little_memory_is_noted(self, monkeypatch):
         Memory = namedtuple("Memory", "total available")
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(2**34, 2**30))
+        monkeypatch.setattr(doctor, "psutil", stand_in(psutil, virtual_memory=lambda: Memory(2**34, 2**30)))
         assert doctor._memory() == Finding("memory", "note", "1.0 GiB of 16.0 GiB free",
                                            "a rank of the default ablation takes 0.5 GiB; run fewer at a time")
 

@@ -13,6 +13,8 @@ import pytest
 
 import workbench
 from tests.helpers.hand_made import make_run
+from tests.helpers.interruptible import INTERRUPTIBLE
+from tests.helpers.stand_in import stand_in
 from workbench.cli import logs, main
 from workbench.cli.logs import follow_lines, tail_lines
 from workbench.errors import RecordError
@@ -124,7 +126,7 @@ class TestVerb:
 
     def test_on_a_terminal_what_it_would_obey_is_written_out(self, run, capsys, monkeypatch):
         run.log_path(0).write_text("\x1b[31mred\x1b]0;owned\x07 10%\r20%\r\n")
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(logs, "sys", stand_in(sys, stdout=stand_in(sys.stdout, isatty=lambda: True)))
         main(["logs", "cp2", "--rank", "0"])
         assert capsys.readouterr().out == r"\x1b[31mred\x1b]0;owned\x07 10%\r20%" + "\n"
 
@@ -154,15 +156,15 @@ class TestVerb:
 
 def test_ctrl_c_detaches_says_so_and_leaves_the_run_alone(run, project):
     source = str(Path(workbench.__file__).parents[1])
-    follower = subprocess.Popen([sys.executable, "-m", "workbench", "logs", "cp2", "-f"], cwd=project, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": source})
-    try:
-        assert follower.stdout.readline() == "[rank 0] a\n"
-        follower.send_signal(signal.SIGINT)
-        _, err = follower.communicate(timeout=20)
-    finally:
-        follower.kill()
-        follower.wait()
+    command = [*INTERRUPTIBLE, sys.executable, "-m", "workbench", "logs", "cp2", "-f"]
+    with subprocess.Popen(command, cwd=project, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=os.environ | {"PYTHONPATH": source}) as follower:
+        try:
+            assert follower.stdout.readline() == "[rank 0] a\n"
+            follower.send_signal(signal.SIGINT)
+            _, err = follower.communicate(timeout=60)
+        finally:
+            follower.kill()
     assert err.strip() == f"detached; the run goes on; `workbench cancel parity/{run.path.name}` stops it"
     assert follower.returncode == 130
     assert run.status == "running"

@@ -51,7 +51,7 @@ def called(monkeypatch, tmp_path, comparison):
 
 class TestArguments:
     def test_flags_are_changes_against_the_file(self, file, called):
-        assert verb.main([str(file), "--steps", "2", "--loss.surrogate.clip-low", "0.3", "--where", "here"]) == 0
+        assert verb.main([str(file), "--steps", "2", "--loss.surrogate.clip-low", "0.3", "--where", "here"]) == 1
         assert called["changes"] == {"steps": 2, "loss": {"surrogate": {"clip_low": 0.3}}}
         assert (called["path"], called["where"], called["fresh"], called["force"]) == (file, "here", False, False)
         assert called["notebook"]
@@ -119,12 +119,12 @@ class TestArguments:
         comparison.configurations.append(Configuration("c", comparison["a"].settings, verdict="failed",
                                                        why="rank 1 ShapeError: split 7 tokens; found: an odd row"))
         verb.main([str(file)])
-        assert "c  failed         rank 1 ShapeError: split 7 tokens; found: an odd row\n" in capsys.readouterr().out
+        assert "c  failed            rank 1 ShapeError: split 7 tokens; found: an odd row\n" in capsys.readouterr().out
 
     def test_the_verdicts_and_the_path_are_printed(self, file, called, capsys):
         verb.main([str(file)])
         out = capsys.readouterr().out
-        assert "b  different      x 0.5  = 1 / cp  small" in out
+        assert "b  different         x 0.5  = 1 / cp  small" in out
         assert out.rstrip().endswith("report.html")
 
 

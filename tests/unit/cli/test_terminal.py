@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-import sys
 
 import pytest
 
@@ -41,10 +41,10 @@ def test_a_narrow_terminal_cuts_and_says_so():
     assert table([["abc", "de"]], width=7) == ["abc  de"]
 
 
-def test_a_terminal_without_the_letters_gets_their_numbers(monkeypatch):
+def test_a_terminal_without_the_letters_gets_their_numbers():
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", output)
-    say(["grün", "plain"])
+    with contextlib.redirect_stdout(output):
+        say(["grün", "plain"])
     output.flush()
     assert output.buffer.getvalue() == b"gr\\xfcn\nplain\n"
 

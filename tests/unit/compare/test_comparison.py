@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.comparisons import layout_parity
+from tests.helpers.stand_in import stand_in
 from workbench.compare.comparison import Comparison
 from workbench.errors import RecordError, VerdictError
+from workbench.runs import whole_files
 
 
 def test_saved_and_read_back_is_the_same(tmp_path):
@@ -34,7 +36,7 @@ def test_what_was_saved_stays_until_the_new_is_on_disk(tmp_path, monkeypatch):
     def crash(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(os, "fsync", crash)
+    monkeypatch.setattr(whole_files, "os", stand_in(os, fsync=crash))
     with pytest.raises(OSError, match="disk full"):
         replace(layout_parity(), question="another").save(path)
     assert path.read_bytes() == before

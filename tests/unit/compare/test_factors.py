@@ -29,6 +29,11 @@ def test_scattered_ratios_are_not_given_a_name():
     assert name_factor(rows(1.9, 2.0, 2.2), RunSpec(layout={"cp": 2})) == (2.0, "")
 
 
+def test_a_gradient_that_is_gone_has_the_factor_0_without_a_name():
+    assert name_factor(rows(0.0, 0.0), RunSpec(layout={"cp": 2})) == (0.0, "")
+    assert name_factor(rows(0.0, 0.0, 2.0), RunSpec(layout={"cp": 2})) == (0.0, "")
+
+
 def test_parameters_without_a_gradient_say_nothing():
     empty = ParameterDifference(0, "p", 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, "floor", True)
     assert name_factor([empty], RunSpec()) == (None, "")

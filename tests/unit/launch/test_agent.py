@@ -139,6 +139,16 @@ def test_a_rank_that_died_is_the_cause_and_the_other_says_where_it_waited(tmp_pa
     assert run.exits()[0]["waited_in"].startswith("all_gather of lengths over cp [#10,")
 
 
+def test_a_rank_that_leaves_early_is_named_and_not_called_a_hang(tmp_path):
+    with job(tmp_path, "leave") as (run, agent):
+        ended(run, agent)
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"]) == (1, "early exit")
+    assert failure["message"].startswith("rank 1 left with exit code 0 after all_sum over cp [#9, helpers/watched_worker")
+    assert "while rank 0 waited for it in all_gather of lengths over cp [#10, helpers/watched_worker" in failure["message"]
+    assert run.exits()[0]["cause"] == "peer"
+
+
 def test_ranks_leave_with_an_agent_that_was_killed(tmp_path):
     with job(tmp_path, "slow", steps=1000) as (run, agent):
         deadline = time.monotonic() + 60

@@ -292,6 +292,121 @@ class TestHang:
             0: "hang", 1: "peer", 2: "peer", 3: "killed"}, "it stopped the others too"
 
 
+class TestStopped:
+    """SIGSTOP: on the agent's SIGTERM nothing happens, and so the agent itself kills the rank in the end."""
+
+    def stopped(self, run, *others, stays=True):
+        for rank in others:
+            run.write_exit(rank, {}, RuntimeError("Timed out waiting 8000ms for send operation to complete"))
+            flew(run, rank, "a", "b", stays=stays)
+        flew(run, 0, "a")
+        run.write_json("ranks/stopped.json", {"0": 7})
+        codes(run, r1=1, r2=1, r3=1, r0=-9)
+
+    def test_the_rank_that_stopped_is_named_and_not_whoever_killed_it(self, run):
+        self.stopped(run, 1, 2, 3)
+        settle(run, "failed")
+        failure = run.failure()
+        assert (failure["rank"], failure["cause"]) == (0, "hang")
+        assert failure["message"].startswith("rank 0 was stopped: its process was in state T of /proc")
+        assert "rank 0 has not come to b over dp_cp [#2, runs/step.py:9], in which ranks 1, 2 and 3 have waited" in (
+            failure["message"])
+        assert "when the agent that started the ranks ended the job and killed rank 0" in failure["message"]
+        assert "SIGKILL" not in failure["message"]
+        assert [run.exits()[rank]["cause"] for rank in (1, 2, 3)] == ["peer"] * 3
+
+    def test_without_the_file_of_the_watchdog_it_was_killed(self, run):
+        self.stopped(run, 1, 2, 3)
+        (run.path / "ranks/stopped.json").unlink()
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (0, "killed")
+
+    def test_a_rank_that_stopped_inside_a_collective_is_named_too(self, run):
+        """Nobody is behind anybody then."""
+        for rank in range(4):
+            flew(run, rank, "a", stays=True)
+        for rank in (0, 1, 3):
+            run.write_exit(rank, {}, PEER)
+        run.write_json("ranks/stopped.json", {"2": 7})
+        codes(run, r0=1, r1=1, r3=1, r2=-9)
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (2, "hang")
+        assert run.failure()["waited_in"] == "a over dp_cp [#1, runs/step.py:9]"
+
+    def test_of_two_that_are_waited_for_the_stopped_one_is_to_blame(self, run):
+        for rank in (2, 3):
+            run.write_exit(rank, {}, PEER)
+            flew(run, rank, "a", "b", stays=True)
+        for rank in (0, 1):
+            flew(run, rank, "a")
+            last_stack_path(run, rank).write_text(STACK)
+        run.write_json("ranks/stopped.json", {"1": 7})
+        codes(run, r2=1, r3=1, r0=-15, r1=-9)
+        settle(run, "failed")
+        assert run.failure()["rank"] == 1
+        assert "state T" in run.failure()["message"]
+
+    def test_an_error_of_another_rank_comes_before_it(self, run):
+        self.stopped(run)
+        run.write_exit(1, {}, ShapeError("split 7 tokens"))
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (1, "exception")
+        assert run.exits()[0]["cause"] == "peer"
+
+
+class TestEarlyExit:
+    @pytest.mark.parametrize("noted", [True, False], ids=["code 0", "codes of failed ranks only"])
+    def test_a_rank_that_left_is_named_with_what_it_did_last_and_who_waited(self, run, noted):
+        for rank in (0, 2, 3):
+            flew(run, rank, "a", "b", stays=True)
+        run.write_exit(0, {}, PEER)
+        for rank in (2, 3):
+            last_stack_path(run, rank).write_text(STACK)
+        flew(run, 1, "a")
+        run.log_path(1).write_text("no more data\n")
+        codes(run, **{"r1": 0} if noted else {}, r0=1)
+        settle(run, "failed")
+        failure = run.failure()
+        assert (failure["rank"], failure["cause"]) == (1, "early exit")
+        assert failure["message"].startswith(
+            "rank 1 left with exit code 0 after a over dp_cp [#1, runs/step.py:9], while ranks 0, 2 and 3 waited for "
+            "it in b over dp_cp [#2, runs/step.py:9]; its process is gone\n")
+        assert "found: it wrote no exit record, so it left on the way; its last lines: no more data" in (
+            failure["message"])
+        assert "timeout_s" not in failure["message"]
+        assert failure["also_failed"] == [0, 2, 3]
+
+    def test_a_rank_that_said_that_it_was_done(self, run):
+        for rank in (0, 2, 3):
+            flew(run, rank, "a", "b", stays=True)
+            run.write_exit(rank, {}, PEER)
+        flew(run, 1, "a", ended=True)
+        run.write_exit(1, {}, None)
+        codes(run, r1=0, r0=1, r2=1, r3=1)
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (1, "early exit")
+        assert "it said that it had done its part" in run.failure()["message"]
+
+    def test_a_rank_that_was_told_to_stop_did_not_leave(self, run):
+        """It left a stack, and has no code where only those of failed ranks are noted."""
+        flew(run, 0, "a", "b", stays=True)
+        run.write_exit(0, {}, RuntimeError("Timed out waiting 5000ms for recv operation to complete"))
+        for rank in (1, 2, 3):
+            flew(run, rank, "a")
+            last_stack_path(run, rank).write_text(STACK)
+        codes(run, r0=1)
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
+
+    def test_an_error_of_another_rank_comes_before_it(self, run):
+        flew(run, 0, "a", "b", stays=True)
+        flew(run, 1, "a")
+        run.write_exit(0, {}, ValueError("bad luck"))
+        codes(run, r1=0, r0=1)
+        settle(run, "failed")
+        assert (run.failure()["rank"], run.failure()["cause"]) == (0, "exception")
+
+
 class TestNobodySpoke:
     def test_an_agent_that_never_started_ranks_is_quoted(self, run, tmp_path):
         run = RunDirectory.create(tmp_path, "y", RunSpec())

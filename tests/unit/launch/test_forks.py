@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 import types
 
 import pytest
 import torch
 
+from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.launch import forks
 
@@ -29,7 +31,8 @@ def test_a_rank_ends_as_the_interpreter_would_have(ends, code, capsys):
 
 def test_ranks_are_not_forked_once_cuda_is_initialised(monkeypatch):
     forks._refuse_what_cannot_fork()  # torch is loaded here, and that is no reason
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    initialised = stand_in(torch, cuda=stand_in(torch.cuda, is_initialized=lambda: True))
+    monkeypatch.setattr(forks, "sys", stand_in(sys, modules=sys.modules | {"torch": initialised}))
     with pytest.raises(LaunchError, match="CUDA is initialised already"):
         forks._refuse_what_cannot_fork()
 

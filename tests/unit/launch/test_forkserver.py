@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.interruptible import INTERRUPTIBLE
 from workbench.launch import forkserver
 from workbench.launch.processes import PRELOAD
 from workbench.runs.store import process_alive
@@ -28,7 +29,7 @@ def server():
     def start(*preload):
         here, there = socket.socketpair()
         with there:
-            process = subprocess.Popen([sys.executable, "-P", str(PROGRAM), *preload], stdin=there,
+            process = subprocess.Popen([*INTERRUPTIBLE, sys.executable, "-P", str(PROGRAM), *preload], stdin=there,
                                        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
         here.settimeout(20)
         started.append((process, here))

@@ -7,9 +7,7 @@ import importlib.util
 import os
 import shlex
 import signal
-import socket
 import stat
-import subprocess
 import sys
 import textwrap
 import time
@@ -20,6 +18,8 @@ import pytest
 import yaml
 from torchx import specs
 
+from tests.helpers.audited import audited
+from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.launch import jobs
 from workbench.launch.devices import Placement
@@ -39,19 +39,20 @@ def described(scheduler, placement=GPUS, *, name="cp2_zigzag-float64", run=RUN, 
 
 
 @pytest.fixture
-def nothing_is_contacted(monkeypatch):
+def nothing_is_contacted():
     """No socket and no process, whatever is asked for; what tries finds nothing, and is seen."""
     tried = []
 
-    def refuse(*arguments, **more):
-        tried.append(arguments)
-        raise FileNotFoundError("nothing here")
+    def refuse(event, arguments):
+        if event in ("socket.connect", "subprocess.Popen", "os.posix_spawn", "os.system"):
+            tried.append((event, arguments))
+            raise FileNotFoundError("nothing here")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    yield
-    assert [each for each in tried if each != (["sinfo", "--version"],)] == []  # torchx after 0.7 does
+    with audited(refuse):
+        yield
+    asked = [arguments[1] for event, arguments in tried if event == "subprocess.Popen"]
+    assert [arguments for arguments in asked if arguments != ["sinfo", "--version"]] == []  # torchx after 0.7 does
+    assert len(asked) == len(tried)
 
 
 @pytest.mark.usefixtures("nothing_is_contacted")
@@ -169,8 +170,8 @@ class TestOptions:
             described("slurm", run=Path("/shared/a,b"))
 
     def test_kubernetes_without_its_package_is_said_in_words(self, monkeypatch):
-        find = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "kubernetes" else find(name))
+        without = stand_in(importlib.util, find_spec=lambda name: None)
+        monkeypatch.setattr(jobs, "importlib", stand_in(importlib, util=without))
         with pytest.raises(LaunchError, match="pip install kubernetes"):
             described("kubernetes", **NEEDED)
 
@@ -209,14 +210,14 @@ class TestLocalJob:
     def test_it_ends_and_says_how(self, tmp_path, command, expected):
         assert wait(local(tmp_path, command)) == expected
 
-    def test_an_ended_job_is_never_signalled_again(self, tmp_path, monkeypatch):
+    def test_an_ended_job_is_never_signalled_again(self, tmp_path):
         job = local(tmp_path, "true")
         wait(job)
         signalled = []
-        monkeypatch.setattr(os, "killpg", lambda *arguments: signalled.append(arguments))
-        assert job.poll() == "succeeded"
-        job.cancel()
-        jobs._runner().close()  # what a scheduler does when it is deleted
+        with audited(lambda event, arguments: signalled.append(arguments) if event in ("os.kill", "os.killpg") else 0):
+            assert job.poll() == "succeeded"
+            job.cancel()
+            jobs._runner().close()  # what a scheduler does when it is deleted
         assert signalled == []
 
     def test_cancel_stops_the_process_that_it_names(self, tmp_path):

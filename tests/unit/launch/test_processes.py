@@ -12,15 +12,16 @@ import time
 import psutil
 import pytest
 
+from tests.helpers.interruptible import INTERRUPTIBLE, UNINTERRUPTIBLE
 from workbench.errors import LaunchError
 from workbench.launch import forks, processes
 from workbench.launch.devices import Placement
 from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory, process_alive, project_root, this_process
+from workbench.runs.store import EXIT_CODES, RunDirectory, process_alive, project_root, this_process
 
 CPU = Placement("cpu")
 ACTING = "tests.helpers.acting_worker"
-GONE_S = 15.0
+GONE_S = 60.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +69,7 @@ def assert_gone(family, within_s=GONE_S):
         time.sleep(0.02)
 
 
-def wait(job, within_s=30.0):
+def wait(job, within_s=120.0):
     until = time.monotonic() + within_s
     while job.poll() == "running":
         assert time.monotonic() < until
@@ -76,7 +77,7 @@ def wait(job, within_s=30.0):
     return job.poll()
 
 
-def told(run, name, within_s=20.0):
+def told(run, name, within_s=120.0):
     """What a rank told, as soon as it does."""
     until = time.monotonic() + within_s
     while not (path := run.path / f"{name}.json").exists():
@@ -172,7 +173,7 @@ class TestEnds:
         job, run = start(act, ranks=ranks)
         assert wait(job) == state
         assert job.exit_codes == codes
-        written = json.loads((run.path / "ranks" / forks.EXIT_CODES).read_text())
+        written = json.loads((run.path / "ranks" / EXIT_CODES).read_text())
         assert {int(rank): code for rank, code in written.items()} == codes
 
     @pytest.mark.parametrize(("act", "code"), [("raise_1", 1), ("kill_1", -signal.SIGKILL)])
@@ -183,7 +184,7 @@ class TestEnds:
         assert time.monotonic() - begin < 6.0
         assert next(iter(job.exit_codes.items())) == (1, code)
         assert job.exit_codes == {1: code, 0: -signal.SIGTERM, 2: -signal.SIGTERM}
-        assert list(json.loads((run.path / "ranks" / forks.EXIT_CODES).read_text())) == \
+        assert list(json.loads((run.path / "ranks" / EXIT_CODES).read_text())) == \
             [str(rank) for rank in job.exit_codes]
 
     def test_an_exception_is_in_the_log(self, start):
@@ -278,7 +279,8 @@ print(processes.server_process()["pid"], job.agent["pid"], *job.ranks.values(), 
 time.sleep({stay_s})
 """
 
-    @pytest.mark.parametrize("how", ["killed", "at its end", "interrupted", "told to stop"])
+    @pytest.mark.parametrize("how", ["killed", "at its end", "interrupted", "told to stop",
+                                     "told to stop in the background"])
     def test_everything_leaves_with_the_launcher(self, tmp_path, how):
         """Also without a main guard: the launcher's own script is not run again."""
         act = "stubborn" if how == "killed" else "wait"
@@ -286,7 +288,8 @@ time.sleep({stay_s})
         script = tmp_path / "launcher.py"
         script.write_text(self.LAUNCHER.format(root=str(project_root()), worker=ACTING,
                                                stay_s=1 if how == "at its end" else 60))
-        with subprocess.Popen([sys.executable, str(script), str(run.path)], stdout=subprocess.PIPE, text=True,
+        prefix = UNINTERRUPTIBLE if how.endswith("background") else INTERRUPTIBLE
+        with subprocess.Popen([*prefix, sys.executable, str(script), str(run.path)], stdout=subprocess.PIPE, text=True,
                               stderr=subprocess.DEVNULL, start_new_session=True) as launcher:
             try:
                 pids = [int(pid) for pid in launcher.stdout.readline().split()]
@@ -294,10 +297,11 @@ time.sleep({stay_s})
                 assert len(family) == 4
                 told(run, "waiting0"), told(run, "waiting1")
                 assert all(process_alive(*process) for process in family)
-                number = {"killed": signal.SIGKILL, "interrupted": signal.SIGINT, "told to stop": signal.SIGTERM}
+                number = {"killed": signal.SIGKILL, "interrupted": signal.SIGINT, "told to stop": signal.SIGTERM,
+                          "told to stop in the background": signal.SIGTERM}
                 if how in number:
                     launcher.send_signal(number[how])
-                launcher.wait(20)
+                launcher.wait(120)
             finally:
                 launcher.kill()
         assert_gone(family)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
 
+from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.launch import rendezvous
 from workbench.launch.rendezvous import meet
@@ -26,14 +28,14 @@ class TestWithoutLuck:
     def rank(self, monkeypatch):
         """In place of a rank, a little program of ours; gives the processes that were started."""
         def replace(program):
-            started, Popen = [], rendezvous.subprocess.Popen
+            started = []
 
             def start(command, **named):
                 assert command[1:4] == ["-P", "-m", "workbench.launch.rendezvous"]
-                started.append(Popen([sys.executable, "-c", program], **named))
+                started.append(subprocess.Popen([sys.executable, "-c", program], **named))
                 return started[-1]
 
-            monkeypatch.setattr(rendezvous.subprocess, "Popen", start)
+            monkeypatch.setattr(rendezvous, "subprocess", stand_in(subprocess, Popen=start))
             return started
         return replace
 

@@ -7,11 +7,13 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
 import pytest
 
+from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.launch import devices, slots
 from workbench.launch.slots import runtime_folder, take
@@ -232,7 +234,7 @@ class TestTheRuntimeFolder:
         assert runtime_folder() == tmp_path / "workbench"
         assert stat.S_IMODE(runtime_folder().stat().st_mode) == 0o700
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
-        monkeypatch.setattr(slots.tempfile, "gettempdir", lambda: str(tmp_path))
+        monkeypatch.setattr(slots, "tempfile", stand_in(tempfile, gettempdir=lambda: str(tmp_path)))
         assert runtime_folder() == tmp_path / f"workbench-{os.getuid()}"
 
     @pytest.mark.parametrize("trap", ["open to all", "a link", "a file"])

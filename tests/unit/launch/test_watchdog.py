@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.pretended_ranks import pretended_ranks
 from workbench.launch import watchdog as watching
+from workbench.launch.deaths import settle
 from workbench.launch.watchdog import Watchdog
 
 STEPS = "a b c " * 3
@@ -76,7 +77,59 @@ def test_a_rank_that_ended_while_others_wait_for_it_is_named_over_its_own_word(t
         dog.stop()
     failure = run.failure()
     assert (failure["rank"], failure["cause"], failure["stack"]) == (1, "hang", "")
+    assert failure["message"].startswith("rank 1 left with exit code 0 after a over cp [#1, helpers/pretended_ranks.py:")
+    assert "while rank 0 waited for it in b over cp [#2, helpers/pretended_ranks.py:" in failure["message"]
     assert "it has done its part and ended" in failure["message"]
+
+
+def stopped(run):
+    path = run.path / "ranks/stopped.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def test_a_stopped_rank_is_named_as_such_and_the_agents_kill_is_not_blamed(tmp_path):
+    """What a backend's time-out does: the peer fails, and the agent kills what does not end on SIGTERM."""
+    with pretended_ranks(tmp_path, "a (b", "a |60") as (run, ranks):
+        ranks[1].send_signal(signal.SIGSTOP)
+        dog = Watchdog(run, pids_of(ranks), hang_s=0.5, poll_s=0.1).start()
+        wait_until(lambda: waiting(run) and "state T" in waiting(run)[0]["words"])
+        assert [*stopped(run)] == ["1"]
+        ranks[0].kill()
+        run.write_exit(0, {}, RuntimeError("Timed out waiting 8000ms for send operation to complete"))
+        ranks[1].kill()
+        assert [process.wait(timeout=20) for process in ranks] == [-signal.SIGKILL] * 2
+        time.sleep(0.5)
+        dog.stop()
+    assert [*stopped(run)] == ["1"], "it was never seen to go on"
+    run.write_json("ranks/exit_codes.json", {"0": 1, "1": -signal.SIGKILL})
+    assert settle(run, "failed") == "failed"
+    failure = run.failure()
+    assert (failure["rank"], failure["cause"]) == (1, "hang")
+    assert failure["message"].startswith("rank 1 was stopped: its process was in state T of /proc")
+    assert "rank 1 has not come to b over cp [#2, helpers/pretended_ranks.py:" in failure["message"]
+
+
+def test_a_stopped_rank_that_is_waited_for_too_long_is_ended_and_named_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr(watching, "_BACKEND_S", 0.5)
+    with pretended_ranks(tmp_path, "a (b", "a |60", timeout_s=1.0) as (run, ranks):
+        ranks[1].send_signal(signal.SIGSTOP)
+        dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
+        assert [process.wait(timeout=20) for process in ranks] == [-signal.SIGTERM, -signal.SIGKILL]
+        wait_until(lambda: 1 in run.exits())
+        dog.stop()
+    assert run.failure()["rank"] == 1
+    assert "state T of /proc" in run.failure()["message"]
+
+
+def test_a_rank_that_goes_on_is_stopped_no_more(tmp_path):
+    with pretended_ranks(tmp_path, "a (b", "a |60") as (run, ranks):
+        dog = Watchdog(run, pids_of(ranks), poll_s=0.1).start()
+        ranks[1].send_signal(signal.SIGSTOP)
+        wait_until(lambda: stopped(run) and [*stopped(run)] == ["1"])
+        ranks[1].send_signal(signal.SIGCONT)
+        wait_until(lambda: stopped(run) == {})
+        dog.stop()
+    assert run.exits() == {}
 
 
 def test_a_slow_rank_is_named_with_its_place_and_left_alone(tmp_path):

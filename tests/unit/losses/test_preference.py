@@ -75,6 +75,16 @@ def test_implied_rewards_are_sums_or_means_over_documents_and_0_for_an_empty_one
     torch.testing.assert_close(policy_T.grad, flat(slopes))
 
 
+def test_a_token_that_does_not_count_may_name_a_document_that_does_not_exist():
+    """Padding has an id of its own, and every id is a place in the result."""
+    policy_T, zero_T = torch.tensor([-1.0, -2.0, -4.0]), torch.zeros(3)
+    for padding in (-1, 7):
+        inputs = LossInputs(policy_T, zero_T, zero_T, ref_logprobs_T=zero_T, loss_mask_T=torch.tensor([1, 1, 0]).bool(),
+                            document_ids_T=torch.tensor([0, 0, padding]))
+        assert document_rewards(inputs, 1).tolist() == [-3.0]
+        assert document_rewards(inputs, 1, average=True).tolist() == [-1.5]
+
+
 @pytest.mark.parametrize(("settings", "value", "slope"), [
     ({}, lambda h: -math.log(sigmoid(h)), lambda h: -sigmoid(-h)),
     ({"beta": 0.3}, lambda h: -math.log(sigmoid(0.3 * h)), lambda h: -0.3 * sigmoid(-0.3 * h)),

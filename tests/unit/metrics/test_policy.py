@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.metric_rows import inputs_of, nasty_documents, segment_lengths
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import reductions_counted, run_ranks
 from tests.oracles import metrics as oracle
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss
@@ -192,14 +192,9 @@ def on_ranks(documents):
     tokens = [(place, keep) for place, keep in enumerate(k for d in documents for k in d["mask"])]
     labels = [(0 if place % 3 else 2) if keep else 3 for place, keep in tokens]
     mine = [place % 2 if label == axis.rank else 9 for place, label in enumerate(labels)]
-    calls, reduce = [], torch.distributed.all_reduce
-    torch.distributed.all_reduce = lambda *args, **kwargs: calls.append(1) or reduce(*args, **kwargs)
-    try:
-        micro_batches = pieces_of(documents, PPO, mine, 2)
-        found = finish_metrics(micro_batches, axis)
-    finally:
-        torch.distributed.all_reduce = reduce
-    return found, len(calls)
+    with reductions_counted() as sizes:
+        found = finish_metrics(pieces_of(documents, PPO, mine, 2), axis)
+    return found, len(sizes)
 
 
 def test_four_ranks_take_two_collectives_for_all_metrics_together(tmp_path):

@@ -96,14 +96,14 @@ def test_sampled_entropy_weighs_with_the_ratio():
 
 
 @pytest.mark.parametrize(("region", "expected"), [
-    ("outside", [1, 1, 1, 1, 0, 1]), ("outside_low", [0, 0, 1, 1, 0, 0]), ("outside_high", [1, 1, 0, 0, 0, 1]),
-    ("cut", [1, 0, 0, 1, 0, 0]), ("cut_low", [0, 0, 0, 1, 0, 0]), ("cut_high", [1, 0, 0, 0, 0, 0]),
-    ("cut_dual", [0, 1, 0, 0, 0, 0])])
-def test_where_a_ratio_lies(region, expected):
-    ratio = torch.tensor([4.0, 4.0, 0.5, 0.5, 1.0, 4.0])
-    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 0.0])
+    ("outside", [1, 1, 1, 1, 0, 1, 1]), ("outside_low", [0, 0, 1, 1, 0, 0, 1]),
+    ("outside_high", [1, 1, 0, 0, 0, 1, 0]), ("cut", [1, 0, 0, 1, 0, 0, 0]), ("cut_low", [0, 0, 0, 1, 0, 0, 0]),
+    ("cut_high", [1, 0, 0, 0, 0, 0, 0]), ("cut_dual", [0, 1, 0, 0, 0, 0, 0])])
+def test_where_a_ratio_lies_and_without_an_advantage_nothing_is_cut(region, expected):
+    ratio = torch.tensor([4.0, 4.0, 0.5, 0.5, 1.0, 4.0, 0.5])
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
     assert beyond(region, ratio, advantage, ClipRule(0.8, 1.2, 3.0)).int().tolist() == expected
-    q = quantities(ratio.log().tolist(), [0.0] * 6, advantages=advantage.tolist(), clip=ClipRule(0.8, 1.2, 3.0))
+    q = quantities(ratio.log().tolist(), [0.0] * 7, advantages=advantage.tolist(), clip=ClipRule(0.8, 1.2, 3.0))
     assert q.column(Clip(region)).tolist() == expected
 
 
@@ -111,6 +111,7 @@ def test_a_bound_is_inside():
     at = torch.tensor([0.8, 1.2], dtype=torch.float64)
     assert not beyond("outside", at, torch.ones(2), ClipRule(0.8, 1.2)).any()
     assert beyond("cut_dual", at, torch.ones(2), ClipRule(0.8, 1.2)) is None
+    assert not beyond("cut_dual", torch.tensor(3.0), torch.tensor(-1.0), ClipRule(0.8, 1.2, 3.0))
 
 
 def test_token_clips_are_unknown_where_the_ratio_is_a_documents():

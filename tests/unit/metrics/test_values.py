@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import reductions_counted, run_ranks
 from workbench.errors import SpecError
 from workbench.metrics.values import (
     Count,
@@ -79,15 +79,12 @@ def test_nothing_finishes_as_what_it_is():
 def on_ranks():
     mesh = make_mesh(dp=4)
     mine = [([1.0], [1]), ([0.0], [0]), ([1.0, 1.0, 77.0], [1, 1, 0]), ([5.0], [1])][mesh["dp"].rank]
-    calls = []
-    reduce = torch.distributed.all_reduce
-    torch.distributed.all_reduce = lambda *args, **kwargs: calls.append(1) or reduce(*args, **kwargs)
     table = OfDocuments(longest, columns=1, documents=2)
     rank = torch.tensor([mesh["dp"].rank // 2])
     metrics = all_kinds(*mine) | {"documents": table.table([torch.ones(1)], torch.tensor([True]), rank)}
-    found = finish_metrics([metrics], mesh["dp_cp"])
-    torch.distributed.all_reduce = reduce
-    return found, len(calls)
+    with reductions_counted() as sizes:
+        found = finish_metrics([metrics], mesh["dp_cp"])
+    return found, len(sizes)
 
 
 def test_ranks_merge_in_two_collectives_and_an_empty_rank_changes_nothing(tmp_path):

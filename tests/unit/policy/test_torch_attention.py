@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from workbench.errors import SpecError
 from workbench.policy.tiny import tiny_qwen3
@@ -24,19 +25,30 @@ def test_the_logits_are_the_stock_ones():
     torch.testing.assert_close(logits(model), stock, rtol=1e-5, atol=1e-5)
 
 
-def test_positions_that_jump_make_no_mask(monkeypatch):
+class Masks(TorchFunctionMode):
+    """The mask of every attention that torch computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, arguments=(), more=None):
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.seen.append((more or {}).get("attn_mask"))
+        return function(*arguments, **(more or {}))
+
+
+def test_positions_that_jump_make_no_mask():
     """A rank of torch's ring holds head and tail; under "sdpa" that looks like two packed documents."""
-    seen = []
-    plain = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
-                        lambda *args, **more: seen.append(more.get("attn_mask")) or plain(*args, **more))
     jumping = torch.tensor([[0, 1, 2, 3, 4, 5, 18, 19, 20, 21, 22, 23]]).expand(2, 12)
-    logits(with_torch_attention(tiny_qwen3(19)), jumping)
-    assert seen == [None] * 3
+    with Masks() as masks:
+        logits(with_torch_attention(tiny_qwen3(19)), jumping)
+    assert masks.seen == [None] * 3
     stock = tiny_qwen3(19)
     stock.set_attn_implementation("sdpa")
-    logits(stock, jumping)
-    assert any(mask is not None for mask in seen)
+    with Masks() as masks:
+        logits(stock, jumping)
+    assert any(mask is not None for mask in masks.seen)
 
 
 @pytest.mark.parametrize("more", [{"attention_mask": torch.ones(1, 1, 4, 4)}, {"dropout": 0.1}, {"sliding_window": 3},

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import reductions_counted, run_ranks
 from workbench.errors import SpecError
 from workbench.losses.document_sums import LocalSums
 from workbench.reduction.document_sums import ShardedSums
@@ -78,8 +78,6 @@ def sums_of_a_shard(order, length, complete="right"):
     """Sums, gradients and number of collectives of this rank, back in the order of the row."""
     import torch.distributed as dist
 
-    calls = []
-    reduce, dist.all_reduce = dist.all_reduce, lambda *args, **kw: (calls.append(args[0].numel()), reduce(*args, **kw))
     axis = make_mesh(cp=dist.get_world_size())["cp"]
     plan = ShardPlan.make(order, num_tokens=length, cp=axis.size)
     row = make_row(length)
@@ -91,13 +89,12 @@ def sums_of_a_shard(order, length, complete="right"):
         values, cotangents = (plan.split(v, axis.rank) for v in values_and_cotangents(length))
         values[~plan.split(row.loss_mask_T, axis.rank)] = torch.inf
         values.requires_grad_()
-        calls.clear()
-        found = getattr(sums, kind)(values)
-        (found * cotangents).sum().backward()
-        out[kind] = {"calls": list(calls), "parts": sums.__dict__[f"_{kind}s"].count,
+        with reductions_counted() as calls:
+            found = getattr(sums, kind)(values)
+            (found * cotangents).sum().backward()
+        out[kind] = {"calls": calls, "parts": sums.__dict__[f"_{kind}s"].count,
                      "sums": plan.merge(torch.cat(all_gather(found.detach(), axis))),
                      "gradients": plan.merge(torch.cat(all_gather(values.grad, axis)))}
-    dist.all_reduce = reduce
     return out
 
 

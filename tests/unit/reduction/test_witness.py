@@ -40,6 +40,15 @@ def test_over_all_batches_there_is_one_of_every_kind():
     assert sum(bool(h.any()) for h in holes) > 20
 
 
+def test_rewards_of_documents_are_1_or_minus_a_half_and_the_same_for_ever():
+    rows = [nasty_row(seed)[0] for seed in SEEDS]
+    assert {reward for row in rows for reward in row.rewards_T.tolist()} == {1.0, -0.5}
+    first = rows[0]
+    assert [first.rewards_T[first.document_ids_T == number].unique().tolist()
+            for number in range(int(first.document_ids_T.max()) + 1)] == [
+        [-0.5], [-0.5], [-0.5], [1.0], [1.0], [1.0]]
+
+
 def test_an_outcome_is_the_evaluators():
     spec = LossSpec(name="reinforce", entropy_coefficient=0.5)
     row, said = nasty_row(3)

@@ -269,4 +269,9 @@ def test_changed_settings_are_those_that_leave_the_reference(comparison):
 
 
 def test_every_verdict_can_be_drawn():
-    assert set(style.VERDICT_STYLES) == set(VERDICTS)
+    assert set(style.VERDICT_STYLES) == {"reference", "equal", "within budget", "different", "vacuous",
+                                         "unsound baseline", "failed"}
+    assert set(VERDICTS) <= set(style.VERDICT_STYLES)
+    for what in ("name", "sign", "color", "marker"):
+        alike = [getattr(look, what) for name, look in style.VERDICT_STYLES.items() if name != "reference"]
+        assert len(set(alike)) == len(alike)

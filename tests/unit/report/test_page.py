@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS, layout_parity, renamed
+from tests.helpers.stand_in import stand_in
 from workbench.compare.comparison import Comparison
 from workbench.report.page import page, write_report
+from workbench.runs import whole_files
 
 SECTIONS = ["What differs between configurations", "Verdicts", "Gradient norm by step",
             "Per-parameter norm ratios", "Importance ratios", "Loss", "Time and memory", "Failed runs",
@@ -189,7 +191,7 @@ def test_the_page_that_was_there_stays_until_the_new_one_is_on_disk(comparison, 
     def crash(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(os, "fsync", crash)
+    monkeypatch.setattr(whole_files, "os", stand_in(os, fsync=crash))
     with pytest.raises(OSError, match="disk full"):
         write_report(small, path)
     assert path.read_text() == "before"

@@ -1,15 +1,16 @@
 """The panel: built from disk, fed by one thread, cheap, quiet in the kernel, and gone when it is closed."""
 
 import gc
-import io
 import shutil
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 from ipywidgets.widgets import widget as registry
 
+from tests.helpers.audited import files_opened
 from tests.helpers.trials import HOSTILE, Writer, make_run, make_sweep, rename, wait_for, write_steps
 from workbench.errors import RecordError
 from workbench.report import panel as module
@@ -186,34 +187,29 @@ def test_only_the_row_that_changed_is_sent(experiment, attached):
     assert [change["owner"] for change in sent if change["owner"] is not shown._heading] == [shown._rows[0]]
 
 
-def test_many_looks_at_runs_that_ended_read_nothing(experiment, attached, monkeypatch):
+def test_many_looks_at_runs_that_ended_read_nothing(experiment, attached):
     for index in range(20):
         run = make_run(experiment, f"run{index}")
         write_steps(run, [0.5] * 4)
         run.set_state("succeeded")
     shown = attached(experiment, poll_s=60)
-    read = []
-    for name in ("read_bytes", "read_text", "open"):
-        monkeypatch.setattr(f"pathlib.Path.{name}", lambda path, *how, **more: read.append(path))
-    for _ in range(100):
-        shown.look()
-    assert read == []
+    with files_opened(experiment) as opened:
+        for _ in range(100):
+            shown.look()
+    assert opened == []
     assert shown._trouble.value == ""
 
 
-def test_a_look_at_runs_that_go_on_reads_their_state_and_what_is_new(experiment, attached, monkeypatch):
+def test_a_look_at_runs_that_go_on_reads_their_state_and_what_is_new(experiment, attached):
     run = make_run(experiment, "a", steps=3000)
     run.set_state("running")
     write_steps(run, [0.5] * 200)
     shown = attached(experiment, poll_s=60)
-    monkeypatch.setattr("pathlib.Path.open", lambda path, *how, **more: io.BufferedReader(Counted(path)))
-    monkeypatch.setattr(Counted, "bytes_read", 0)
+    before = bytes_read_here()
     for _ in range(50):
         shown.look()
-    small = (run.path / "state.json").stat().st_size
-    assert (run.path / "metrics.jsonl").stat().st_size > 10 * small
-    assert 50 * small <= Counted.bytes_read <= 100 * small
-    monkeypatch.undo()
+    read = bytes_read_here() - before
+    assert 50 * (run.path / "state.json").stat().st_size <= read < 10 * (run.path / "metrics.jsonl").stat().st_size
     write_steps(run, [0.25], begin=200)
     shown.look()
     assert shown.trials[0].loss[-1] == 0.25
@@ -463,17 +459,6 @@ def all_markup(panel: Panel) -> str:
     return "".join(str(each.value) for each in every_widget(panel) if isinstance(getattr(each, "value", None), str))
 
 
-class Counted(io.FileIO):
-    """A file that counts what is read of it and of all others like it."""
-
-    bytes_read = 0
-
-    def readall(self):
-        content = super().readall()
-        Counted.bytes_read += len(content)
-        return content
-
-    def readinto(self, buffer):
-        count = super().readinto(buffer)
-        Counted.bytes_read += count
-        return count
+def bytes_read_here():
+    """By this thread since it began, from whatever file."""
+    return int(Path("/proc/thread-self/io").read_text().split()[1])

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from tests.helpers.audited import files_opened
 from tests.helpers.trials import make_run, write_steps
 from workbench.report.trial import GONE, Trial, TrialReader, as_line, duration, elapsed_s
 from workbench.runs.store import process_lives
@@ -40,13 +41,13 @@ def test_reading_twice_gives_equal_trials(run):
     assert reader.read().loss is reader.read().loss
 
 
-def test_of_a_run_that_ended_only_the_state_file_is_looked_at(run, monkeypatch):
+def test_of_a_run_that_ended_only_the_state_file_is_looked_at(run):
     run.set_state("succeeded")
     reader = TrialReader(run)
     reader.read()
-    monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: pytest.fail(f"{path.name} was read"))
-    monkeypatch.setattr("pathlib.Path.open", lambda path, *how: pytest.fail(f"{path.name} was opened"))
-    assert reader.read().state == "succeeded"
+    with files_opened(run.path) as opened:
+        assert reader.read().state == "succeeded"
+    assert opened == []
 
 
 def test_a_success_that_turns_out_to_be_a_failure_is_seen(run):

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from tests.helpers.exact_step import BLOCK, at_random, in_order, own_step
+from tests.helpers.exact_step import BLOCK, TOKENS, at_random, in_order, own_step
 from tests.helpers.same_bits import same_bits
-from workbench.errors import SpecError
+from workbench.errors import ShapeError, SpecError
 from workbench.policy.model import load_policy
 from workbench.reproducible import OutOfRange, Resolution, install
 from workbench.sharding.mesh import single_process_mesh
@@ -121,8 +121,32 @@ def test_a_power_of_two_in_the_loss_takes_nothing_but_its_bits():
     assert differing(found[1:], found[0]) == []
 
 
+def test_tokens_and_blocks_of_a_step_are_counted_over_its_micro_batches_and_anew_in_the_next():
+    """Whether integers fit is decided from how many partials are added."""
+    policy = load_policy("tiny-qwen3")
+    exact = install(policy, Resolution(BLOCK))
+    found = []
+    for micro_batches in (2, 1):
+        exact.start()
+        for _ in range(micro_batches):
+            backward_of(policy, 1.0)
+        found.append((exact.leaves.tokens, exact.leaves.blocks))
+    assert found == [(2 * TOKENS, 2 * TOKENS // BLOCK), (TOKENS, TOKENS // BLOCK)]
+
+
+def test_a_target_that_is_no_token_is_refused():
+    policy = load_policy("tiny-qwen3")
+    exact = install(policy, Resolution(BLOCK))
+    last = policy.vocabulary_size - 1
+    hidden_TD = torch.zeros(2, policy.model.config.hidden_size)
+    with torch.no_grad():
+        assert exact.token_logprobs(hidden_TD, torch.tensor([0, last])).logprobs_T.isfinite().all()
+        with pytest.raises(ShapeError, match=f"an id of {last + 1}(.|\n)*0 <= id < {last + 1}"):
+            exact.token_logprobs(hidden_TD, torch.tensor([0, last + 1]))
+
+
 def backward_of(policy, factor):
-    from tests.helpers.exact_step import DOCUMENTS, TOKENS
+    from tests.helpers.exact_step import DOCUMENTS
     from workbench.sharding.attention import AttentionShard
     from workbench.sharding.mesh import Axis
 

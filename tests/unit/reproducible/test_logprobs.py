@@ -37,14 +37,15 @@ def said(mesh, chunks, dtype=torch.float32):
     return [*(one.detach() for one in outputs), hidden.grad, into.total.double() * 2.0**-32]
 
 
-@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
-def test_it_says_what_the_reference_says(dtype, far):
+@pytest.mark.parametrize(("dtype", "far", "chunks"), [(torch.float32, 1e-5, 1), (torch.bfloat16, 0.1, 1),
+                                                      (torch.float32, 1e-5, 4)])
+def test_it_says_what_the_reference_says_in_one_piece_of_the_vocabulary_and_in_several(dtype, far, chunks):
     hidden, weight, targets, temperature, gradients = problem()
     hidden, weight = hidden.to(dtype).double().requires_grad_(), weight.to(dtype).double().requires_grad_()
     expected = token_logprobs(hidden, weight, targets, implementation="reference", temperature=temperature,
                               wanted=("entropy", "logsumexp", "mean_squared_logit"))[:4]
     sum((one * gradient).sum() for one, gradient in zip(expected, gradients, strict=True)).backward()
-    (found,) = simulate(lambda mesh: said(mesh, 1, dtype))
+    (found,) = simulate(lambda mesh: said(mesh, chunks, dtype))
     for actual, wanted in zip(found, [*(one.detach() for one in expected), hidden.grad, weight.grad], strict=True):
         torch.testing.assert_close(actual.double(), wanted, rtol=far, atol=far)
 

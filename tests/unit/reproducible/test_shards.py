@@ -7,6 +7,7 @@ import torch
 
 from workbench.policy.model import load_policy
 from workbench.reproducible import Resolution, install, shards
+from workbench.reproducible.exact_sums import Accumulator, Leaves
 from workbench.reproducible.kernels import plain
 from workbench.reproducible.shards import Held, held_parameters, own_rows, sum_over_ranks
 from workbench.sharding.mesh import single_process_mesh
@@ -44,6 +45,50 @@ def test_gradients_are_finished_in_parts_and_whole_everywhere(ranks, bucket, mon
         assert set(found) == set(given)
         for name, total in given.items():
             assert torch.equal(found[name], plain_half(total, torch.float32)), name
+
+
+def held_of(sizes):
+    """Whole parameters of these sizes and dtypes, and their accumulators full of their own numbers."""
+    held = {f"{number} of {size}": Held(torch.nn.Parameter(torch.zeros(size, dtype=dtype)), ParameterShard())
+            for number, (size, dtype) in enumerate(sizes)}
+    accumulators = {name: Accumulator(one.parameter.shape, torch.device("cpu"), Leaves()) for name, one in held.items()}
+    for number, accumulator in enumerate(accumulators.values()):
+        accumulator.total.fill_(number + 1)
+    return held, accumulators
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("sizes", "together"), [
+    ([4, 6], [10]), ([4, 7], [4, 7]), ([2, 3, 5, 1], [10, 1]), ([11, 2, 12], [11, 2, 12]), ([6, 3, 3, 3], [9, 6])])
+def test_neighbours_are_summed_together_until_a_bucket_is_full(sizes, together, first, monkeypatch):
+    monkeypatch.setattr(shards, "BUCKET", 10)
+    held, accumulators = held_of([(size, first) for size in sizes])
+    finished = []
+
+    def finish(total, dtype):
+        finished.append((len(total), dtype))
+        return total.to(dtype)
+
+    found = dict(sum_over_ranks(accumulators, held, single_process_mesh(), finish))
+    assert finished == [(size, first) for size in together]
+    assert [one_number(values) for values in found.values()] == list(range(1, len(sizes) + 1))
+
+
+def test_neighbours_of_two_dtypes_are_finished_in_their_own():
+    held, accumulators = held_of([(2, torch.bfloat16), (3, torch.bfloat16), (4, torch.float32), (5, torch.bfloat16)])
+    found = dict(sum_over_ranks(accumulators, held, single_process_mesh(), torch.Tensor.to))
+    assert [values.dtype for values in found.values()] == [one.parameter.dtype for one in held.values()]
+    assert [one_number(values) for values in found.values()] == [1, 2, 3, 4]
+
+
+def test_what_fills_a_bucket_alone_is_not_copied_and_of_a_shared_bucket_each_keeps_its_own_memory_only(monkeypatch):
+    """The integers of an embedding are the largest of a step, and a small gradient that is kept keeps no bucket."""
+    monkeypatch.setattr(shards, "BUCKET", 10)
+    held, accumulators = held_of([(12, torch.float32), (3, torch.float32), (4, torch.float32)])
+    where = [accumulator.total.data_ptr() for accumulator in accumulators.values()]
+    found = [values for _, values in sum_over_ranks(accumulators, held, single_process_mesh(), as_they_are)]
+    assert found[0].data_ptr() == where[0]
+    assert [values.untyped_storage().nbytes() for values in found] == [12 * 8, 3 * 8, 4 * 8]
 
 
 def plain_half(total, dtype):

@@ -29,8 +29,8 @@ PROJECT = Path(__file__).parents[3]
 
 
 @functools.cache
-def policy():
-    return load_policy("tiny-qwen3", precision="float64")
+def policy(fused_loss=False):
+    return load_policy("tiny-qwen3", precision="float64", fused_loss=fused_loss)
 
 
 @functools.cache
@@ -56,7 +56,8 @@ def documents(spread, advantages="documents"):
 def step(loss, batch, *, make=flow.make_loss, loss_spec=True, frozen_clip=None, **settings):
     """One step under a spec; its result, and products with the head for each trained token."""
     spec = RunSpec.model_validate({"model": TINY, "precision": "float64", "loss": loss} | settings)
-    held = replace(policy(), chunk_tokens=spec.policy.chunk_tokens, keep_bytes=spec.policy.keep_bytes)
+    held = replace(policy(spec.policy.fused_loss), chunk_tokens=spec.policy.chunk_tokens,
+                   keep_bytes=spec.policy.keep_bytes)
     batch = RolloutBatch.from_documents(batch)
     rows, totals = flow.prepare_rows(batch, spec, held.mesh)
     with count_products() as count:

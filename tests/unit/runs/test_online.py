@@ -592,6 +592,7 @@ def test_what_was_sampled_is_a_recording_like_any_other(three_steps, tmp_path):
         "data": {"path": str(three_steps.path / "rollouts" / "step0000"), "documents_per_step": 5}, "steps": 2})
     run = RunDirectory.create(tmp_path, "replayed", replayed)
     run_here(run, tmp_path)
+    assert len(records(run)) == 2
     for mine, theirs in zip(records(run), records(three_steps), strict=False):
         assert {name: theirs[name] for name in mine} == mine
 

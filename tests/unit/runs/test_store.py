@@ -14,8 +14,9 @@ import psutil
 import pytest
 import torch
 
+from tests.helpers.stand_in import stand_in
 from workbench.errors import RecordError, ShapeError, SpecError
-from workbench.runs import store
+from workbench.runs import store, whole_files
 from workbench.runs.spec import RunSpec
 from workbench.runs.store import RunDirectory, StepTail, this_process
 
@@ -149,7 +150,7 @@ class TestState:
         def crash(*_):
             raise OSError("disk full")
 
-        monkeypatch.setattr(os, "fsync", crash)
+        monkeypatch.setattr(whole_files, "os", stand_in(os, fsync=crash))
         with pytest.raises(OSError, match="disk full"):
             run.set_state("running")
         assert run.state["state"] == "pending"
@@ -174,7 +175,7 @@ class TestSteps:
     def test_a_line_that_could_not_be_written_is_cut_off_before_the_next(self, run, monkeypatch):
         run.append_step({"step": 0})
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+            patch.setattr(whole_files, "os", stand_in(os, fsync=lambda *_: (_ for _ in ()).throw(OSError("disk full"))))
             with pytest.raises(OSError, match="disk full"):
                 run.append_step({"step": 1})
         path = run.path / "metrics.jsonl"
@@ -389,7 +390,7 @@ class TestProvenance:
     def test_says_what_made_the_numbers_and_not_where(self, monkeypatch, tmp_path):
         root = store.project_root()
         program, spec = root / ".venv" / "bin" / "workbench", tmp_path / "spec.yaml"
-        monkeypatch.setattr(sys, "argv", [str(program), "run", str(spec)])
+        monkeypatch.setattr(store, "sys", stand_in(sys, argv=[str(program), "run", str(spec)]))
         actual = store.provenance(root, seed=3)
         assert actual["argv"] == [".venv/bin/workbench", "run", ".../spec.yaml"]
         assert actual["versions"]["torch"] == torch.__version__

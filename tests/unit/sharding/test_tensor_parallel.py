@@ -103,6 +103,22 @@ def test_one_rank_changes_nothing():
     assert model.up.weight.shape == (6, 4)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_output_head_has_whole_rows_of_its_slice_of_the_vocabulary(bias):
+    def sliced(mesh):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"head": nn.Linear(3, 5, bias=bias)})
+        whole = {name: value.detach().clone() for name, value in model.named_parameters()}
+        shards = apply_tensor_parallel(model, {"head": "vocabulary_head"}, mesh["tp"])
+        start, stop = ((0, 3), (3, 5))[mesh["tp"].rank]
+        for name, value in model.named_parameters():
+            assert torch.equal(value, whole[name][start:stop]), name
+            assert torch.equal(own_part(whole[name], shards[name], mesh["tp"]), value), name
+        return len(whole)
+
+    assert simulate(sliced, tp=2) == [1 + bias] * 2
+
+
 class Transposed(nn.Module):
     """A linear layer that holds its weight as [inputs, outputs]."""
 

@@ -89,7 +89,7 @@ class _Search:
         """Refuse a loss that remembers: a law compares two steps, and every one would seem to be broken."""
         plain = one_row(self.documents(f"{self.seed} 0"))
         first = self.outcome(plain)
-        if first.error is not None or not math.isfinite(first.norm + first.loss):
+        if first.error is not None or not (math.isfinite(first.norm) and math.isfinite(first.loss)):
             return  # a case says it
         again = perform(self.subject, plain)
         far = REPEATED * max(abs(first.loss), first.norm)

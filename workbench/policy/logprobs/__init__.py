@@ -11,41 +11,19 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from workbench.errors import ShapeError, SpecError
-from workbench.shapes import check_shapes
+from workbench.errors import SpecError
+from workbench.policy.logprobs.head import TokenLogprobs
 
 if TYPE_CHECKING:
     from workbench.policy.logprobs.kept import KeptSets
     from workbench.sharding.mesh import Axis
 
 IMPLEMENTATIONS = ("reference", "vocabulary_parallel", "chunked", "triton")
-
-
-class TokenLogprobs(NamedTuple):
-    """What the output head says about each token, in nats; every field carries a gradient, None was not wanted.
-
-    With z the logits as they enter the softmax (scaled, capped, over the temperature) and p = softmax(z):
-
-    Attributes:
-        logprobs_T: [T] log-probability of the target.
-        entropy_T: [T] entropy of the distribution.
-        logsumexp_T: [T] log of the normaliser, log sum exp z; what a squared-logit penalty holds small.
-        mean_squared_logit_T: [T] mean of z^2 over the vocabulary; a logit of -inf adds nothing.
-        kept_logprobs_T: [T] log-probability of the target among the kept tokens alone.
-        kept_entropy_T: [T] entropy of the distribution over the kept tokens alone.
-    """
-
-    logprobs_T: Tensor
-    entropy_T: Tensor | None = None
-    logsumexp_T: Tensor | None = None
-    mean_squared_logit_T: Tensor | None = None
-    kept_logprobs_T: Tensor | None = None
-    kept_entropy_T: Tensor | None = None
 
 
 def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, implementation: str = "auto",
@@ -133,41 +111,3 @@ def triton_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
 def fastest(dtype: torch.dtype, device: torch.device) -> str:
     """The implementation that never holds the logits and is fastest with operands of this dtype on this device."""
     return "triton" if device.type == "cuda" and triton_refusal(dtype, device) is None else "chunked"
-
-
-def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor | None:
-    """Where a temperature per token is not positive and finite, [T] bool on its device; None for one number.
-
-    Raises:   ShapeError: a number that is not positive and finite, not one value per target, or one that wants a
-              gradient.
-    """
-    if not isinstance(temperature, Tensor):
-        if not 0 < temperature < float("inf"):
-            raise ShapeError(f"token_logprobs: temperature = {temperature}", rule=_RULE, fix=_FIX)
-        return None
-    check_shapes("token_logprobs", targets_T=targets_T, temperature_T=temperature)
-    if temperature.requires_grad:
-        raise ShapeError("token_logprobs: temperature_T", found="requires_grad = True",
-                         rule="a temperature is given, not trained: no implementation has a gradient for it",
-                         fix="pass temperature_T.detach()")
-    return ~((temperature > 0) & torch.isfinite(temperature))
-
-
-def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """What logits are divided by: a number as it is, one value per token as a column of the logits' dtype.
-
-    Shapes:   [T] -> [T, 1].
-    Raises:   ShapeError: see `check_temperature`, and a value per token that is not positive and finite.
-    """
-    bad_T = check_temperature(temperature, targets_T)
-    if bad_T is None:
-        return temperature
-    if bool(bad_T.any()):
-        at = torch.nonzero(bad_T)[:5, 0].tolist()
-        raise ShapeError("token_logprobs: temperature_T", found=f"{temperature[at].tolist()} at {at}", rule=_RULE,
-                         fix=_FIX)
-    return temperature.to(dtype)[:, None]
-
-
-_RULE = "a temperature divides logits: it is positive and finite, also where nothing counts"
-_FIX = "give padding and masked tokens 1.0; greedy sampling has no temperature whose log-probabilities mean anything"

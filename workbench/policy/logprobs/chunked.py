@@ -15,9 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, note_product, rows_moved
-from workbench.policy.logprobs.head import Head
+from workbench.policy.logprobs.head import Head, TokenLogprobs
 from workbench.policy.logprobs.products import add_product_, exact_float32
 from workbench.sharding.collectives import all_max, all_sum
 

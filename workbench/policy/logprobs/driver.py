@@ -28,10 +28,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.engine import Accumulators, Chunk, Engine, Keep, RowGradients, plan_chunks, rows_moved
-from workbench.policy.logprobs.head import Head, active_rows, check_rows, make_head
+from workbench.policy.logprobs.head import Head, TokenLogprobs, active_rows, check_rows, make_head
 from workbench.policy.logprobs.kept import KeptChunk, KeptSets, check_kept, whole_where_empty
 from workbench.policy.logprobs.kept import backward as kept_backward
 from workbench.policy.logprobs.kept import forward as kept_forward

@@ -9,6 +9,7 @@ Letters: T rows in all | C rows of a chunk | V vocabulary (this rank's rows of t
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from workbench.policy.logprobs import TokenLogprobs
-from workbench.policy.logprobs.head import Head
+from workbench.policy.logprobs.head import Head, TokenLogprobs
 
 Keep = Literal["no", "scratch", "own"]
 
@@ -133,9 +133,11 @@ class ProductCount:
 
     Attributes:
         rows: so far.
+        thread: the only thread whose products count; None: those of all threads.
     """
 
     rows: int = 0
+    thread: int | None = None
 
 
 _counts: list[ProductCount] = []
@@ -144,13 +146,19 @@ _counts: list[ProductCount] = []
 def note_product(rows: int) -> None:
     """Say that this many rows were multiplied with the head, or with its transpose, or into its gradient."""
     for count in _counts:
-        count.rows += rows
+        if count.thread in (None, threading.get_ident()):
+            count.rows += rows
 
 
 @contextmanager
-def count_products() -> Iterator[ProductCount]:
-    """Count the matrix products of every engine while this is open."""
-    count = ProductCount()
+def count_products(*, this_thread: bool = False) -> Iterator[ProductCount]:
+    """Count the matrix products of every engine while this is open.
+
+    Args:
+        this_thread: count only those made in the calling thread. Simulated ranks are threads of one process, and take
+            turns inside each other's passes. A backward on a GPU runs in a thread of its own.
+    """
+    count = ProductCount(thread=threading.get_ident() if this_thread else None)
     _counts.append(count)
     try:
         yield count

@@ -23,8 +23,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from workbench.errors import ShapeError, SpecError
-from workbench.policy.logprobs import TokenLogprobs, fastest, logit_divisor, triton_refusal
-from workbench.policy.logprobs.head import WANTED, check_dtype, check_targets, tiled
+from workbench.policy.logprobs import fastest, triton_refusal
+from workbench.policy.logprobs.head import WANTED, TokenLogprobs, check_dtype, check_targets, logit_divisor, tiled
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.mesh import Axis

@@ -36,12 +36,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs import TokenLogprobs, fastest
+from workbench.policy.logprobs import fastest
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.driver import Rows, lifted
 from workbench.policy.logprobs.engine import Accumulators, Engine, count_products
 from workbench.policy.logprobs.fused_pass import Couples, GradientPass, LossOfRows, plan_rows
-from workbench.policy.logprobs.head import Head, active_rows, check_rows, make_head
+from workbench.policy.logprobs.head import Head, TokenLogprobs, active_rows, check_rows, make_head
 from workbench.policy.logprobs.kept import KeptSets, check_kept, whole_where_empty
 from workbench.policy.logprobs.late_scaling import scale_
 from workbench.shapes import check_shapes
@@ -150,7 +150,7 @@ def fused_loss(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, loss_fn:
         None if plan.order_A is None else torch.argsort(places_A),
         None if expected_logprobs_T is None else expected_logprobs_T.detach()[places_A], couples, chunk_tokens,
         keep_bytes, _fields(wanted, kept), into)
-    with torch.no_grad(), count_products() as count:
+    with torch.no_grad(), count_products(this_thread=True) as count:
         loss = there.run(plan.groups)
         if into is not None and into.hidden_TD is not None and axis is not None:
             into.hidden_TD = all_sum(into.hidden_TD, axis)

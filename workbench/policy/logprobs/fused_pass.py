@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
-from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.driver import Rows
 from workbench.policy.logprobs.engine import Accumulators, Chunk, Engine, Keep, RowGradients, plan_chunks
-from workbench.policy.logprobs.head import WANTED
+from workbench.policy.logprobs.head import WANTED, TokenLogprobs
 from workbench.policy.logprobs.kept import KeptChunk, whole_where_empty
 from workbench.policy.logprobs.kept import backward as kept_backward
 from workbench.policy.logprobs.kept import forward as kept_forward

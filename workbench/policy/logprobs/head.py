@@ -1,4 +1,4 @@
-"""The output head as one rank holds it, and what may be asked of it.
+"""The output head as one rank holds it, what may be asked of it, and what it says of each token.
 
 With hidden state h, head row w_v, bias b_v:
     a_v = logit_scale * (h . w_v + b_v)
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError, SpecError
-from workbench.policy.logprobs import check_temperature, logit_divisor
 from workbench.shapes import check_shapes
 from workbench.sharding.collectives import all_sum
 from workbench.sharding.mesh import Axis
@@ -27,6 +27,32 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 WANTED = ("entropy", "logsumexp", "mean_squared_logit")
 """What may be wanted besides the log-probability; a field of `TokenLogprobs` each."""
+
+_TEMPERATURE_RULE = "a temperature divides logits: it is positive and finite, also where nothing counts"
+_TEMPERATURE_FIX = ("give padding and masked tokens 1.0; greedy sampling has no temperature whose log-probabilities "
+                    "mean anything")
+
+
+class TokenLogprobs(NamedTuple):
+    """What the output head says about each token, in nats; every field carries a gradient, None was not wanted.
+
+    With z the logits as they enter the softmax (scaled, capped, over the temperature) and p = softmax(z):
+
+    Attributes:
+        logprobs_T: [T] log-probability of the target.
+        entropy_T: [T] entropy of the distribution.
+        logsumexp_T: [T] log of the normaliser, log sum exp z; what a squared-logit penalty holds small.
+        mean_squared_logit_T: [T] mean of z^2 over the vocabulary; a logit of -inf adds nothing.
+        kept_logprobs_T: [T] log-probability of the target among the kept tokens alone.
+        kept_entropy_T: [T] entropy of the distribution over the kept tokens alone.
+    """
+
+    logprobs_T: Tensor
+    entropy_T: Tensor | None = None
+    logsumexp_T: Tensor | None = None
+    mean_squared_logit_T: Tensor | None = None
+    kept_logprobs_T: Tensor | None = None
+    kept_entropy_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +166,41 @@ def check_targets(what: str, targets_T: Tensor) -> None:
     if targets_T.dtype not in (torch.int64, torch.int32):
         raise ShapeError(f"{what}: targets", found=str(targets_T.dtype), rule="vocabulary ids: int64, or int32",
                          fix="pass ids, not masks, one-hot rows or probabilities")
+
+
+def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor | None:
+    """Where a temperature per token is not positive and finite, [T] bool on its device; None for one number.
+
+    Raises:   ShapeError: a number that is not positive and finite, not one value per target, or one that wants a
+              gradient.
+    """
+    if not isinstance(temperature, Tensor):
+        if not 0 < temperature < float("inf"):
+            raise ShapeError(f"token_logprobs: temperature = {temperature}", rule=_TEMPERATURE_RULE,
+                             fix=_TEMPERATURE_FIX)
+        return None
+    check_shapes("token_logprobs", targets_T=targets_T, temperature_T=temperature)
+    if temperature.requires_grad:
+        raise ShapeError("token_logprobs: temperature_T", found="requires_grad = True",
+                         rule="a temperature is given, not trained: no implementation has a gradient for it",
+                         fix="pass temperature_T.detach()")
+    return ~((temperature > 0) & torch.isfinite(temperature))
+
+
+def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.dtype) -> float | Tensor:
+    """What logits are divided by: a number as it is, one value per token as a column of the logits' dtype.
+
+    Shapes:   [T] -> [T, 1].
+    Raises:   ShapeError: see `check_temperature`, and a value per token that is not positive and finite.
+    """
+    bad_T = check_temperature(temperature, targets_T)
+    if bad_T is None:
+        return temperature
+    if bool(bad_T.any()):
+        at = torch.nonzero(bad_T)[:5, 0].tolist()
+        raise ShapeError("token_logprobs: temperature_T", found=f"{temperature[at].tolist()} at {at}",
+                         rule=_TEMPERATURE_RULE, fix=_TEMPERATURE_FIX)
+    return temperature.to(dtype)[:, None]
 
 
 def tiled(first_token: int, here: int, axis: Axis | None, device: torch.device) -> int:

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from workbench.errors import ShapeError
-from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.logprobs.engine import Accumulators, rows_moved
-from workbench.policy.logprobs.head import Head
+from workbench.policy.logprobs.head import Head, TokenLogprobs
 from workbench.sharding.collectives import all_max, all_sum
 
 BLOCK_BYTES = 2**26

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from workbench.policy.logprobs import TokenLogprobs, logit_divisor
-from workbench.policy.logprobs.head import check_rows, make_head
+from workbench.policy.logprobs.head import TokenLogprobs, check_rows, logit_divisor, make_head
 from workbench.policy.logprobs.kept import KeptSets, check_kept
 from workbench.shapes import check_shapes
 

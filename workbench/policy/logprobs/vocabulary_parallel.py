@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs import TokenLogprobs, logit_divisor
-from workbench.policy.logprobs.head import check_rows, make_head
+from workbench.policy.logprobs.head import TokenLogprobs, check_rows, logit_divisor, make_head
 from workbench.policy.logprobs.kept import KeptSets, check_kept
 from workbench.sharding.collectives import all_max, all_sum, identity_sum, sum_identity
 from workbench.sharding.mesh import Axis

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from workbench.losses.spec import LossSpec
 from workbench.reduction.alignment.adjoints import local_to_whole, whole_to_local
 from workbench.reduction.alignment.documents import Documents
 from workbench.reduction.alignment.policy_loss import StepCounts, check_spec, local_policy_loss
+from workbench.reduction.alignment.rows import ContextParallelRows, context_parallel_rows
 from workbench.reduction.alignment.statistics import (
     AdvantageStatistics,
     KlStatistics,
@@ -39,9 +40,6 @@ from workbench.reduction.alignment.statistics import (
 from workbench.sharding.averaging import EngineFactor, engine_factor
 from workbench.sharding.given_groups import GivenGroup, GivenMesh, axes_of, axis_of, ranks_of
 from workbench.sharding.mesh import Axis, Mesh
-
-if TYPE_CHECKING:
-    from workbench.reduction.alignment.rows import ContextParallelRows
 
 Engine = Literal["sum", "mean"]
 
@@ -296,8 +294,6 @@ class Alignment:
 
         See `workbench.reduction.alignment.rows.context_parallel_rows`, which takes the same arguments.
         """
-        from workbench.reduction.alignment.rows import context_parallel_rows
-
         return context_parallel_rows(self, **rows)
 
     # -- inside ------------------------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ def _divisors(spec: LossSpec, lengths_T: Tensor, counts: StepCounts) -> dict[str
     lengths_T = lengths_T.double()
     tokens, documents = counts.tokens.double().clamp_min(1), counts.documents.double().clamp_min(1)
     ones_T = torch.ones_like(lengths_T)
-    found = {"token": tokens * ones_T, "document": documents * lengths_T, "document_sum": documents * ones_T,
-             "raw": ones_T}
+    found = {"token": tokens.expand_as(ones_T), "document": documents * lengths_T,
+             "document_sum": documents.expand_as(ones_T), "raw": ones_T}
     if spec.denominator == "constant":
         if spec.denominator_constant is None:
             raise SpecError("loss.denominator = 'constant'", found="no loss.denominator_constant",

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,24 @@ from torch import Tensor
 from workbench.errors import ShapeError, ShardingError
 from workbench.losses.spec import LossSpec
 from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
-from workbench.reduction.alignment.align import Alignment
 from workbench.reduction.alignment.policy_loss import StepCounts
+from workbench.sharding.mesh import Axis
 from workbench.sharding.torch_context_parallel import TorchRing, torch_context_parallel
+
+
+class LossOverRanks(Protocol):
+    """The part of an alignment (`workbench.reduction.alignment.align`) that rows need: their ranks, and a loss."""
+
+    @property
+    def cp(self) -> Axis:
+        """The ranks that share rows."""
+        ...
+
+    def policy_loss(self, loss: LossSpec | str, *, policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor,
+                    mask: Tensor, ref_logprobs: Tensor | None, sampler_logprobs: Tensor | None,
+                    counts: StepCounts | None) -> Tensor:
+        """A policy loss over the tokens of all ranks, the same number on every rank."""
+        ...
 
 
 @dataclass
@@ -39,7 +54,7 @@ class ContextParallelRows:
         is_open: whether the context manager has not been left.
     """
 
-    align: Alignment
+    align: LossOverRanks
     held: dict[str, Tensor]
     is_open: bool = field(default=True)
 
@@ -99,7 +114,7 @@ class ContextParallelRows:
 
 
 @contextmanager
-def context_parallel_rows(align: Alignment, *, tokens: Tensor, mask: Tensor, positions: Tensor | None = None,
+def context_parallel_rows(align: LossOverRanks, *, tokens: Tensor, mask: Tensor, positions: Tensor | None = None,
                           attention_mask: Tensor | None = None, old_logprobs: Tensor | None = None,
                           advantages: Tensor | None = None, ref_logprobs: Tensor | None = None,
                           sampler_logprobs: Tensor | None = None,

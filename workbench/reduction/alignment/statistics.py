@@ -73,7 +73,7 @@ def summed(value: Tensor, axes: tuple[Axis, ...]) -> Tensor:
 def largest(values: Tensor, mask: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     """Maximum of what counts on any rank; minus infinity, the identity of a maximum, where nothing does."""
     kept = torch.where(mask, values.detach(), -torch.inf).reshape(-1)
-    most = torch.cat([kept, kept.new_full((1,), -torch.inf)]).max()
+    most = kept.max() if len(kept) else kept.new_tensor(-torch.inf)
     for axis in axes:
         most = all_max(most, axis)
     return most

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from workbench.report.markup import Markup, table, tag
+from workbench.report.numbers import significant
 from workbench.report.rich.strips import framed
 from workbench.runs.spec import RunSpec, flatten
+from workbench.runs.whole_files import to_json
 
 
 def as_html(spec: RunSpec) -> Markup:
     """A table of the settings that were changed; every setting below it."""
-    everything = json.dumps(spec.model_dump(mode="json"), indent=1)
+    everything = to_json(spec.model_dump(mode="json")).decode().rstrip()
     head = tag("p", tag("strong", "RunSpec"), f" {spec.content_hash()}: {spec.layout}, {spec.precision}, "
                f"{spec.steps} step{'s' if spec.steps > 1 else ''}")
     return framed(head, _changes(spec), tag("details", tag("summary", "every setting"), tag("pre", everything)))
 
 
 def said(value: Any) -> str:
-    """A setting as YAML would have it."""
+    """A setting as YAML would have it; infinity as its sign."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return significant(value)
     return value if isinstance(value, str) else json.dumps(value)
 
 

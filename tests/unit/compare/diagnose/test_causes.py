@@ -347,6 +347,53 @@ def test_other_weights_in_the_gradient_alone():
     assert found["ranks_lost"].score < 0.5, "it is longer than the whole"
 
 
+def named(trusted, suspect):
+    return {cause.name for cause in diagnose_records(trusted, suspect).causes}
+
+
+@pytest.mark.parametrize(("places", "name", "told"), [
+    ([2, 8, 14], "first_tokens", True), ([2, 8, 14, 3], "first_tokens", False),
+    ([9, 15], "attention_across_documents", True), ([9], "attention_across_documents", False)])
+def test_a_place_is_blamed_where_what_differs_agrees_with_it_well_enough(places, name, told):
+    """Of later documents two tokens of seven, and all first tokens but with another one beside them."""
+    moved = torch.isin(torch.arange(18), torch.tensor(places)) * torch.linspace(-0.4, 0.5, 18, dtype=torch.float64)
+    wrong = values(policy_logprobs=lambda p: p + moved, entropy_nats=lambda h: h + 0.7 * moved)
+    assert (name in named(make_record(), make_record({"dp": 1}, tokens=wrong))) == told
+
+
+@pytest.mark.parametrize(("still", "told"), [([], True), ([11], True), ([10, 11], True), ([10, 11, 16], False)])
+def test_a_temperature_moves_nearly_all_tokens(still, told):
+    """Eight in ten of them; tokens 10, 11 and 16 are those that it moves least, so that the others fit it as well."""
+    wrong = values(policy_logprobs=lambda p: p + 0.2 * put(still, 0.0)(ENTROPY), entropy_nats=lambda h: h - 0.1)
+    assert ("temperature" in named(make_record(), make_record(tokens=wrong))) == told
+
+
+def test_four_fifths_of_the_tokens_are_nearly_all():
+    there = tokens() | {"trained": put(5, False)(tokens()["trained"])}
+    wrong = there | {"policy_logprobs": there["policy_logprobs"] + 0.2 * put([10, 11], 0.0)(ENTROPY),
+                     "entropy_nats": there["entropy_nats"] - 0.1}
+    assert int(there["trained"].sum()) == 10
+    assert "temperature" in named(make_record(tokens=there), make_record(tokens=wrong))
+
+
+def test_a_temperature_that_moves_every_token_is_seen_where_rounding_hides_most_of_it():
+    bf16 = {"precision": "bfloat16"}
+    wrong = values(policy_logprobs=lambda p: p + 0.2 * ENTROPY, entropy_nats=lambda h: h - 0.1)
+    suspect = make_record(bf16, tokens=wrong)
+    assert Facts(compare_records(make_record(bf16), suspect)).share_off("policy_logprobs") < 0.5
+    assert first_of(make_record(bf16), suspect) == "temperature"
+
+
+@pytest.mark.parametrize(("temperature", "slope"), [(0.8, -0.4), (1.25, 0.4)])
+def test_another_temperature_is_no_softmax_without_one(temperature, slope):
+    """Times the temperature they move along logp + entropy as well, and as they are they do so exactly."""
+    wrong = values(policy_logprobs=lambda p: p + slope * ENTROPY, entropy_nats=lambda h: h - slope / 2)
+    context = {"temperature": temperature}
+    found = named(make_record(context), make_record(context, tokens=wrong))
+    assert "temperature" in found
+    assert "logprobs_scaled" not in found
+
+
 @pytest.mark.parametrize(("own", "shards", "policy", "name"), [
     (0.0, [0] * 9 + [1] * 9, 0.2001, "ratio"), (1.0, [0] * 9 + [1] * 9, 0.2001, "one_term"),
     (0.0, [0] * 6 + [1] * 12, 0.2001, "one_term"), (0.0, [0] * 9 + [1] * 9, 0.4, "one_term")])

@@ -43,6 +43,7 @@ def test_without_values_nothing_is_reproduced():
     (2, "cp"), (1 / 3, "1 / dp"), (7, "tp"), (1 / 5, "1 / micro_batches"), (6, "cp * dp"), (1 / 30, "1 / (cp * dp * "
      "micro_batches)"), (2 / 3, "1 / (dp / cp)"), (1 / 11, "1 / documents"), (13 / 11, "all documents / documents"),
     (130, "trained tokens"), (170 / 130, "all tokens / trained tokens"), (0.8, "temperature"),
+    (130 / 11, "trained tokens / documents"), (11 / 130, "1 / (trained tokens / documents)"),
     (130 / 132, "1 / ((trained tokens + masked documents) / trained tokens)")])
 def test_a_factor_is_named(factor, said):
     assert names_of(factor, sizes(CONTEXT, COUNTS), 1e-9)[0].words == said

@@ -62,6 +62,23 @@ def test_places_are_held_against_everywhere():
     assert facts(make_record(tokens=everywhere)).share_off("policy_logprobs") == 1
 
 
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_shift_of_distributions_is_looked_for_among_neighbours_that_both_train(shift):
+    """Two tokens in the middle of each of six documents of four; what else is recorded is of no distribution."""
+    index, draw = torch.arange(24), torch.Generator().manual_seed(3)
+    policy, entropy, other = torch.rand(3, 24, generator=draw, dtype=torch.float64)
+    trained = torch.isin(index % 4, torch.tensor([1, 2]))
+    right = {"documents": index // 4, "positions": index % 4, "trained": trained, "rows": 0 * index,
+             "places": index - 1, "shards": 0 * index, "policy_logprobs": -policy, "old_logprobs": -policy,
+             "entropy_nats": entropy, "losses": policy}
+    both = trained & trained.roll(shift)
+    assert int(both.sum()) == 6
+    moved = right | {"policy_logprobs": -policy.flip(0), "entropy_nats": torch.where(both, entropy.roll(shift), other)}
+    assert facts(make_record(tokens=moved), make_record(tokens=right)).distributions_shifted == shift
+    unmoved = right | {"policy_logprobs": -policy.flip(0), "entropy_nats": torch.where(both, other, entropy)}
+    assert facts(make_record(tokens=unmoved), make_record(tokens=right)).distributions_shifted is None
+
+
 def test_a_line_through_the_origin():
     x = torch.tensor([1.0, 2.0, -3.0])
     assert fit(x, 2 * x) == pytest.approx((2, 0))

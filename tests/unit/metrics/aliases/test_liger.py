@@ -7,6 +7,8 @@ import pytest
 from tests.unit.metrics.aliases.test_trl import ROWS
 from tests.unit.metrics.aliases.test_trl import named as named_by
 from workbench.losses.spec import LossSpec
+from workbench.metrics.aliases import liger
+from workbench.metrics.aliases.alias import PeerSettings
 
 
 def named(spec, **more):
@@ -27,6 +29,17 @@ def test_a_clip_of_rows_weighs_by_their_tokens():
     spec = LossSpec(name="gspo", surrogate={"clip_low": 0.2, "clip_high": 0.2})
     assert named(spec)["clip_fraction"] == pytest.approx(3 / 6)
     assert named(spec, rows=ROWS[1:])["clip_fraction"] == pytest.approx(1 / 4)
+
+
+def test_a_clip_of_tokens_looks_at_each_tokens_own_ratio():
+    """Of one document the ratios cancel: its own ratio is 1, and one of its two tokens is beyond the bound."""
+    found = named(LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2}), rows=[([0.5, -0.5], [1.0, 1.0])])
+    assert found["clip_fraction"] == pytest.approx(1 / 2)
+
+
+@pytest.mark.parametrize("of_documents", [False, True])
+def test_a_loss_without_a_clip_has_no_clip_fraction(of_documents):
+    assert [alias.metric.key for alias in liger.names(PeerSettings(None, of_documents=of_documents))] == ["kl"]
 
 
 def test_cispo_counts_the_upper_bound_alone():

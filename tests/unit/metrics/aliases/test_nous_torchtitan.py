@@ -19,10 +19,10 @@ def reals(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def numbers(spec=None, mask=MASK, sampler=None, **more):
+def numbers(spec=None, mask=MASK, sampler=None, advantages=(1, 1, -1, -1), **more):
     spec = spec or LossSpec()
     drawn = None if sampler is None else torch.where(mask, sampler, 1.0)
-    inputs = LossInputs(reals(-1, -2, -3, -4), reals(-1.5, -2, -2.5, -4), reals(1, 1, -1, -1), drawn,
+    inputs = LossInputs(reals(-1, -2, -3, -4), reals(-1.5, -2, -2.5, -4), reals(*advantages), drawn,
                         reals(-1, -2.5, -3, -9), loss_mask_T=torch.ones(4, dtype=torch.bool), document_ids_T=ROWS,
                         sums=LocalSums(ROWS, mask))
     return step_metrics(Step(spec, inputs, make_loss(spec)(inputs), surrogate_ratio(inputs, spec), mask, ROWS, sampler,
@@ -45,6 +45,14 @@ def test_positions_that_do_not_train_count_where_the_fork_counts_them():
     found = numbers()
     assert found["loss_metrics/global_advantages"] == 0
     assert (found["loss_metrics/global_pos_reward"], found["loss_metrics/global_total_neg"]) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(("advantages", "many_good", "many_bad"), [
+    ((1, 1, -1, -1), 1.0, 1.0), ((1, -1, -1, 0), 0.0, 1.0), ((1, 1, 1, -1), 1.0, 0.0), ((1, 1, 1, 1), 1.0, 0.0),
+    ((0, 0, 0, 0), 0.0, 1.0)])
+def test_a_total_says_whether_more_than_one_token_has_the_sign(advantages, many_good, many_bad):
+    found = numbers(advantages=advantages)
+    assert (found["loss_metrics/global_total_pos"], found["loss_metrics/global_total_neg"]) == (many_good, many_bad)
 
 
 def test_the_clip_looks_at_the_sign_and_an_advantage_of_0_is_negative():

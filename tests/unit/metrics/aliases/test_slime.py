@@ -34,6 +34,10 @@ def test_sums_over_samples_of_means_are_divided_by_samples_where_they_are_known(
     assert named(4, denominator="document")["pg_clipfrac"] == pytest.approx((1 / 3 + 1) / 4)
 
 
+def test_sums_over_samples_of_means_stay_sums_where_the_number_of_samples_is_unknown():
+    assert named(None, denominator="document")["pg_clipfrac"] == pytest.approx(1 / 3 + 1)
+
+
 def test_sums_over_tokens():
     found = named(denominator="token", kl={"coefficient": 0.5, "estimator": "k1"})
     assert found["pg_clipfrac"] == 2

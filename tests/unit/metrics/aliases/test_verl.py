@@ -42,6 +42,13 @@ def test_what_a_loss_calls_clipped(surrogate, upper, lower):
     assert (found[UPPER], found[LOWER]) == pytest.approx((upper / 5, lower / 5), rel=1e-8)
 
 
+@pytest.mark.parametrize(("ratio", "clipped"), [(1 / 4, 2), (4.0, 2), (1.0, 0)])
+def test_a_documents_ratio_clips_tokens_that_push_it_further_out_and_none_on_the_bound(ratio, clipped):
+    """Below the clip the two with A < 0, above it the two with A > 0; on the bound, which is 1 on both sides, none."""
+    found = named({"kind": "gspo_token", "clip_low": 0.0, "clip_high": 0.0}, ratios=[ratio] * 5)
+    assert (found[UPPER], found[LOWER]) == pytest.approx((clipped / 5, 0.0), rel=1e-8)
+
+
 def test_the_distance_is_held_for_some_losses_and_absolute_for_one():
     far = [1.0, 1.0, 1.0, 1.0, 2.0**40]
     log = 40 * 0.6931471805599453

@@ -10,6 +10,7 @@ from workbench.policy.logprobs.chunked import ChunkedEngine
 from workbench.policy.logprobs.engine import Accumulators, RowGradients, count_products
 from workbench.policy.logprobs.head import make_head
 from workbench.policy.logprobs.reference import token_logprobs
+from workbench.sharding.simulated import simulate
 
 EVERYTHING = frozenset({"entropy", "logsumexp", "mean_squared_logit"})
 
@@ -50,6 +51,30 @@ def test_a_kept_chunk_outlives_the_next_forward_and_a_scratched_one_does_not():
     engine.backward(chunk, ones(5), into, slice(0, 5), first=True)
     assert torch.equal(gradients["own"], into.hidden_TD)
     assert not torch.equal(gradients["scratch"], into.hidden_TD)
+
+
+def test_a_target_is_read_by_the_rank_whose_slice_has_it():
+    """Its column there is its id less the slice's first: values, and the parts of the gradient that ranks add up."""
+    whole, hidden, targets = engine_and_rows(rows=7)
+    targets = torch.arange(7)
+
+    def sliced(mesh):
+        axis = mesh["tp"]
+        start, stop = ((0, 3), (3, 7))[axis.rank]
+        return said_and_moved(make_head(whole.head.weight_VD[start:stop], axis=axis, first_token=start))
+
+    def said_and_moved(head):
+        engine = ChunkedEngine(head)
+        chunk = engine.forward(hidden, targets, 1.0, wanted=EVERYTHING, keep="own")
+        into = Accumulators(torch.empty_like(hidden), None)
+        engine.backward(chunk, ones(7), into, slice(0, 7), first=True)
+        return chunk.said.logprobs_T, into.hidden_TD
+
+    expected, slope = said_and_moved(whole.head)
+    parts = simulate(sliced, tp=2)
+    for logprobs, _ in parts:
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(parts[0][1] + parts[1][1], slope, rtol=0, atol=1e-13)
 
 
 def test_the_first_chunk_overwrites_and_the_next_add():

@@ -33,6 +33,18 @@ def test_a_token_is_divided_by_what_the_denominator_says(denominator, divisors):
     assert denominator in DENOMINATORS
 
 
+@pytest.mark.parametrize(("tokens", "documents"), [(1, 1), (0, 0)])
+@pytest.mark.parametrize("denominator", ["token", "document", "document_sum"])
+def test_one_token_is_the_whole_mean_and_nothing_is_divided_by_0(denominator, tokens, documents):
+    mask = torch.tensor([bool(tokens), *[False] * 6])
+    spec = LossSpec(name="reinforce", denominator=denominator)
+    given = torch.full((7,), -1.5, dtype=torch.float64)
+    loss = local_policy_loss(spec, {"policy_logprobs": given, "old_logprobs": given, "advantages": given + 3.5}, mask,
+                             Documents(IDS, 2, Axis("cp")), torch.tensor([float(tokens), 0.0]),
+                             StepCounts(torch.tensor(tokens), torch.tensor(documents)))
+    assert loss.item() == tokens * 1.5 * 2
+
+
 @pytest.mark.parametrize("settings", [
     {"denominator": "prompt_group"}, {"denominator": "local_token"}, {"documents_counted": "all",
                                                                      "denominator": "document"},

@@ -35,6 +35,16 @@ def test_of_nothing_there_is_no_spread():
     assert (float(found.mean), float(found.std), int(found.count)) == (0.0, 0.0, 0)
 
 
+@pytest.mark.parametrize("correction", [0, 1])
+def test_one_value_is_its_own_mean_without_a_spread(correction):
+    found = mean_and_std(VALUES[0], torch.tensor([False, True, False]), (), correction=correction)
+    assert (float(found.mean), float(found.std), int(found.count)) == (-2.0, 0.0, 1)
+
+
+def test_a_rank_without_any_place_has_no_maximum():
+    assert float(largest(torch.zeros(0), torch.zeros(0, dtype=torch.bool), ())) == -torch.inf
+
+
 def test_an_empty_rank_does_not_touch_a_maximum():
     values = -VALUES.abs()
     assert on_ranks(lambda align, d, c: float(largest(values[c], MASK[c], (align.cp,))), cp=3) == [-0.25] * 3

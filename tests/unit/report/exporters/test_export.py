@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 import time
 
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from tests.helpers.hand_made import make_run
+from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError, SpecError
 from workbench.report.exporters import TRACKERS, export
 from workbench.report.exporters.export import default_folder, export_runs
@@ -104,13 +106,11 @@ class TestTheProcess:
     def child(self, monkeypatch):
         """In place of the tracker's process, a little program of ours."""
         def replace(program):
-            Popen = export.subprocess.Popen
-
             def start(command, **named):
                 assert command[:4] == [sys.executable, "-P", "-m", "workbench.report.exporters"]
-                return Popen([sys.executable, "-c", program, command[-1]], **named)
+                return subprocess.Popen([sys.executable, "-c", program, command[-1]], **named)
 
-            monkeypatch.setattr(export.subprocess, "Popen", start)
+            monkeypatch.setattr(export, "subprocess", stand_in(subprocess, Popen=start))
         return replace
 
     def test_that_fails_says_what_it_said_last_and_how_many_are_there(self, child, tmp_path):

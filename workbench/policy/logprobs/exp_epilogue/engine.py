@@ -33,11 +33,10 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from workbench.errors import SpecError
-from workbench.policy.logprobs import TokenLogprobs
 from workbench.policy.logprobs.engine import Accumulators, Chunk, Keep, RowGradients, note_product
 from workbench.policy.logprobs.exp_epilogue import kernels
 from workbench.policy.logprobs.exp_epilogue.tiles import Tile, choose_tile, processors
-from workbench.policy.logprobs.head import Head
+from workbench.policy.logprobs.head import Head, TokenLogprobs
 from workbench.policy.logprobs.products import add_product_, exact_float32
 from workbench.sharding.collectives import all_sum
 

@@ -11,6 +11,7 @@ from tests.helpers.engine_chunks import DEVICE, EVERYTHING, RELATIVE, chunk_and_
 from tests.helpers.head_problem import answers, crossed, named, problem
 from tests.helpers.interpreted_triton import mend_interpreter
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stand_in import stand_in
 from workbench.errors import SpecError
 from workbench.policy.logprobs import reference
 from workbench.policy.logprobs.chunked import ChunkedEngine
@@ -318,5 +319,6 @@ def test_without_a_gpu_and_without_an_interpreter_it_says_so(monkeypatch):
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
 def test_a_gpu_must_multiply_bfloat16(capability, refused, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(module, "torch", stand_in(torch, cuda=stand_in(
+        torch.cuda, get_device_capability=lambda _: capability)))
     assert (refusal(torch.bfloat16, torch.device("cuda", 0)) is not None) == refused

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.helpers.stand_in import stand_in
 from workbench.policy.logprobs.exp_epilogue import tiles
 
 CUDA = torch.device("cuda", 0)
@@ -12,8 +13,9 @@ CUDA = torch.device("cuda", 0)
 def device(monkeypatch):
     """A GPU with so much shared memory, in kilobytes."""
     def with_shared_memory(kilobytes):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(
-            shared_memory_per_block_optin=kilobytes * 1024, multi_processor_count=132))
+        properties = SimpleNamespace(shared_memory_per_block_optin=kilobytes * 1024, multi_processor_count=132)
+        monkeypatch.setattr(tiles, "torch", stand_in(torch, cuda=stand_in(
+            torch.cuda, get_device_properties=lambda _: properties)))
         return CUDA
 
     def forget():

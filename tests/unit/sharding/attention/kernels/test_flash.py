@@ -5,10 +5,11 @@ import torch
 
 from tests.helpers.attention_case import ORDERS, assert_right, by_ranks
 from tests.helpers.kernel_blocks import block, by_blocks
+from tests.helpers.stand_in import stand_in
 from tests.oracles import varlen_attention
 from workbench.errors import ShardingError
 from workbench.sharding.attention import kernels
-from workbench.sharding.attention.kernels import choose
+from workbench.sharding.attention.kernels import choose, flash
 from workbench.sharding.attention.kernels.flash import FlashKernel, Operators
 
 STAND_IN = Operators(varlen_attention.forward, varlen_attention.backward)
@@ -39,10 +40,16 @@ def on_a_gpu(query):
     return types.SimpleNamespace(device=torch.device("cuda", 0), dtype=query.dtype, shape=query.shape)
 
 
+def pretend_gpu(monkeypatch, capability):
+    monkeypatch.setattr(flash, "torch", stand_in(
+        torch, cuda=stand_in(torch.cuda, get_device_capability=lambda _: capability),
+        backends=stand_in(torch.backends, cuda=stand_in(
+            torch.backends.cuda, is_flash_attention_available=lambda: True))))
+
+
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    pretend_gpu(monkeypatch, (9, 0))
 
 
 @pytest.mark.parametrize("window", [None, 3, 9])
@@ -150,7 +157,7 @@ def test_a_gpu_before_ampere_and_a_torch_without_the_operator_are_refused(hopper
     assert FlashKernel(STAND_IN).refusal(query, query, its) is None
     monkeypatch.setattr(Operators, "of_torch", classmethod(lambda _: None))
     assert "has no flash attention operator" in FlashKernel().refusal(query, query, its)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    pretend_gpu(monkeypatch, (7, 5))
     assert "compute capability 8.0" in FlashKernel(STAND_IN).refusal(query, query, its)
 
 
@@ -187,5 +194,7 @@ def test_an_operator_with_other_arguments_is_not_used(monkeypatch, change):
         return types.SimpleNamespace(default=types.SimpleNamespace(_schema=types.SimpleNamespace(arguments=arguments)))
 
     assert Operators.of_torch() is not None
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", renamed(torch.ops.aten._flash_attention_backward))
+    aten = torch.ops.aten
+    monkeypatch.setattr(flash, "torch", stand_in(torch, ops=stand_in(torch.ops, aten=stand_in(
+        aten, _flash_attention_backward=renamed(aten._flash_attention_backward)))))
     assert Operators.of_torch() is None

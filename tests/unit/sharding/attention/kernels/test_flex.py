@@ -6,6 +6,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from tests.helpers.attention_case import ORDERS, SCALE, assert_right
 from tests.helpers.kernel_blocks import block, by_blocks
+from tests.helpers.stand_in import stand_in
 from workbench.errors import ShardingError
 from workbench.sharding.attention.kernels import choose, flex
 from workbench.sharding.attention.kernels.flex import FlexKernel, block_mask, tiles
@@ -30,9 +31,12 @@ def shuffled(queries, keys, documents, window=None):
 def in_torch(monkeypatch):
     """FlexAttention without a compiler behind it, which runs anywhere; torch refuses gradients on a CPU needlessly."""
     def with_backend(backend):
-        compiled = torch.compile(torch_flex.flex_attention, fullgraph=True, backend=backend)
+        known = vars(torch_flex) | {"_validate_device": lambda *_: None}
+        unchecked = types.FunctionType(torch_flex.flex_attention.__code__, known, "flex_attention")
+        unchecked.__kwdefaults__ = torch_flex.flex_attention.__kwdefaults__
+        unchecked.__defaults__ = torch_flex.flex_attention.__defaults__
+        compiled = torch.compile(unchecked, fullgraph=True, backend=backend)
         monkeypatch.setattr(flex, "_compiled", lambda: compiled)
-        monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
         return FlexKernel()
 
     yield with_backend
@@ -155,7 +159,8 @@ def test_lengths_that_differ_are_not_each_compiled(in_torch):
     (torch.float32, 8, (9, 0), "head dimensions from 16 on, not 8"), (torch.bfloat16, 64, (7, 5), "capability 8.0"),
     (torch.float32, 64, (9, 0), None)])
 def test_what_it_cannot_is_refused_in_words(monkeypatch, dtype, d, capability, words):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(flex, "torch", stand_in(torch, cuda=stand_in(
+        torch.cuda, get_device_capability=lambda _: capability)))
     query = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(1, 2, 4, d))
     found = FlexKernel(attend).refusal(query, query, block(range(4), range(4), [0] * 4))
     assert found == words or words in found

@@ -1,0 +1,49 @@
+"""What Python does while a test looks on: files opened, processes started, connections made.
+
+From Python's own audit events, so nothing is replaced. Python keeps an audit hook for ever; ours does nothing while no
+test looks on.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_looking: list[Callable[[str, tuple[Any, ...]], None]] = []
+
+
+@contextmanager
+def audited(look: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Give ``look`` each event and its arguments, of all threads; what it raises, the event's cause raises."""
+    _install()
+    _looking.append(look)
+    try:
+        yield
+    finally:
+        _looking.remove(look)
+
+
+@contextmanager
+def files_opened(folder: Path) -> Iterator[list[Path]]:
+    """The files under a folder in the order in which they were opened, whoever opened them and for whatever."""
+    found: list[Path] = []
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(str(folder)):
+            found.append(Path(arguments[0]))
+
+    with audited(look):
+        yield found
+
+
+@functools.cache
+def _install() -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        for look in tuple(_looking):
+            look(event, arguments)
+
+    sys.addaudithook(hook)

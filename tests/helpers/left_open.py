@@ -1,0 +1,103 @@
+"""A pytest plugin: a test that leaves a file or a process open fails, by its own name.
+
+Without it the garbage collector finds the file, and a test that had nothing to do with it fails. It costs some
+microseconds a test: the numbers of the open files and of the children before and after, from /proc. Elsewhere than on
+Linux it looks at nothing.
+
+Shared on purpose, and therefore allowed by name: the fork server of `workbench.launch.processes`, that of
+`multiprocessing` with its resource tracker (`tests.helpers.ranks`), and torch's pool of compilers.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SHARED_PROCESSES = ("forkserver.py", "multiprocessing.forkserver", "multiprocessing.resource_tracker",
+                    "torch/_inductor/compile_worker")
+"""What the command line of a process contains that tests share."""
+
+SHARED_FILES = ("/dev/urandom", "/dev/null")
+GRACE_S = 5.0
+"""For what is ending anyhow, such as a file that a thread closes."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_open():
+    """Refuse what a test, its own fixtures included, opened and did not close."""
+    files, processes = open_files(), children()
+    yield
+    if open_files() <= files and children() <= processes:
+        return
+    gc.collect()  # what only waits to be collected is closed now, and pytest reports its ResourceWarning of this test
+    until = time.monotonic() + GRACE_S
+    while left := [*_files(open_files() - files), *_processes(children() - processes)]:
+        if time.monotonic() > until:
+            pytest.fail(f"left open: {'; '.join(left)}", pytrace=False)
+        time.sleep(0.02)
+
+
+def open_files() -> set[int]:
+    """Numbers of the files, pipes and sockets that this process has open."""
+    try:
+        return {int(number) for number in os.listdir("/proc/self/fd")}  # noqa: PTH208 (quicker)
+    except OSError:
+        return set()
+
+
+def children() -> set[int]:
+    """Process ids of the children of this process, ended ones that nobody waited for included."""
+    found: set[int] = set()
+    try:
+        threads = os.listdir("/proc/self/task")  # noqa: PTH208 (quicker)
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/self/task/{thread}/children", "rb") as file:  # noqa: PTH123 (quicker)
+                found.update(map(int, file.read().split()))
+        except OSError:  # the thread has ended
+            continue
+    return found
+
+
+def _files(numbers: set[int]) -> list[str]:
+    shared = _files_of_shared_processes()
+    found = []
+    for number in sorted(numbers - shared):
+        try:
+            place = str(Path(f"/proc/self/fd/{number}").readlink())
+        except OSError:  # such as the one that listed them
+            continue
+        if place not in SHARED_FILES:
+            found.append(f"file {number}, {place}")
+    return found
+
+
+def _processes(pids: set[int]) -> list[str]:
+    found = []
+    for pid in sorted(pids):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue
+        if not any(name in command for name in SHARED_PROCESSES):
+            found.append(f"process {pid}, {command or 'ended, and nobody waited for it'}")
+    return found
+
+
+def _files_of_shared_processes() -> set[int]:
+    """Numbers of the files through which this process talks to the processes that tests share."""
+    found: set[int | None] = set()
+    if (module := sys.modules.get("workbench.launch.processes")) is not None and (server := module._started):
+        found |= {server.control.fileno(), server.errors.fileno()}
+    if (module := sys.modules.get("multiprocessing.forkserver")) is not None:
+        found.add(module._forkserver._forkserver_alive_fd)
+    if (module := sys.modules.get("multiprocessing.resource_tracker")) is not None:
+        found.add(module._resource_tracker._fd)
+    return {number for number in found if number is not None}

@@ -1,0 +1,90 @@
+"""Is there something to compare, and is the baseline good enough to compare with?
+
+Two runs of nothing agree, and a bad baseline makes a generous budget. Neither says anything of a configuration, so both
+are verdicts of their own:
+
+    vacuous              nothing was trained in either run: no trained token, no document with a gradient, or every
+                         gradient zero. Two runs that agree are *equal* only if there was something to disagree about.
+    unsound baseline     the baseline or the float64 ground truth is not finite, or the baseline lies further from the
+                         ground truth than rounding in its precision explains
+"""
+
+from __future__ import annotations
+
+import math
+
+from workbench.compare.diagnose.noise import Noise
+from workbench.compare.reading import RunReader, flipped_clips
+from workbench.metrics.evidence import Evidence, weaker
+
+MOST = 0.4
+"""A baseline is unsound at this relative error in any precision: 1 / 2.5, and a budget of 2.5 times its error would
+admit a gradient of zero."""
+
+
+def explained_error(baseline: RunReader, truth: RunReader, step: int) -> float:
+    """The relative error of a whole gradient that rounding in the baseline's precision explains in a step.
+
+    Bars of `workbench.compare.diagnose.noise`: by precision, for the first step and for later ones, wider where the
+    gradient is smaller than it has been (what rounding did to single tokens does not cancel with them) and where
+    rounding turned clip decisions; never more than `MOST`. Float32 baselines of the saved experiments lie a hundred
+    times below their bars (1.3e-6 of 2e-4 in the first step, 5.1e-6 of 5e-3 later:
+    ``experiments/layout_parity/comparison.json``).
+    """
+    noise = Noise.between({"precision": baseline.spec.precision}, {"precision": "float64"}, step)
+    largest, norm = max(truth.norm(each) for each in range(step + 1)), truth.norm(step)
+    if norm:
+        noise = noise.as_tokens_cancel(largest / norm)
+    return min(noise.with_flips(_flip_share(baseline, truth, step)).gradient, MOST)
+
+
+def _flip_share(baseline: RunReader, truth: RunReader, step: int) -> float:
+    """Tokens that one of two runs clips and the other does not, for each that is trained and not clipped."""
+    flips = flipped_clips(baseline, truth, step)
+    tokens = truth.tokens(step)
+    if not flips or tokens is None:
+        return 0.0
+    return flips / max(int((tokens["trained"] & ~tokens["clipped"]).sum()), 1)
+
+
+def not_finite(role: str, run: RunReader, step: int) -> str:
+    """Why a baseline or a ground truth cannot be compared with in a step; "" if its loss and gradient are finite."""
+    for what, value in (("loss", run.loss(step)), ("gradient norm", run.norm(step))):
+        if not (isinstance(value, float | int) and math.isfinite(value)):
+            return f"the {what} of {role} {run.name} is {value} in step {step}"
+    return ""
+
+
+def too_far(baseline: RunReader, truth: RunReader, step: int, error: float, norm: float) -> str:
+    """Why the distance of a baseline from the ground truth is more than rounding explains; "" if it is not.
+
+    Args:
+        baseline: the run of the configuration's precision.
+        truth: the float64 run.
+        step: of both.
+        error: L2 distance of the two whole gradients.
+        norm: L2 norm of the ground truth's.
+    """
+    allowed = explained_error(baseline, truth, step)
+    if error <= allowed * norm:
+        return ""
+    found = f"{error / norm:.2g} of it" if norm else f"{error:.2g} from a gradient of zero"
+    return (f"in step {step} the gradient of baseline {baseline.name} is {found} away from the float64 ground truth "
+            f"{truth.name}; rounding in {baseline.spec.precision} explains at most {allowed:.2g}")
+
+
+def evidence_of(run: RunReader, baseline: RunReader | None) -> Evidence | None:
+    """What a comparison of two runs could have seen: of both the weaker; None if neither recorded it."""
+    return weaker(run.evidence, baseline.evidence if baseline else None)
+
+
+def why_vacuous(run: RunReader, baseline: RunReader) -> str:
+    """Why two runs that agree were compared on nothing; "" if there was something to disagree about.
+
+    Records of earlier versions have no counts: there every gradient must be zero.
+    """
+    found = evidence_of(run, baseline)
+    if found is not None and found.nothing:
+        return found.nothing
+    zero = all(each.norm(step) == 0 for each in (run, baseline) for step in range(each.spec.steps))
+    return "every gradient is zero in every step" if zero else ""

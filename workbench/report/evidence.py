@@ -1,0 +1,161 @@
+"""What belongs next to a verdict: the size of the error, where a run diverged, and what it could have seen.
+
+Every function takes data of a comparison and returns a number or text; figures, page and `show` place it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from workbench.compare.comparison import Comparison, Configuration, flatten
+from workbench.compare.declared import declared_note
+from workbench.report.numbers import NONE, significant
+
+AGREEING = ("equal", "within budget")
+"""Verdicts that say that a configuration keeps the gradient of its reference."""
+
+DIVERGENCE_KEYS = ("loss/total/sum", "gradient/norm/global")
+SHOWN_ELSEWHERE = ("faults", "frozen_clip", "layout", "name", "precision")
+"""Settings that a configuration's line states already, or that only name another run."""
+MOST_SETTINGS = 3
+SHARES = (("trained_share", "of target tokens are trained"),
+          ("gradient_token_share", "of trained tokens have a gradient"),
+          ("gradient_document_share", "of documents have a gradient"),
+          ("clipped_share", "of trained tokens are clipped"))
+"""Key of `Configuration.evidence` -> what the share is of."""
+
+
+def is_finite(value: Any) -> bool:
+    """True if the value is a number that is neither NaN nor infinite."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def relative_error(configuration: Configuration) -> float | None:
+    """Return the largest relative error of the whole gradient against the reference's, over steps.
+
+    None where nothing was compared; infinite where a gradient is not finite.
+    """
+    errors = [w["relative_l2"] for w in configuration.whole_gradient if w.get("relative_l2") is not None]
+    return max((error if error == error else math.inf for error in errors), default=None)
+
+
+def diverged_step(configuration: Configuration) -> int | None:
+    """Return the first step whose recorded loss or gradient norm is not finite; None if all are."""
+    for record in configuration.steps:
+        if not all(is_finite(record[key]) for key in DIVERGENCE_KEYS if record.get(key) is not None):
+            return int(record["step"])
+    return getattr(configuration, "diverged_step", None)
+
+
+def divergence(configuration: Configuration) -> str:
+    """Return at which step a run diverged, as text; "" if it did not."""
+    step = diverged_step(configuration)
+    return "" if step is None else f"diverged at step {step}"
+
+
+def not_finite(steps: Sequence[int], of: Sequence[int]) -> str:
+    """Return which steps are not finite, as text; "" if none.
+
+    Args:
+        steps: that are not finite, ascending.
+        of: all steps, ascending.
+
+    Example:
+        >>> not_finite([2, 3], [0, 1, 2, 3]), not_finite([1], [0, 1, 2]), not_finite([], [0, 1])
+        ('not finite from step 2', 'not finite at step 1', '')
+    """
+    if not steps:
+        return ""
+    if list(steps) == list(of)[-len(steps):]:
+        return f"not finite from step {steps[0]}"
+    if len(steps) == 1:
+        return f"not finite at step {steps[0]}"
+    return f"not finite at {len(steps)} of {len(of)} steps, first at step {steps[0]}"
+
+
+def could_have_seen(configuration: Configuration) -> str:
+    """Return what share of the tokens and documents a verdict rests on, as text; "" where that was not recorded."""
+    evidence = _evidence(configuration)
+    return ", ".join(f"{percent(evidence[key])} {what}" for key, what in SHARES if is_finite(evidence.get(key)))
+
+
+def warnings(configuration: Configuration) -> list[str]:
+    """Return the warnings about what the verdict could not have seen."""
+    listed = _evidence(configuration).get("warnings") or []
+    return [str(warning) for warning in ([listed] if isinstance(listed, str) else listed)]
+
+
+def declaration(configuration: Configuration) -> str:
+    """Return which invariants the loss declares to break, as text; "" for almost all losses."""
+    return declared_note(configuration.settings)
+
+
+def differing_settings(comparison: Comparison) -> dict[str, str]:
+    """Return for every configuration the settings that differ between configurations, in short.
+
+    Layout, precision and faults are left out: they are stated elsewhere. A setting that leaves the reference's comes
+    first; more than `MOST_SETTINGS` are counted.
+    """
+    keys = [key for key in comparison.settings_that_differ().columns if key.split(".")[0] not in SHOWN_ELSEWHERE]
+    flat = {c.name: flatten(c.settings) for c in comparison.configurations}
+    short = {key: key.rpartition(".")[2] for key in keys}
+    repeated = {name for name in short.values() if list(short.values()).count(name) > 1}
+    listed = {}
+    for c in comparison.configurations:
+        base = flat.get(c.against, flat[c.name])
+        own = [key for key in keys if key in flat[c.name]]
+        changed = [key for key in own if flat[c.name][key] != base.get(key)]
+        texts = [f"{key if short[key] in repeated else short[key]} {setting_text(flat[c.name][key])}"
+                 for key in [*changed, *(key for key in own if key not in changed)]]
+        more = [f"{len(texts) - MOST_SETTINGS} more"] if len(texts) > MOST_SETTINGS else []
+        listed[c.name] = " · ".join([*texts[:MOST_SETTINGS], *more])
+    return listed
+
+
+def setting_text(value: Any) -> str:
+    """Return a setting as text; infinity as its sign.
+
+    Example:
+        >>> setting_text(float("inf")), setting_text(0.28), setting_text(None), setting_text([1, 2]), setting_text(True)
+        ('∞', '0.28', '–', '1 2', 'yes')
+    """
+    if value is None or value in ("", [], ()):
+        return NONE
+    if isinstance(value, (list, tuple)):
+        return " ".join(setting_text(item) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}" if math.isfinite(value) else significant(value)
+    return str(value)
+
+
+def relative_text(value: float | None) -> str:
+    """Return a relative error as text: in per cent where that is readable, else as a power of ten.
+
+    Example:
+        >>> relative_text(0.009), relative_text(2e-15), relative_text(0.0), relative_text(float("inf"))
+        ('0.90 %', '2.0 × 10⁻¹⁵', '0', '∞')
+    """
+    if value is None or not math.isfinite(value) or value == 0 or abs(value) < 1e-5:
+        return significant(value, 2)
+    return f"{significant(100 * value, 2)} %" if abs(value) < 10 else f"{significant(value, 2)} times"
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent; never 0 for something, nor 100 for not everything.
+
+    Example:
+        >>> percent(0.5), percent(0.00012), percent(1.0), percent(0.99999)
+        ('50 %', '0.012 %', '100 %', '99.9 %')
+    """
+    if 0 < share < 0.01:
+        return f"{significant(100 * share, 2)} %"
+    return "99.9 %" if 0.995 <= share < 1 else f"{100 * share:.0f} %"
+
+
+def _evidence(configuration: Configuration) -> Mapping[str, Any]:
+    evidence = getattr(configuration, "evidence", None)
+    return evidence if isinstance(evidence, Mapping) else {}
