@@ -13,29 +13,34 @@ from workbench.runs.spec import RunSpec, merge
 from workbench.runs.store import RunDirectory
 from workbench.runs.worker import run_here
 
-CASES = ("advantages of zero", "empty loss mask", "one token", "groups of one", "equal rewards")
+FROM_REWARDS = ("groups of one", "equal rewards")
+CASES = ("advantages of zero", "empty loss mask", "one token", *FROM_REWARDS)
 _BASE = {"model": {"source": "tiny-qwen3"}, "precision": "float64", "device": "cpu",
          "record": {"gradients": "full"}}
 
 
 def rollouts(case: str, documents: int = 8) -> RolloutBatch:
-    """Documents of two prompt and three completion tokens, advantages plus and minus 1, but for what the case says."""
+    """Documents of two prompt and three completion tokens, advantages plus and minus 1, but for what the case says.
+
+    Where advantages come from rewards, the recorded ones are zero.
+    """
     tokens = 1 if case == "one token" else 5
     drawn = torch.Generator().manual_seed(0)
     made = []
     for number in range(1 if case == "one token" else documents):
         mask = [0] * tokens if case == "empty loss mask" else [int(place > 1) for place in range(tokens)]
         made.append({"tokens": torch.randint(4, 19, (tokens,), generator=drawn).tolist(), "loss_mask": mask,
-                     "advantages": 0.0 if case == "advantages of zero" else 1.0 - 2 * (number % 2),
-                     "old_logprobs": (-torch.rand(tokens, generator=drawn)).tolist(),
-                     "reward": 1.0 if case == "equal rewards" else float(number % 2),
-                     "group_id": number if case == "groups of one" else number // 4})
+                     "advantages": 0.0 if case in ("advantages of zero", *FROM_REWARDS) else 1.0 - 2 * (number % 2),
+                     "old_logprobs": (-torch.rand(tokens, generator=drawn)).tolist()})
+        if case in FROM_REWARDS:
+            made[-1] |= {"reward": 1.0 if case == "equal rewards" else float(number % 2),
+                         "group_id": number if case == "groups of one" else number // 4}
     return RolloutBatch.from_documents(made, temperature=1.0)
 
 
 def settings(case: str) -> dict[str, Any]:
     """What a spec adds: the estimator, where advantages come from rewards."""
-    return {"data": {"advantages": {"name": "grpo"}}} if case in ("groups of one", "equal rewards") else {}
+    return {"data": {"advantages": {"name": "grpo"}}} if case in FROM_REWARDS else {}
 
 
 def ran(folder: Path, case: str, name: str, **changes: Any) -> RunDirectory:

@@ -12,8 +12,15 @@ weights from the truth, its median over orders of the rows.
     parameter   the same of each parameter, the largest                    at most 4
     sight       the distance of a run whose gradients are off by the number of ranks, over what the first bar allows:
                 how many times a missing factor would be over it           at least 100
+    moved       how far training moved the weights, over one rank's distance: a missing factor cannot be seen at the
+                bar of sight in a training that did not move by twice as much   at least 200
+    trained     share of one rank's steps with a gradient that is finite and not zero    all
     same        every weight has the same bits on all ranks                holds or not
     growth      bytes that torch holds, and that it reserves, after each step, over those after step 5: 0 (GPUs)
+
+A record has a verdict. `equal`: every bar holds. `unsound baseline`: the truth, or one rank's float32, is not finite,
+or so far from the truth that a missing factor would not be seen (sight, moved). `vacuous`: weights that did not move,
+or steps without a gradient. `different`: anything else that is missed.
 
 Units: milliseconds a step, bytes.
 
@@ -46,7 +53,8 @@ MODELS = {"tiny-qwen3": {}, "qwen3-0.6b": {"rows": 2, "learning_rate": 0.002, "o
 TOKENS_A_RANK = {"tiny-qwen3": 128, "qwen3-0.6b": 256}
 """Of each row."""
 
-BARS = {"distance": 2.0, "parameter": 4.0, "sight": 100.0}
+BARS = {"distance": 2.0, "parameter": 4.0, "sight": 100.0, "moved": 200.0, "trained": 1.0}
+_AT_LEAST = ("sight", "moved", "trained")
 SETTLED = 5
 """Steps after which memory may not grow."""
 
@@ -134,9 +142,9 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
     runs = {path.stem: from_json(path.read_bytes()) for path in sorted(folder.glob("*.json")) if path.stem != "task"}
     distances = {name: _distances(folder, name) for name in runs if name != "truth"}
     alone = [found for name, found in distances.items() if name.startswith(ALONE)]
-    own = statistics.median(_whole(found) for found in alone)
-    own_parameters = {name: statistics.median(found[name] for found in alone) for name in alone[0]}
-    start = _distances(folder, "start")
+    own = _median(_whole(found) for found in alone)
+    own_parameters = {name: _median(found[name] for found in alone) for name in alone[0]}
+    moved = _whole(_distances(folder, "start"))
     listed = {}
     for name, found in runs.items():
         entry = {"step_ms": found["step_ms"], "first_loss": found["losses"][0], "last_loss": found["losses"][-1],
@@ -144,9 +152,10 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
         if found["allocated_bytes"]:
             entry["bytes"] = {kind: _memory(found[f"{kind}_bytes"]) for kind in ("allocated", "reserved")}
         if name != "truth":
-            each = {parameter: distance / own_parameters[parameter] for parameter, distance in distances[name].items()}
+            each = {parameter: _over(distance, own_parameters[parameter])
+                    for parameter, distance in distances[name].items()}
             worst = max(each, key=lambda parameter: _size(each[parameter]))
-            entry |= {"distance": _whole(distances[name]), "over_one_rank": _whole(distances[name]) / own,
+            entry |= {"distance": _whole(distances[name]), "over_one_rank": _over(_whole(distances[name]), own),
                       "worst_parameter": worst, "worst_over_one_rank": each[worst]}
         if "same_on_all_ranks" in found:
             entry["same_on_all_ranks"] = found["same_on_all_ranks"]
@@ -154,14 +163,41 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
     shared = [entry for entry in listed.values() if "same_on_all_ranks" in entry]
     found = {"distance": _largest(entry["over_one_rank"] for entry in shared),
              "parameter": _largest(entry["worst_over_one_rank"] for entry in shared),
-             "sight": _whole(distances["off_by_ranks"]) / (BARS["distance"] * own)}
-    bars = {name: {"bar": bar, "found": found[name], "holds": found[name] >= bar if name == "sight"
-                   else found[name] <= bar} for name, bar in BARS.items()}
+             "sight": _over(_whole(distances["off_by_ranks"]), BARS["distance"] * own), "moved": _over(moved, own),
+             "trained": _trained(run for name, run in runs.items() if name == "truth" or name.startswith(ALONE))}
+    bars = {name: {"bar": bar, "found": found[name], "holds": found[name] >= bar if name in _AT_LEAST
+                   else found[name] <= bar} for name, bar in BARS.items() if found[name] is not None}
     bars["same"] = {"bar": True, "found": all(entry["same_on_all_ranks"] for entry in shared)}
     bars["same"]["holds"] = bars["same"]["found"]
     if growths := [entry["bytes"][kind]["growth"] for entry in shared if "bytes" in entry for kind in entry["bytes"]]:
         bars["growth"] = {"bar": 0, "found": max(growths), "holds": max(growths) <= 0}
-    return {"ranks": ranks, "moved": _whole(start), "one_rank_distance": own, "runs": listed, "bars": bars}
+    baseline = [name for name, run in runs.items() if (name == "truth" or name.startswith(ALONE)) and not
+                all(map(math.isfinite, run["losses"]))]
+    baseline += [name for name in ("truth" if not math.isfinite(moved) else "", ALONE if not math.isfinite(own) else "")
+                 if name]
+    verdict, why = _judged(bars, moved, list(dict.fromkeys(baseline)))
+    return {"ranks": ranks, "moved": moved, "one_rank_distance": own, "runs": listed, "bars": bars, "verdict": verdict,
+            "why": why}
+
+
+def _judged(bars: dict[str, Any], moved: float, broken: Sequence[str]) -> tuple[str, str]:
+    """The verdict, and the reason for any but "equal"."""
+    missed = [name for name, bar in bars.items() if not bar["holds"]]
+    if broken:
+        return "unsound baseline", f"not finite: {', '.join(broken)}"
+    if not moved or "trained" in missed:
+        share = bars.get("trained", {"found": 0.0})["found"]
+        return "vacuous", "training did not move the weights" if not moved else \
+            f"only {share:.1%} of one rank's steps have a gradient that is finite and not zero"
+    if too_far := [name for name in ("sight", "moved") if name in missed]:
+        return "unsound baseline", f"one rank is too far from the truth to show a missing factor: {', '.join(too_far)}"
+    return ("different", f"missed: {', '.join(missed)}") if missed else ("equal", "")
+
+
+def verdict_of(record: dict[str, Any]) -> str:
+    """The verdict of a record; of one from before records had a verdict by its bars."""
+    return str(record.get("verdict") or ("equal" if all(bar["holds"] for bar in record["bars"].values())
+                                         else "different"))
 
 
 def in_words(record: dict[str, Any]) -> str:
@@ -180,9 +216,33 @@ def in_words(record: dict[str, Any]) -> str:
     lines += [f"{name}: {_number(bar['found'])}, bar {_number(bar['bar'])}: {'holds' if bar['holds'] else 'MISSED'}"
               for name, bar in record["bars"].items()]
     ranks = f"{record['ranks']} ranks"
-    lines.append(f"{ranks} and one rank train the same weights" if all(bar["holds"] for bar in record["bars"].values())
-                 else f"{ranks} and one rank do NOT agree: see what is missed")
+    verdict, why = verdict_of(record), record.get("why", "")
+    lines.append({"equal": f"{ranks} and one rank train the same weights",
+                  "different": f"{ranks} and one rank do NOT agree: see what is missed"}.get(
+                      verdict, f"{verdict}: {why}; {ranks} and one rank cannot be compared by this"))
     return "\n".join(lines)
+
+
+def _median(values: Iterable[float]) -> float:
+    """The median; NaN, which has no place in an order, if any is NaN."""
+    numbers = list(values)
+    return math.nan if any(map(math.isnan, numbers)) else statistics.median(numbers)
+
+
+def _over(distance: float, own: float) -> float:
+    """A distance in units of one rank's own; 1 where both are zero, infinite where only the unit is."""
+    if own:
+        return distance / own
+    return 1.0 if distance == 0 else math.inf if distance > 0 else math.nan
+
+
+def _trained(runs: Iterable[dict[str, Any]]) -> float | None:
+    """Share of the steps whose gradient is finite and not zero; None of runs that did not record norms."""
+    norms = [run.get("gradient_norms") for run in runs]
+    if None in norms:
+        return None
+    every = [norm for each in norms for norm in each or ()]
+    return sum(norm != 0 and math.isfinite(norm) for norm in every) / len(every) if every else 0.0
 
 
 def _largest(values: Iterable[float]) -> float:

@@ -164,25 +164,29 @@ def train(model: nn.Module, backward: Backward, batches: list[dict[str, Tensor]]
         batches: taken in turn.
         task: how many steps, how large.
         mesh: the ranks.
-        engine: what reduces gradients: "sum", a plain all-reduce; "mean", DDP as it comes. None: nothing.
+        engine: what reduces gradients: "sum", a plain all-reduce; "mean", DDP as it comes. None: nothing; one rank
+            notes the norm of its gradient as well, which shows whether anything was trained.
     """
     wrapped: nn.Module = model
     if engine == "mean":
         ids = [mesh.device.index] if mesh.device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=ids, process_group=mesh["cp"].group)
     optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate)
-    losses, allocated, reserved = [], [], []
+    losses, norms, allocated, reserved = [], [], [], []
     with StepClock(mesh.device) as clock:
         for number in range(task.steps):
             optimizer.zero_grad(set_to_none=True)
             losses.append(backward(wrapped, batches[number % BATCHES]).item())
             if engine == "sum":
                 all_sum_([parameter.grad for parameter in model.parameters()], mesh["cp"])
+            if engine is None:
+                norms.append(torch.linalg.vector_norm(torch.stack(
+                    [torch.linalg.vector_norm(parameter.grad) for parameter in model.parameters()])).item())
             optimizer.step()
             if mesh.device.type == "cuda":
                 allocated.append(torch.cuda.memory_allocated(mesh.device))
                 reserved.append(torch.cuda.memory_reserved(mesh.device))
-    return {"losses": losses, "allocated_bytes": allocated, "reserved_bytes": reserved,
+    return {"losses": losses, "gradient_norms": norms, "allocated_bytes": allocated, "reserved_bytes": reserved,
             "step_ms": clock.step_ms / task.steps}
 
 

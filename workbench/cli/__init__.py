@@ -96,11 +96,11 @@ def _rollouts(arguments: Sequence[str]) -> int:
 
     from workbench.cli import rollouts
 
-    tyro.extras.subcommand_cli_from_dict(
+    code = tyro.extras.subcommand_cli_from_dict(
         {"import": rollouts.import_, "check": rollouts.check, "record": rollouts.record},
         prog="workbench rollouts", args=list(arguments), description="Import, check or record rollouts.",
         config=(tyro.conf.PositionalRequiredArgs,))
-    return 0
+    return code or 0
 
 
 def _help() -> str:

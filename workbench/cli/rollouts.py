@@ -48,12 +48,16 @@ def import_(source: Path, output: Path, *, temperature: float = 1.0, ignore: tup
     check(output)
 
 
-def check(folder: Path) -> None:
-    """Verify a recording and print what is in it.
+def check(folder: Path) -> int:
+    """Verify a recording and print what is in it, and what a run on it could show.
+
+    Exit code 1 if nothing in it could be trained on by a policy-gradient loss (no trained token, or no advantage that
+    is not zero): runs on it are equal whatever is wrong. 2 if it is damaged.
 
     Args:
         folder: holds manifest.json and rollouts.safetensors.
     """
+    from workbench.metrics.trainable import Trainable
     from workbench.rollouts import files
 
     batch = files.load(folder)
@@ -66,6 +70,16 @@ def check(folder: Path) -> None:
         print(line)
     for line in _reward_lines(batch):
         print(line)
+    trainable = Trainable.of(batch)
+    print("\nwhat a run on it could show:")
+    for line in trainable.lines():
+        print(f"  {line}")
+    for warning in trainable.warnings:
+        print(f"  warning: {warning}")
+    if trainable.nothing:
+        print(f"  vacuous: {trainable.nothing}. A policy-gradient loss has no gradient here, and runs that train "
+              "nothing agree whatever is wrong.")
+    return 1 if trainable.nothing else 0
 
 
 def record(folder: Path = Path("data/arithmetic"), *, prompts: int = 12, answers: int = 6,

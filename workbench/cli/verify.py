@@ -12,6 +12,11 @@ import tyro
 from workbench.bench import verify
 from workbench.runs.store import project_root, to_json, without_machine_paths, write_whole
 
+_DESCRIPTION = """Train on several ranks and on one, and compare their weights and memory.
+
+Exit code 0 for equal, 1 for different, vacuous (weights that did not move, steps without a gradient) or an unsound
+baseline (one rank or the float64 truth not finite, or too far apart), 2 for refused input."""
+
 
 @dataclasses.dataclass
 class VerifyOptions:
@@ -26,9 +31,9 @@ class VerifyOptions:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do `workbench verify`; 1 if a bar is missed."""
+    """Do `workbench verify`; 0 if the verdict is "equal", 1 for any other."""
     options = tyro.cli(VerifyOptions, args=list(arguments), prog="workbench verify",
-                       description="Train on several ranks and on one, and compare their weights and memory.")
+                       description=_DESCRIPTION)
     record = verify.measure(gpus=options.gpus, model=options.model, steps=options.steps,
                             told=lambda line: print(f"  {line}", flush=True))
     record["command"] = " ".join(["workbench verify", *map(without_machine_paths, arguments)])
@@ -37,4 +42,4 @@ def main(arguments: Sequence[str]) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     written = write_whole(path, to_json(record))
     print(f"{verify.in_words(record)}\nrecord: {written}")
-    return 0 if all(bar["holds"] for bar in record["bars"].values()) else 1
+    return 0 if verify.verdict_of(record) == "equal" else 1

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from tests.helpers.vacuous_rollouts import rollouts
+from workbench.cli import main
 from workbench.cli.rollouts import check, import_
 from workbench.errors import RecordError, SpecError
 from workbench.rollouts import files
@@ -71,6 +73,36 @@ def test_check_refuses_a_truncated_recording_by_name(tmp_path, capsys):
     with pytest.raises(RecordError, match=r"rollouts\.safetensors\n  found: truncated: 100 bytes"):
         check(tmp_path / "out")
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("case", "reason"), [
+    ("advantages of zero", "all recorded advantages are zero, and there are no groups with rewards"),
+    ("empty loss mask", "no token is trained"), ("one token", "no token is trained"),
+    ("groups of one", "all recorded advantages are zero, and every group has one document"),
+    ("equal rewards", "all recorded advantages are zero, and no group has different rewards")])
+def test_check_says_that_nothing_can_be_trained_on(tmp_path, capsys, case, reason):
+    files.save(rollouts(case), tmp_path / "out", provenance={})
+    assert main(["rollouts", "check", str(tmp_path / "out")]) == 1
+    shown = capsys.readouterr().out
+    assert f"  vacuous: {reason}" in shown
+    assert "warning" not in shown
+
+
+def test_check_says_what_can_be_trained_on(tmp_path, capsys):
+    files.save(rollouts("advantages of both signs"), tmp_path / "out", provenance={})
+    assert main(["rollouts", "check", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "  trained: 24 of 40 (60.0%) tokens, in 8 of 8 (100.0%) documents\n" in shown
+    assert "  recorded advantages: not zero on 8 of 8 (100.0%) documents, 24 of 24 (100.0%) trained tokens" in shown
+    assert "vacuous" not in shown
+    assert "warning" not in shown
+
+
+def test_importing_what_cannot_be_trained_on_is_done_and_said(tmp_path, capsys):
+    source = tmp_path / "a.jsonl"
+    source.write_text(json.dumps(RECORD | {"advantage": 0.0}) + "\n")
+    assert main(["rollouts", "import", str(source), str(tmp_path / "out")]) == 0
+    assert "vacuous: all recorded advantages are zero" in capsys.readouterr().out
 
 
 def test_check_shows_what_is_absent(tmp_path, capsys):

@@ -40,6 +40,12 @@ def test_the_record_is_written_and_the_code_is_the_verdict(asked, tmp_path, caps
     assert "in words" in said
 
 
+@pytest.mark.parametrize("verdict", ["vacuous", "unsound baseline", "different"])
+def test_only_equal_exits_well(asked, tmp_path, verdict):
+    asked["record"]["verdict"] = verdict
+    assert main(["--record", str(tmp_path / "mine.json")]) == 1
+
+
 @pytest.mark.parametrize(("gpus", "name"), [("2", "verify.json"), ("0", "verify_cpu.json")])
 def test_a_cpu_record_does_not_replace_that_of_gpus(asked, monkeypatch, tmp_path, gpus, name):
     monkeypatch.setattr(verb, "project_root", lambda: tmp_path)

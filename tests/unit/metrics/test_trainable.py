@@ -1,0 +1,62 @@
+"""What a rollout batch could show: counts of tokens, documents and advantages, and reasons where there are none."""
+
+import pytest
+
+from tests.helpers.vacuous_rollouts import CASES, rollouts
+from workbench.metrics.trainable import Trainable
+from workbench.rollouts.batch import RolloutBatch
+
+
+def batch(*documents):
+    """Documents of one prompt token and two completion tokens, given what each has besides."""
+    usual = {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "advantages": 0.0, "old_logprobs": [0.0, -1.0, -1.0]}
+    return RolloutBatch.from_documents([usual | given for given in documents], temperature=1.0)
+
+
+def grouped(*rewards, **given):
+    """Documents by group, given their rewards."""
+    return batch(*({"reward": reward, "group_id": group} | given
+                   for group, several in enumerate(rewards) for reward in several))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_batch_that_trains_nothing_says_why(case):
+    assert Trainable.of(rollouts(case)).nothing
+    assert Trainable.of(rollouts("advantages of both signs")).nothing == ""
+
+
+def test_tokens_count_by_mask_and_advantage():
+    found = Trainable.of(batch({"advantages": 1.0}, {"advantages": [0.0, 0.0, 2.0]}, {"advantages": [5.0, 0.0, 0.0]},
+                               {"advantages": 1.0, "loss_mask": [0, 0, 0]}))
+    assert (found.documents, found.tokens) == (4, 12)
+    assert (found.trained_documents, found.trained_tokens) == (3, 6)
+    assert (found.advantage_documents, found.advantage_tokens) == (2, 3)
+    assert (found.nothing, found.warnings) == ("", ())
+
+
+def test_groups_count_by_rewards_that_are_not_their_mean():
+    found = Trainable.of(grouped([1.0, 0.0, 0.5], [1.0, 1.0], [0.3], [0.1, 0.1, 0.1]))
+    assert (found.groups, found.mixed_groups, found.single_groups, found.group_documents) == (4, 1, 1, 2)
+    assert found.nothing == ""
+
+
+def test_a_document_that_does_not_train_has_no_part_in_its_group():
+    found = Trainable.of(batch({"reward": 1.0, "group_id": 0}, {"reward": 0.0, "group_id": 0, "loss_mask": [0, 0, 0]}))
+    assert (found.mixed_groups, found.single_groups) == (0, 1)
+    assert found.nothing == "all recorded advantages are zero, and every group has one document"
+
+
+@pytest.mark.parametrize(("made", "warnings"), [
+    (batch({"advantages": 1.0}, {}, {}), ["recorded advantages are zero on all but 1 of 3 (33.3%) documents"]),
+    (batch({"advantages": 1.0}, {"advantages": 1.0}, {}), []),
+    (batch(*[{"advantages": 1.0}] * 2, *[{"advantages": 1.0, "loss_mask": [0, 0, 0]}] * 3),
+     ["only 2 of 5 (40.0%) documents have a trained token",
+      "recorded advantages are zero on all but 2 of 5 (40.0%) documents"]),
+    (grouped([1.0], [0.0], advantages=1.0),
+     ["group estimators give an advantage to only 0 of 2 (0.0%) documents: every group has one document"]),
+    (grouped([1.0, 1.0], [1.0, 1.0], advantages=1.0),
+     ["group estimators give an advantage to only 0 of 4 (0.0%) documents: no group has different rewards"]),
+    (grouped([1.0, 0.0], [1.0, 1.0], [0.0, 0.0], advantages=1.0),
+     ["group estimators give an advantage to only 2 of 6 (33.3%) documents"])])
+def test_a_share_below_half_is_a_warning(made, warnings):
+    assert list(Trainable.of(made).warnings) == warnings

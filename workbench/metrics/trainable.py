@@ -1,0 +1,138 @@
+"""What a rollout batch could show, before it is trained on: tokens and documents whose advantage is not zero.
+
+A token trains if the loss mask has it and its advantage is not zero. Advantages are the recorded ones, or come from
+rewards, by the estimator that a spec names (``data.advantages``). Of the latter the group estimators are looked at
+(grpo, rloo and their relatives): a document has an advantage if its reward is not the mean of its group, so groups of
+one document, and groups that were solved by all completions or by none, have none.
+
+Letters: T packed tokens | N documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.metrics.evidence import SPARSE
+from workbench.rollouts.batch import RolloutBatch
+
+_EQUAL = 1e-9
+"""A reward this near to the mean of its group, in parts of their largest size, is the mean: sums round."""
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """How much of a batch a policy-gradient loss could train on.
+
+    Attributes:
+        documents: in it.
+        tokens: in it.
+        trained_documents: documents with a trained token.
+        trained_tokens: tokens that the loss mask has.
+        advantage_documents: trained documents whose recorded advantage is not zero on some trained token.
+        advantage_tokens: such tokens.
+        groups: of documents; None if the batch has no group ids or no rewards.
+        mixed_groups: groups of which two trained documents have different rewards.
+        single_groups: groups of one trained document, or none.
+        group_documents: trained documents to which a group estimator gives an advantage that is not zero.
+
+    Example:
+        >>> batch = RolloutBatch.from_documents([{"tokens": [5, 6], "loss_mask": [0, 1], "advantages": 0.0,
+        ...                                       "old_logprobs": [0.0, -1.0]}], temperature=1.0)
+        >>> Trainable.of(batch).nothing
+        'all recorded advantages are zero, and there are no groups with rewards to compute others from'
+    """
+
+    documents: int
+    tokens: int
+    trained_documents: int
+    trained_tokens: int
+    advantage_documents: int
+    advantage_tokens: int
+    groups: int | None = None
+    mixed_groups: int = 0
+    single_groups: int = 0
+    group_documents: int = 0
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> Trainable:
+        """Count a batch."""
+        trained_T = batch.loss_mask_T & (batch.document_ids_T >= 0)
+        telling_T = trained_T & (batch.advantages_T != 0)
+        trained_N = _documents(trained_T, batch)
+        counts = (batch.num_documents, int((batch.document_ids_T >= 0).sum()), int(trained_N.sum()),
+                  int(trained_T.sum()), int(_documents(telling_T, batch).sum()), int(telling_T.sum()))
+        if batch.group_ids_N is None or batch.rewards_N is None:
+            return cls(*counts)
+        mixed, single, documents = 0, 0, 0
+        ids = batch.group_ids_N.unique()
+        for group in ids:
+            rewards = batch.rewards_N[trained_N & (batch.group_ids_N == group)].double()
+            if len(rewards) < 2:
+                single += 1
+                continue
+            off = (rewards - rewards.mean()).abs() > _EQUAL * rewards.abs().max()
+            mixed, documents = mixed + bool(off.any()), documents + int(off.sum())
+        return cls(*counts, len(ids), mixed, single, documents)
+
+    @property
+    def nothing(self) -> str:
+        """Why a policy-gradient loss has nothing to train on; "" if it has something."""
+        if not self.trained_tokens:
+            return "no token is trained: the loss mask is empty"
+        if self.advantage_documents or self.mixed_groups:
+            return ""
+        if self.groups is None:
+            others = "there are no groups with rewards to compute others from"
+        elif self.single_groups == self.groups:
+            others = "every group has one document"
+        else:
+            others = "no group has different rewards"
+        return f"all recorded advantages are zero, and {others}"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why a comparison on it would show less than it seems to; () if it would not, or if there is nothing."""
+        if self.nothing:
+            return ()
+        notes = []
+        if self.trained_documents < SPARSE * self.documents:
+            notes.append(f"only {_part(self.trained_documents, self.documents)} documents have a trained token")
+        if self.advantage_documents < SPARSE * self.documents:
+            notes.append(f"recorded advantages are zero on all but {_part(self.advantage_documents, self.documents)} "
+                         "documents")
+        if self.groups is not None and self.group_documents < SPARSE * self.documents:
+            notes.append(f"group estimators give an advantage to only {_part(self.group_documents, self.documents)} "
+                         f"documents{self._why_none()}")
+        return tuple(notes)
+
+    def _why_none(self) -> str:
+        if self.single_groups == self.groups:
+            return ": every group has one document"
+        return "" if self.mixed_groups else ": no group has different rewards"
+
+    def lines(self) -> list[str]:
+        """The counts as text."""
+        found = [f"trained: {_part(self.trained_tokens, self.tokens)} tokens, "
+                 f"in {_part(self.trained_documents, self.documents)} documents",
+                 f"recorded advantages: not zero on {_part(self.advantage_documents, self.documents)} documents, "
+                 f"{_part(self.advantage_tokens, self.trained_tokens)} trained tokens"]
+        if self.groups is None:
+            return [*found, "advantages of group estimators (grpo, rloo, ...): none, without group ids and rewards"]
+        single = f", {self.single_groups} of one document" if self.single_groups else ""
+        return [*found, f"advantages of group estimators (grpo, rloo, ...): not zero on "
+                        f"{_part(self.group_documents, self.documents)} documents; {self.mixed_groups} of "
+                        f"{self.groups} groups have different rewards{single}"]
+
+
+def _documents(tokens_T: Tensor, batch: RolloutBatch) -> Tensor:
+    """[N] bool, documents with such a token."""
+    found_N = torch.zeros(batch.num_documents, dtype=torch.bool, device=tokens_T.device)
+    found_N[batch.document_ids_T[tokens_T]] = True
+    return found_N
+
+
+def _part(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,}" + (f" ({part / whole:.1%})" if whole else "")
