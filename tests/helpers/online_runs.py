@@ -26,6 +26,14 @@ class Digits(ArithmeticTask):
         return sum(int(symbol) for symbol in completion if symbol.isdigit()) / 9 / len(completion)
 
 
+class Solved(ArithmeticTask):
+    """Every answer earns 1, so no group has anything to compare."""
+
+    def reward(self, prompt: str, completion: str) -> float:
+        """1, whatever was said."""
+        return 1.0
+
+
 def spec_of(**changes: Any) -> RunSpec:
     """The settings above with some changed."""
     return RunSpec.model_validate(merge(BASE, changes))

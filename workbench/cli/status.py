@@ -17,6 +17,7 @@ from workbench.cli.terminal import safe, safe_lines, say, size, table, when, wid
 from workbench.errors import RecordError, WorkbenchError
 from workbench.launch.ablation import load_ablation
 from workbench.launch.waits import find_waits
+from workbench.metrics.evidence import Evidence
 from workbench.report.numbers import significant
 from workbench.report.trial import GRADIENT_NORM, LOSS, REWARD, duration
 from workbench.runs.lookup import Found, Target, look_up, runs_of, spelled, steps_recorded
@@ -91,6 +92,8 @@ class RunStatus:
         seconds_left: it will take yet, by the pace of its last steps; None if it does not run, or too few have ended.
         step_ms: median time of a step, without the first, which warms up; None if there is no other.
         last: the last step's record; {} if there is none.
+        evidence: of all recorded steps, as `workbench.metrics.evidence.Evidence.as_json` has it: tokens and documents
+            with a gradient, why a comparison would be vacuous, warnings; None for records without counts.
         ranks: how each rank does.
         waiting: who is waited for; only while it runs.
         failure: the root cause, as `RunDirectory.failure` gives it.
@@ -121,6 +124,7 @@ class RunStatus:
     seconds_left: float | None
     step_ms: float | None
     last: dict[str, Any]
+    evidence: dict[str, Any] | None
     ranks: list[RankStatus]
     waiting: list[WaitStatus]
     failure: dict[str, Any] | None
@@ -155,6 +159,7 @@ def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
         failure, exits, problem = None, {}, f"how its ranks ended: {error}"
     usual = _usual(run, experiment_dir)
     world_size = int(state.get("world_size", run.spec.layout.world_size))
+    evidence = Evidence.of_steps(steps)
     times = [record["time/step_ms"] for record in steps[1:] if "time/step_ms" in record]
     return RunStatus(
         experiment=experiment_dir.name, name=run.name, folder=run.path.name, state=status,
@@ -167,6 +172,7 @@ def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
         compared_with=usual.name if usual else "", settings=settings_that_differ(usual, run) if usual else {},
         seconds_left=Pace(steps).seconds_left(run.spec.steps - len(steps)) if status == "running" else None,
         step_ms=median(times) if times else None, last=steps[-1] if steps else {},
+        evidence=evidence and evidence.as_json(),
         ranks=_ranks(run, world_size, exits), waiting=[] if status in ENDED else _waiting(run, world_size, exits),
         failure=failure, problem=problem)
 
@@ -271,6 +277,11 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
         loss, norm = (significant(status.last.get(key), 6) for key in (LOSS, GRADIENT_NORM))
         reward = f", reward {significant(status.last[REWARD], 3)}" if REWARD in status.last else ""
         yield f"step {status.last.get('step', '?')}", f"loss {loss}, gradient norm {norm}{reward}"
+    if status.evidence:
+        yield "evidence", status.evidence["summary"]
+        if status.evidence["nothing"]:
+            yield "", f"vacuous: {status.evidence['nothing']}"
+        yield from (("", f"warning: {warning}") for warning in status.evidence["warnings"])
     if status.step_ms is not None:
         yield "step time", f"{status.step_ms:.1f} ms (median without the first)"
     if status.compared_with:

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the counts of a record are read by verbs that only look, which load no torch
+    from torch import Tensor
 
-from workbench.losses.terms import LossInputs, Term
-from workbench.metrics.quantities import DocumentSlots, NoGradient, Quantities
-from workbench.metrics.values import OfDocuments, Sum, Value
-from workbench.rollouts.targets import TrainingRow
+    from workbench.losses.terms import LossInputs, Term
+    from workbench.metrics.quantities import DocumentSlots
+    from workbench.metrics.values import Value
+    from workbench.rollouts.targets import TrainingRow
 
 SPARSE = 0.5
 """Below this share of documents or tokens with a gradient a verdict warns: fewer than half of the step were compared.
@@ -53,6 +53,8 @@ class GradientTokens:
     """
 
     def __init__(self, row: TrainingRow, inputs: LossInputs) -> None:
+        import torch
+
         self.row = row
         self.mask_T = torch.zeros_like(row.loss_mask_T)
         for values_T in (inputs.policy_logprobs_T, inputs.entropy_T, inputs.logsumexp_T, inputs.mean_squared_logit_T):
@@ -75,6 +77,10 @@ def count_evidence(inputs: LossInputs, terms: Mapping[str, Term], row: TrainingR
         slots: the names of the row's documents in the whole step.
         reached: the last evaluation that was back-propagated; None if no token of the row was evaluated.
     """
+    import torch
+
+    from workbench.metrics.quantities import NoGradient, Quantities
+
     mask_T = row.loss_mask_T
     q = Quantities(inputs, terms, mask_T, slots=slots)
     with torch.no_grad():
@@ -93,11 +99,15 @@ def count_evidence(inputs: LossInputs, terms: Mapping[str, Term], row: TrainingR
 
 
 def _sum(values_T: Tensor, mask_T: Tensor) -> Value:
+    from workbench.metrics.values import Sum
+
     return Sum().over(values_T, mask_T)
 
 
 def _documents(slots: DocumentSlots, mask_T: Tensor, names_T: Tensor) -> Value:
     """How many documents of the step have a token in the mask."""
+    from workbench.metrics.values import OfDocuments
+
     return OfDocuments(lambda tokens_N: float(len(tokens_N)), 0, slots.number).table((), mask_T, names_T)
 
 

@@ -39,6 +39,9 @@ from workbench.sharding.collectives import all_max, all_sum
 from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import Mesh
 
+MIXED_PROMPTS = "reward/mixed_prompts/fraction"
+"""In a step record: share of the prompts whose completions earned different rewards, the ones with an advantage."""
+
 
 @dataclass(frozen=True)
 class StepData:
@@ -342,7 +345,7 @@ def describe(batch: RolloutBatch, right_reward: float, answers: int) -> dict[str
         "reward/all/mean": float(rewards_N.mean()),
         "reward/all/std": float(rewards_N.std(correction=0)),
         "reward/right/fraction": float((rewards_N == right_reward).double().mean()),
-        "reward/mixed_prompts/fraction": float(mixed_P.double().mean()),
+        MIXED_PROMPTS: float(mixed_P.double().mean()),
         "length/answer/mean": float(lengths_N.mean()),
         "length/answer/max": float(lengths_N.max()),
         "length/truncated/fraction": float(cut_off_N.double().mean()),

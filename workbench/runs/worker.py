@@ -22,6 +22,7 @@ from torch import Tensor
 
 from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
+from workbench.metrics.evidence import Evidence
 from workbench.policy.model import Policy
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import load, save
@@ -30,7 +31,7 @@ from workbench.runs.certificate import Certificate, certify, mark_gradients, wri
 from workbench.runs.checkpoint import continue_run, save_checkpoint
 from workbench.runs.exact import as_asked, kernels_of
 from workbench.runs.faults import planted
-from workbench.runs.online import Online, StepData, in_order, with_advantages
+from workbench.runs.online import MIXED_PROMPTS, Online, StepData, in_order, with_advantages
 from workbench.runs.policies import make_policy
 from workbench.runs.progress import CONTINUES
 from workbench.runs.spec import OptimizerSpec, RunSpec
@@ -225,6 +226,20 @@ def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float
         write_certificate(run, number, certificate)
         record["certificate"] = certificate.hash
     run.append_step(record)
+    if (text := _nothing_trained(record)):
+        sys.stderr.write(f"step {number}: {text}\n")  # standard output may be a verb's JSON, where ranks are simulated
+
+
+def _nothing_trained(record: Mapping[str, Any]) -> str:
+    """A line for the log of a step without a gradient, which trains nothing and shows nothing; "" for any other.
+
+    Online it is no failure: every completion of each prompt may have earned the same.
+    """
+    evidence = Evidence.of_steps([record])
+    if evidence is None or not evidence.nothing:
+        return ""
+    same = "; the completions of each prompt earned the same reward" if record.get(MIXED_PROMPTS) == 0 else ""
+    return f"nothing is trained: {evidence.nothing}{same}"
 
 
 def _name(number: int, what: str = "") -> str:

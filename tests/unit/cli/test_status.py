@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.helpers.hand_made import make_run
+from tests.helpers.hand_made import make_run, step_record
 from workbench.cli import main, status
 from workbench.cli.status import describe
 from workbench.errors import ShapeError
@@ -61,6 +61,31 @@ class TestOneRun:
         assert "  step 2     loss 0.350000, gradient norm 0.200000\n" in out
         assert "  step time  41.5 ms (median without the first)\n" in out
         assert "  settings   as one_rank, but\n             layout.cp: 1 -> 2\n" in out
+
+    @pytest.mark.parametrize(("counts", "lines"), [
+        ({}, ["  evidence   gradient on 12 of 16 documents (75.0%), 80 of 100 trained tokens (80.0%); clipped 20.0%"]),
+        ({"evidence/gradient_documents/sum": 1}, [
+            "  evidence   gradient on 2 of 16 documents (12.5%), 80 of 100 trained tokens (80.0%); clipped 20.0%",
+            "             warning: only 2 of 16 documents (12.5%) have a gradient"]),
+        ({"evidence/trained_tokens/sum": 0, "evidence/gradient_tokens/sum": 0, "evidence/clipped_tokens/sum": 0}, [
+            "  evidence   gradient on 12 of 16 documents (75.0%), 0 of 0 trained tokens",
+            "             vacuous: no token is trained: the loss mask is empty in every step"])])
+    def test_says_what_a_comparison_with_it_could_see(self, parity, capsys, counts, lines):
+        counted = {"evidence/documents/sum": 8, "evidence/gradient_documents/sum": 6, "evidence/trained_tokens/sum": 50,
+                   "evidence/gradient_tokens/sum": 40, "evidence/clipped_tokens/sum": 10} | counts
+        make_run(parity, "cp2", records=[step_record(number) | counted for number in range(2)])
+        assert main(["status", "cp2"]) == 0
+        out = capsys.readouterr().out
+        assert "\n".join(lines) in out
+        assert main(["status", "cp2", "--json"]) == 0
+        [read] = json.loads(capsys.readouterr().out)
+        assert read["evidence"]["trained_tokens"] == 2 * counted["evidence/trained_tokens/sum"]
+
+    def test_a_record_of_an_earlier_version_has_no_evidence(self, parity, capsys):
+        make_run(parity, "cp2")
+        assert one("cp2").evidence is None
+        main(["status", "cp2"])
+        assert "evidence" not in capsys.readouterr().out
 
     def test_as_json(self, parity, capsys):
         make_run(parity, "cp2", records=[{"step": 0, "loss/total/sum": float("nan")}])

@@ -11,15 +11,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import BatchEncoding
 
+from tests.helpers import online_runs
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.online_runs import Digits, done, spec_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.same_bits import same_bits
+from workbench.compare.diagnose import diagnose
 from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
 from workbench.losses.presets import PRESETS
 from workbench.losses.spec import LossSpec
+from workbench.metrics.evidence import Evidence
 from workbench.policy.model import load_decoder
 from workbench.policy.precision import lift_to_float64
 from workbench.policy.tiny import tiny_qwen3
@@ -582,6 +585,23 @@ def test_a_run_records_what_was_sampled_beside_its_steps(three_steps):
     trained = torch.isin(first.document_ids_T, torch.tensor([5, 6, 7, 8, 0])) & first.loss_mask_T
     assert torch.equal(tokens["trained"], trained), "in the order of the whole sampling"
     assert torch.equal(tokens["old_logprobs"][trained], first.old_logprobs_T[trained])
+
+
+def test_a_sampling_in_which_all_earn_the_same_trains_nothing_and_is_said_to(tmp_path, capfd):
+    run = done(tmp_path, online={"task": f"{online_runs.__file__}:Solved", "prompts": 2}, steps=2)
+    assert Evidence.of_steps(run.steps()).nothing == "no document has a gradient"
+    said = capfd.readouterr()
+    assert said.err.splitlines() == [
+        f"step {number}: nothing is trained: no document has a gradient; the completions of each prompt earned the "
+        "same reward" for number in range(2)]
+    assert said.out == ""
+    assert diagnose(run, run).verdict == "vacuous"
+
+
+def test_a_step_that_trains_says_nothing_of_it(tmp_path, capfd):
+    run = done(tmp_path, steps=1)
+    assert Evidence.of_steps(run.steps()).gradient_documents > 0
+    assert capfd.readouterr().err == ""
 
 
 def test_what_was_sampled_is_a_recording_like_any_other(three_steps, tmp_path):

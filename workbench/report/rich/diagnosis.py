@@ -15,9 +15,15 @@ def as_html(diagnosis: Diagnosis) -> Markup:
                tag("span", diagnosis.headline, class_=None if diagnosis.equal else "trouble"))
     causes = table(["cause", "score", "what it is", "evidence", "not recorded"],
                    [_row(cause) for cause in diagnosis.causes], numbers=(1,), class_="table")
-    tried = [tag("p", f"tried {each.experiment.words}: {'equal' if each.equal else 'still different'}")
-             for each in diagnosis.tried]
-    return framed(head, causes, tried, _next(diagnosis))
+    tried = [tag("p", f"tried {each.experiment.words}: {each.result}") for each in diagnosis.tried]
+    return framed(head, causes, _seen(diagnosis), tried, _next(diagnosis))
+
+
+def _seen(diagnosis: Diagnosis) -> list[Markup]:
+    if diagnosis.sight is None:
+        return []
+    warnings = [tag("p", f"warning: {warning}", class_="trouble") for warning in diagnosis.sight.warnings]
+    return [tag("p", f"could have seen: {diagnosis.sight.summary()}", class_="quiet"), *warnings]
 
 
 def _row(cause: Suspicion) -> list[Any]:

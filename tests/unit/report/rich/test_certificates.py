@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from tests.helpers.trials import HOSTILE
 from workbench.compare.certificates import CertificateComparison, Element
+from workbench.metrics.evidence import Evidence
 from workbench.report.rich import as_html as drawn
 from workbench.report.rich.certificates import as_html
 
@@ -35,6 +36,14 @@ def test_equal_ones_are_no_trouble():
     html = as_html(replace(APART, step=None, differing=(), element=None))
     assert 'class="trouble"' not in html
     assert "the same bits" in html
+
+
+def test_bits_that_prove_nothing_are_trouble_and_evidence_is_stated():
+    same = replace(APART, step=None, differing=(), element=None, evidence=Evidence(1, 8, 0, 24, 0))
+    html = as_html(replace(same, vacuous="no document has a gradient"))
+    assert 'class="trouble">vacuous: no document has a gradient' in html
+    assert "could have seen: gradient on 0 of 8 documents" in html
+    assert 'class="trouble">unsound baseline' in as_html(replace(same, not_finite="step 0: the loss is nan"))
 
 
 def test_names_are_quoted():

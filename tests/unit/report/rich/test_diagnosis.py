@@ -43,5 +43,17 @@ def test_equal_records_are_no_trouble():
     assert 'class="trouble">from step 0 on' in as_html(found(scale=2.0))
 
 
+def test_evidence_is_stated_and_what_proves_nothing_is_trouble():
+    assert "could have seen: 11 trained tokens in 3 of 3 documents" in text(as_html(found()))
+    zero = make_record(scale=0.0, loss=0.0)
+    vacuous = diagnose(zero, zero)
+    assert 'class="trouble">vacuous: every gradient is zero in every step' in as_html(vacuous)
+    tried = diagnose(make_record(TWINS), make_record(TWINS, scale=1 / 3), run=lambda changes: (zero, zero),
+                     experiments=1)
+    assert "tried one data-parallel rank: vacuous" in text(as_html(tried))
+    clipped = make_record(tokens=dict(zero.steps[0].tokens) | {"clipped": zero.steps[0].tokens["trained"]})
+    assert "warning: 100.0% of the trained tokens are clipped" in text(as_html(diagnose(clipped, clipped)))
+
+
 def test_names_of_records_are_quoted():
     assert "<script" not in as_html(replace(found(scale=2.0), suspect=HOSTILE, trusted=HOSTILE))
