@@ -15,6 +15,8 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,13 +34,19 @@ GRACE_S = 5.0
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_open():
-    """Refuse what a test, its own fixtures included, opened and did not close."""
+    with nothing_left_open():
+        yield
+
+
+@contextmanager
+def nothing_left_open(grace_s: float = GRACE_S) -> Iterator[None]:
+    """Fail if what is done meanwhile opens a file or starts a process and leaves it."""
     files, processes = open_files(), children()
     yield
     if open_files() <= files and children() <= processes:
         return
     gc.collect()  # what only waits to be collected is closed now, and pytest reports its ResourceWarning of this test
-    until = time.monotonic() + GRACE_S
+    until = time.monotonic() + grace_s
     while left := [*_files(open_files() - files), *_processes(children() - processes)]:
         if time.monotonic() > until:
             pytest.fail(f"left open: {'; '.join(left)}", pytrace=False)
@@ -48,9 +56,18 @@ def _nothing_is_left_open():
 def open_files() -> set[int]:
     """Numbers of the files, pipes and sockets that this process has open."""
     try:
-        return {int(number) for number in os.listdir("/proc/self/fd")}  # noqa: PTH208 (quicker)
+        listed = [int(number) for number in os.listdir("/proc/self/fd")]  # noqa: PTH208 (quicker)
     except OSError:
         return set()
+    return {number for number in listed if _is_open(number)}  # the folder itself was open while it was listed
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 def children() -> set[int]:
@@ -75,7 +92,7 @@ def _files(numbers: set[int]) -> list[str]:
     for number in sorted(numbers - shared):
         try:
             place = str(Path(f"/proc/self/fd/{number}").readlink())
-        except OSError:  # such as the one that listed them
+        except OSError:  # closed since
             continue
         if not place.endswith(SHARED_FILES):
             found.append(f"file {number}, {place}")

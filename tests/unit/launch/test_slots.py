@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 
 import psutil
 import pytest
@@ -140,7 +141,8 @@ class TestBetweenProcesses:
 
     def test_a_child_that_inherited_a_lease_does_not_keep_it(self):
         lease = take("core", 4, CORES)
-        child = os.fork()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Python 3.12 warns where
+            child = os.fork()  # there are threads; this child only waits for its end
         if child == 0:
             signal.pause()
             os._exit(0)

@@ -1,0 +1,59 @@
+"""A test depends on nothing that ran before it, and leaves nothing to what runs after it."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import numpy
+import psutil
+import pytest
+import torch
+
+from tests.helpers.left_open import nothing_left_open
+
+SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
+
+
+def test_a_file_left_open_is_named(tmp_path):
+    with pytest.raises(pytest.fail.Exception, match=r"left open: file \d+, .*/forgotten$"), nothing_left_open(0):
+        file = (tmp_path / "forgotten").open("w")
+    file.close()
+
+
+def test_a_process_left_running_is_named():
+    with (pytest.raises(pytest.fail.Exception, match=r"left open: process \d+, .*time\.sleep\(300\)$"),
+          nothing_left_open(0)):
+        process = subprocess.Popen(SLEEPS)
+    process.kill()
+    process.wait()
+
+
+def test_a_process_that_ended_and_that_nobody_waited_for_is_named():
+    with (pytest.raises(pytest.fail.Exception, match=r"process \d+, ended, and nobody waited for it"),
+          nothing_left_open(0)):
+        process = _ended()
+    process.wait()
+
+
+def test_what_is_closed_in_time_is_not(tmp_path):
+    with nothing_left_open(0):
+        (tmp_path / "kept").write_text("x")
+        subprocess.run([sys.executable, "-S", "-c", ""], check=True)
+
+
+@pytest.mark.parametrize("time", [1, 2])
+def test_the_random_numbers_are_the_same_whatever_ran_before(time):
+    """Those of `tests/conftest.py`, and not those of pytest-randomly's seed."""
+    assert random.random() == random.Random(0).random()
+    assert numpy.random.random() == numpy.random.RandomState(0).random()  # noqa: NPY002
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
+
+
+def _ended():
+    process = subprocess.Popen(SLEEPS)
+    process.kill()
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    return process
