@@ -162,9 +162,10 @@ class TestVerdicts:
         assert diagnose_records(two(1.0, math.inf), two(0.5, math.inf)).verdict == "different"
         assert diagnose_records(two(1.0, math.inf), two(1.0, math.inf)).verdict == "unsound baseline"
 
-    def test_zero_and_zero_are_not_told_as_agreement(self):
-        zero = RecordedStep(0, loss=0.0, metrics={"x": 1.0}, gradient_norms={"a": 0.0})
-        other = RecordedStep(0, loss=0.0, metrics={"x": 2.0}, gradient_norms={"a": 0.0})
+    @pytest.mark.parametrize("kept", [{"gradient_norms": {"a": 0.0}}, {"gradients": {"a": torch.zeros(3)}}])
+    def test_zero_and_zero_are_not_told_as_agreement(self, kept):
+        zero = RecordedStep(0, loss=0.0, metrics={"x": 1.0}, **kept)
+        other = RecordedStep(0, loss=0.0, metrics={"x": 2.0}, **kept)
         found = diagnose_records(Record({}, [zero]), Record({}, [other]))
         assert found.verdict == "different"
         assert "loss and gradient unknown or zero in both; 1 of 1 metrics differ" in str(found)
