@@ -73,7 +73,7 @@ class TestOneRun:
     def test_says_what_a_comparison_with_it_could_see(self, parity, capsys, counts, lines):
         counted = {"evidence/documents/sum": 8, "evidence/gradient_documents/sum": 6, "evidence/trained_tokens/sum": 50,
                    "evidence/gradient_tokens/sum": 40, "evidence/clipped_tokens/sum": 10} | counts
-        make_run(parity, "cp2", records=[step_record(number) | counted for number in range(2)])
+        make_run(parity, "cp2", steps=2, records=[step_record(number) | counted for number in range(2)])
         assert main(["status", "cp2"]) == 0
         out = capsys.readouterr().out
         assert "\n".join(lines) in out
@@ -88,7 +88,7 @@ class TestOneRun:
         assert "evidence" not in capsys.readouterr().out
 
     def test_as_json(self, parity, capsys):
-        make_run(parity, "cp2", records=[{"step": 0, "loss/total/sum": float("nan")}])
+        make_run(parity, "cp2", steps=1, records=[{"step": 0, "loss/total/sum": float("nan")}])
         assert main(["status", "cp2", "--json"]) == 0
         [read] = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
         assert (read["name"], read["steps_done"], read["last"]["loss/total/sum"]) == ("cp2", 1, {"float": "nan"})
