@@ -54,7 +54,7 @@ def test_a_record_that_was_cut_is_named(tmp_path, keep):
     found = damaged(tmp_path, cut)
     assert found.verdict == "failed"
     assert "metrics.jsonl" in found.why
-    assert f"{keep} step" in found.why or f"{keep} of 2" in found.why
+    assert f"{keep} whole records" in found.why
 
 
 def test_ratios_that_are_not_finite_are_left_out_of_the_histogram(tmp_path):
