@@ -8,7 +8,7 @@ Letters: T packed tokens | B rows | V vocabulary | D model dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,27 @@ from workbench.rollouts.targets import TrainingRow
 
 TOKEN_SHAPED = ("logprobs", "targets", "mask", "values", "old_logprobs", "rollout_logprobs")
 """Inputs whose shape is that of the tokens; the first that is there says it."""
+
+
+class Options(Mapping[str, Any]):
+    """Options of a case, which note the names that were looked up.
+
+    Attributes:
+        read: those names; all of them once the options were taken as a whole, as a model of settings takes them.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options, self.read = dict(options), dict[str, None]()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read[name] = None
+        return self._options[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._options)
+
+    def __len__(self) -> int:
+        return len(self._options)
 
 
 @dataclass(frozen=True)
@@ -109,6 +130,13 @@ class Case:
                              found=f"shape {list(self[name].shape)}, tokens {list(self.shape)}",
                              rule="one value a token or one a row", fix="reshape the array") from None
 
+    def of_documents(self, name: str) -> Tensor:
+        """[T] an input that has one value a document, or one a token, on every token."""
+        value = self[name]
+        if value.dim() == 1 and len(value) == int(self.document_ids_T.max()) + 1:
+            return value.index_select(0, self.document_ids_T)
+        return self.spread(name).reshape(-1)
+
     def tokens(self, name: str) -> Tensor | None:
         """[T] an input on tokens that count, 0 elsewhere (whatever stands there); None where there is none."""
         if name not in self.inputs:
@@ -157,6 +185,12 @@ class Case:
             if name in self.inputs:
                 return self.spread(name).reshape(-1).double().clamp_min(1)
         return torch.bincount(self.document_ids_T, weights=self.loss_mask_T.double())[self.document_ids_T].clamp_min(1)
+
+
+def flags_of_logits(case: Case) -> list[str]:
+    """The inputs, by name, that have a value for every logit beside the logits themselves."""
+    shape = None if case.get("logits") is None else case["logits"].shape
+    return [name for name, values in case.inputs.items() if name != "logits" and values.shape == shape]
 
 
 def silent(logprobs_T: Tensor, entropy_T: Tensor | None = None) -> TokenLogprobs:

@@ -13,13 +13,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from workbench.adapters import replays
 from workbench.adapters.back import checked_back
 from workbench.adapters.case import Case, silent
 from workbench.adapters.contracts import CONTRACTS
-from workbench.adapters.replays import Replayed, evaluate_as, kl_estimator
+from workbench.adapters.replays import Replayed, evaluate_as, evaluate_case, finish, kl_estimator
 from workbench.adapters.system import Settings, System, Translation, parse_settings
 from workbench.errors import SpecError
-from workbench.losses.kl import kl_in_reward
+from workbench.losses.kl import kl_in_reward, kl_term
 from workbench.losses.preference import document_rewards, pair_losses, pair_weights
 from workbench.losses.spec import KLSpec, LossSpec, ScalingSpec
 from workbench.losses.terms import LossInputs, Term
@@ -387,6 +388,27 @@ def _sampled_rows(case: Case) -> float:
     return float(case.shape[0] if sampled is None else len(torch.nonzero(sampled)))
 
 
+def policy_loss(case: Case) -> dict[str, Any]:
+    """`ClippedPGLossFn`: from log-probabilities.
+
+    Where top-k or top-p filters the policy of the ratio, its unfiltered log-probabilities come as
+    ``logprobs_unfiltered``: the KL penalty, with its weight, is of those, and has a gradient of its own.
+    """
+    unfiltered = case.get("logprobs_unfiltered")
+    if unfiltered is None:
+        return replays.policy_loss(case)
+    leaf, whole = case["logprobs"].clone().requires_grad_(), unfiltered.clone().requires_grad_()
+    found = evaluate_case(case, silent(leaf.reshape(-1)))
+    if "kl" not in found.evaluated.terms:  # without a penalty in the loss it does not look at them, either
+        return finish(found, {"grad_logprobs": leaf})
+    row = found.row
+    unfiltered_T = torch.where(row.loss_mask_T, whole.reshape(-1), row.old_logprobs_T)
+    penalty = kl_term(replace(found.inputs, policy_logprobs_T=unfiltered_T), found.translation.spec.kl)
+    terms = {**found.evaluated.terms, "kl": penalty}
+    evaluated = found.evaluated._replace(terms=terms, scalars=reduce_terms(terms, found.weights, row.loss_mask_T))
+    return finish(replace(found, evaluated=evaluated), {"grad_logprobs": leaf, "grad_logprobs_unfiltered": whole})
+
+
 # ---- other losses ----------------------------------------------------------------------------------------------
 
 
@@ -561,5 +583,6 @@ SYSTEM = System(
     name="nemo_rl", title="NeMo-RL", version="7ea279ab (2026-08-22)", settings=ClippedPGSettings, translate=translate,
     back=back, counts=counts, scaling=CONTRACTS["nemo_rl"], case_settings=case_settings, peer_settings=peer_settings,
     metrics=metrics,
-    replays={"nll": nll, "dpo": dpo, "preference": preference, "value_loss": value,
-             "kl_estimator": kl_estimator(kl_spec), "advantage": advantage, "reward_shaping": reward_shaping})
+    replays={"policy_loss": policy_loss, "policy_loss_packed": policy_loss, "nll": nll, "dpo": dpo,
+             "preference": preference, "value_loss": value, "kl_estimator": kl_estimator(kl_spec),
+             "advantage": advantage, "reward_shaping": reward_shaping})

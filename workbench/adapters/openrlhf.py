@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from workbench.adapters.back import checked_back
 from workbench.adapters.case import Case
 from workbench.adapters.contracts import CONTRACTS
-from workbench.adapters.replays import kl_estimator
+from workbench.adapters.replays import Replayed, kl_estimator
 from workbench.adapters.system import Settings, System, Translation, parse_settings
 from workbench.errors import SpecError
 from workbench.losses.preference import implied_rewards, mean_over_pairs, pair_losses
@@ -22,6 +23,13 @@ from workbench.losses.spec import LossSpec, ScalingSpec
 from workbench.losses.value import value_loss
 from workbench.metrics.aliases import openrlhf as named
 from workbench.reduction.denominators import GivenCounts
+from workbench.reduction.nothing import (
+    clipped_mean_gradient,
+    log_ratio,
+    sequence_mean_gradient,
+    undefined,
+    value_mean_gradient,
+)
 from workbench.reduction.weighted_sum import reduce_terms
 from workbench.reduction.weights import step_weights
 from workbench.rollouts.advantages.tokens import token_rewards
@@ -200,6 +208,30 @@ def counts(settings: AggregateSettings) -> GivenCounts:
     return GivenCounts(**{"tokens" if by_token else "documents": count}, dp=settings.dp_size)
 
 
+def undefined_loss(replayed: Replayed) -> dict[str, Tensor]:
+    """NaN where `masked_mean` divides by 0: nothing counts here, and no count of the whole batch was handed in.
+
+    The gradient is NaN, too, but for tokens that the clip cuts off, which have none.
+    """
+    if not _is_undefined(replayed.case, replayed.settings):
+        return {}
+    settings, case = replayed.settings, replayed.case
+    policy_T, advantages_T = case["logprobs"].reshape(-1), case.spread("advantages").reshape(-1)
+    if settings.policy_loss_type == "gspo":
+        gradient_T = sequence_mean_gradient(advantages_T, case.document_ids_T, settings.clip_eps_low)
+    else:
+        gradient_T = clipped_mean_gradient(
+            log_ratio(policy_T, case["old_logprobs"].reshape(-1)), advantages_T, clip_low=settings.clip_eps_low,
+            clip_high=settings.clip_eps_high, dual_clip=settings.dual_clip, log_clamp=LOG_CLAMP)
+    return {"loss": undefined(), "grad_logprobs": gradient_T}
+
+
+def _is_undefined(case: Case, settings: AggregateSettings) -> bool:
+    """True if a mean is taken over nothing."""
+    count = settings.batch_num_tokens if _by_token(settings) else settings.global_batch_size
+    return count is None and not case.loss_mask_T.any()
+
+
 # ---- other losses ----------------------------------------------------------------------------------------------
 
 
@@ -214,7 +246,11 @@ def value(case: Case) -> dict[str, Any]:
     (weights,), _ = step_weights([case.row()], spec, given=counts(settings))
     total = reduce_terms({"value": term}, weights, case.loss_mask_T)["total"].value
     total.backward()
-    return {"loss": total.detach(), "grad_values": leaf.grad, "metrics": {}}
+    outputs = {"loss": total.detach(), "grad_values": leaf.grad, "metrics": {}}
+    if _is_undefined(case, settings):
+        gradient_T = value_mean_gradient(leaf.reshape(-1), case["returns"].reshape(-1), old_T, settings.clip_eps)
+        return outputs | {"loss": undefined(), "grad_values": case.shaped(gradient_T)}
+    return outputs
 
 
 def dpo(case: Case) -> dict[str, Any]:
@@ -248,6 +284,6 @@ def reward(case: Case) -> dict[str, Any]:
 
 SYSTEM = System(
     name="openrlhf", title="OpenRLHF", version="3c3be623 (2026-08-13)", settings=PolicySettings, translate=translate,
-    back=back, counts=counts, scaling=CONTRACTS["openrlhf"],
+    back=back, counts=counts, scaling=CONTRACTS["openrlhf"], outputs=undefined_loss,
     replays={"value_loss": value, "dpo_from_sums": dpo, "kl_estimator": kl_estimator(kl_spec),
              "reward_shaping": reward})

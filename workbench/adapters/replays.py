@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.adapters.case import Case, silent
+from workbench.adapters.case import Case, Options, silent
+from workbench.adapters.inputs import refuse_unused
 from workbench.adapters.system import Settings, System, Translation, load_system, parse_settings, translated
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss, seen
@@ -78,18 +79,30 @@ def replay(source: str, kind: str, function: str, config: Mapping[str, Any],
 
     Returns:
         The outputs by name ("loss", "grad_logprobs", ...), and under "metrics" numbers by the system's names. numpy
-        arrays, or tensors where an input is a tensor. float64.
+        arrays, or tensors where an input is a tensor. float64. What is NaN in the system is NaN here: verl and OpenRLHF
+        divide by the tokens or rows that count, so that a micro-batch in which none does, without counts of the whole
+        batch, has the loss NaN (in OpenRLHF the gradient, too).
 
     Raises:
-        SpecError: another system, kind or option; what cannot be expressed.
+        SpecError: another system or kind; an option or an array that nothing in the replay uses, by name; what cannot
+            be expressed.
     """
     case = Case.of(source, kind, function, config, inputs)
+    options = Options(case.config)
+    case = replace(case, config=options)
     system = load_system(source)
     found = {**COMMON, **system.replays}.get(kind)
     if found is None:
         raise SpecError(f"replay of {kind!r} of {source}", rule=f"one of {', '.join([*COMMON, *system.replays])}",
                         fix="choose one of them")
+    refuse_unused(case)
     outputs = {"metrics": {}, **found(case)}
+    if unused := [name for name in options if name not in options.read]:
+        raise SpecError(f"replay of {kind} of {source} with the option(s) {', '.join(unused)}",
+                        found="nothing in this replay looks at them: the numbers would be those without",
+                        rule=f"options that {function} takes" + (
+                            f": {', '.join(sorted(options.read))}" if options.read else ""),
+                        fix="correct the name, or leave the option out")
     if any(isinstance(value, Tensor) for value in inputs.values()):
         return outputs
     return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in outputs.items()}
@@ -174,14 +187,11 @@ def finish(replayed: Replayed, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def metrics(replayed: Replayed, system: System) -> dict[str, float]:
     """Numbers about the case under the system's names."""
-    found: dict[str, float] = {}
-    if system.name in aliases.SYSTEMS:
-        peer = None if system.peer_settings is None else system.peer_settings(replayed)
-        values = aliases.as_named_by(system.name, _detached(replayed.inputs), replayed.row.loss_mask_T,
-                                     terms=replayed.evaluated.terms, loss_spec=replayed.translation.spec,
-                                     slots=replayed.slots, settings=peer)
-        found = {name: value.finish() for name, value in values.items()}
-    return {**found, **system.metrics(replayed)}
+    peer = None if system.peer_settings is None else system.peer_settings(replayed)
+    values = aliases.as_named_by(system.name, _detached(replayed.inputs), replayed.row.loss_mask_T,
+                                 terms=replayed.evaluated.terms, loss_spec=replayed.translation.spec,
+                                 slots=replayed.slots, settings=peer)
+    return {**{name: value.finish() for name, value in values.items()}, **system.metrics(replayed)}
 
 
 def _detached(inputs: LossInputs) -> LossInputs:

@@ -5,15 +5,17 @@ Letters: T packed tokens | V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 
+from workbench.adapters import replays
 from workbench.adapters.back import checked_back, refuse
-from workbench.adapters.case import Case
+from workbench.adapters.case import Case, flags_of_logits, silent
 from workbench.adapters.contracts import CONTRACTS
-from workbench.adapters.replays import Replayed
+from workbench.adapters.replays import Replayed, evaluate_case, finish, policy_settings
 from workbench.adapters.system import Settings, System, Translation, parse_settings
 from workbench.errors import SpecError
 from workbench.losses.kl import kl_term
@@ -22,7 +24,8 @@ from workbench.metrics import aliases
 from workbench.metrics.aliases.alias import PeerSettings, settings_of
 from workbench.metrics.aliases.slime import opsm_clipfrac
 from workbench.policy.logprobs.reference import kept_logits, token_logprobs_from_logits
-from workbench.reduction.denominators import GivenCounts
+from workbench.reduction.denominators import GivenCounts, length_shares
+from workbench.reduction.weights import LOSS_WEIGHTS
 from workbench.rollouts.advantages.tokens import gae
 
 KL_CLAMP = 10.0
@@ -150,6 +153,28 @@ def case_settings(case: Case) -> dict[str, Any]:
             "use_kl_loss": case.config.get("kl_loss_type") is not None, **case.config}
 
 
+def policy_loss(case: Case) -> dict[str, Any]:
+    """Its policy loss. ``sample_denominators``, one a sample, stand for the samples' own numbers of trained tokens.
+
+    slime gives all samples of a rollout the trained tokens of the rollout. The ratios of samples and off-policy
+    sequence masking look at the sample's own tokens as before, and a loss per token at none of this.
+    """
+    given = case.get("sample_denominators")
+    settings = policy_settings(case)
+    if given is None or settings.calculate_per_token_loss:
+        return replays.policy_loss(case)
+    if settings.advantage_estimator == "gspo" and settings.use_tis:
+        raise SpecError("replay of slime's gspo with use_tis and sample_denominators",
+                        found="ois, a mean over samples of ratios of samples",
+                        rule="that number is computed here with the samples' own tokens alone",
+                        fix="leave use_tis or sample_denominators out")
+    given_T = case.of_documents("sample_denominators")
+    leaf = case["logprobs"].clone().requires_grad_()
+    shares_T = length_shares(case.row().lengths_T, given_T)
+    found = evaluate_case(case, silent(leaf.reshape(-1), case.tokens("entropies")), extensions={LOSS_WEIGHTS: shares_T})
+    return finish(replace(found, inputs=replace(found.inputs, lengths_T=given_T)), {"grad_logprobs": leaf})
+
+
 def peer_settings(replayed: Replayed) -> PeerSettings:
     """Sums of one micro-batch."""
     return settings_of(replayed.translation.spec, replayed.slots)._replace(num_documents=1)
@@ -161,8 +186,8 @@ def further_metrics(replayed: Replayed) -> dict[str, float]:
     found = _unweighted_kl(replayed)
     if correction.opsm_threshold is not None:
         advantages_T = replayed.case.spread("advantages").reshape(-1)
-        found["opsm_clipfrac"] = opsm_clipfrac(replayed.inputs, advantages_T, correction.opsm_threshold,
-                                               correction.opsm_anchor)
+        own = replace(replayed.inputs, lengths_T=replayed.row.lengths_T)
+        found["opsm_clipfrac"] = opsm_clipfrac(own, advantages_T, correction.opsm_threshold, correction.opsm_anchor)
     return found
 
 
@@ -217,8 +242,7 @@ def logprobs(case: Case) -> dict[str, Any]:
 
 def _kept(case: Case) -> torch.Tensor:
     """What the sampler kept: the input that has a flag for every logit."""
-    return case[next((name for name, values in case.inputs.items()
-                      if name != "logits" and values.shape == case["logits"].shape), "keep_mask")]
+    return case[next(iter(flags_of_logits(case)), "keep_mask")]
 
 
 def advantage(case: Case) -> dict[str, Any]:
@@ -233,5 +257,7 @@ def advantage(case: Case) -> dict[str, Any]:
 SYSTEM = System(
     name="slime", title="slime", version="624b824a", settings=SlimeSettings, translate=translate, back=back,
     counts=micro_batch_sums, case_settings=case_settings, peer_settings=peer_settings, metrics=further_metrics,
-    scaling=CONTRACTS["slime"], replays={"logprobs": logprobs, "advantage": advantage},
+    scaling=CONTRACTS["slime"],
+    replays={"policy_loss": policy_loss, "policy_loss_packed": policy_loss, "logprobs": logprobs,
+             "advantage": advantage},
 )

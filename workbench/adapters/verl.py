@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
+from torch import Tensor
 
 from workbench.adapters.back import checked_back, refuse
 from workbench.adapters.case import Case
@@ -39,8 +40,9 @@ from workbench.metrics import aliases
 from workbench.metrics.aliases.alias import PeerSettings, settings_of
 from workbench.metrics.values import Mean
 from workbench.reduction.denominators import GivenCounts
+from workbench.reduction.nothing import undefined
 from workbench.reduction.weighted_sum import reduce_terms
-from workbench.reduction.weights import step_weights
+from workbench.reduction.weights import TokenWeights, step_weights
 
 GSPO_CAP = 10.0
 """Greatest log of gspo's ratio."""
@@ -425,6 +427,25 @@ def peer_settings(replayed: Replayed) -> PeerSettings:
     return found._replace(single=True, only=(*OF_LOSS, "rollout_corr/") if bypass else OF_LOSS)
 
 
+def undefined_loss(replayed: Replayed) -> dict[str, Tensor]:
+    """NaN where `agg_loss` divides by 0: nothing counts here, and no count of the mini-batch was handed in.
+
+    The gradient stays 0: what masked_sum leaves out has none, whatever it is divided by.
+    """
+    settings = replayed.settings
+    if not isinstance(settings, ActorSettings) or settings.policy_loss.loss_mode == "geo_mean":
+        return {}
+    mode = settings.policy_loss.loss_mode
+    agg = "seq-mean-token-mean" if mode in BY_DOCUMENT else settings.loss_agg_mode
+    return {"loss": undefined()} if _is_undefined(agg, settings.global_batch_info, replayed.weights["policy"]) else {}
+
+
+def _is_undefined(agg: str, info: GlobalBatchInfo, weights: TokenWeights) -> bool:
+    """True if a mean is taken over nothing."""
+    given = {"token-mean": info.batch_num_tokens, "token-sum": 1.0}.get(agg, info.global_batch_size)
+    return given is None and not weights.loss_T.any()
+
+
 def bypass_metrics(replayed: Replayed) -> dict[str, float]:
     """bypass_mode reports importance weights even where its loss does not use them."""
     settings = replayed.settings
@@ -478,6 +499,24 @@ def estimated_spec(case: Case) -> LossSpec:
     return _spec_of(settings.loss_agg_mode, settings, case, kl={"coefficient": 1.0, **_kl(settings.kl_penalty)})
 
 
+def aggregated(case: Case) -> dict[str, Any]:
+    """`agg_loss`."""
+    return _or_undefined(case, aggregation(aggregated_spec, aggregated_counts)(case), AggregationSettings)
+
+
+def penalty(case: Case) -> dict[str, Any]:
+    """`kl_penalty`, and `agg_loss` of it where no cotangent is given."""
+    return _or_undefined(case, kl_estimator(estimated_spec)(case), KLSettings)
+
+
+def _or_undefined(case: Case, outputs: dict[str, Any], model: type[GlobalBatchInfo]) -> dict[str, Any]:
+    """The outputs with NaN in place of a mean over nothing."""
+    settings = parse_settings(model, _flat(case.config), where=TITLE)
+    (weights,), _ = step_weights([case.row()], LossSpec(name="ppo"))
+    empty = _is_undefined(settings.loss_agg_mode, settings, weights["policy"])
+    return outputs | {"loss": undefined()} if empty and "loss" in outputs else outputs
+
+
 def critic_loss(case: Case) -> dict[str, Any]:
     """`compute_value_loss`."""
     settings = parse_settings(ValueSettings, _flat(case.config), where=TITLE)
@@ -488,6 +527,8 @@ def critic_loss(case: Case) -> dict[str, Any]:
     (weights,), _ = step_weights([case.row()], spec, given=_given(settings))
     total = reduce_terms({"values": term}, weights, case.loss_mask_T)["total"].value
     total.backward()
+    if _is_undefined(settings.loss_agg_mode, settings, weights["policy"]):
+        total = undefined()
     clipped = Mean(EPSILON).over(term.clipped_T.double(), case.loss_mask_T).finish()
     return {"loss": total.detach(), "grad_values": leaf.grad, "metrics": {"vf_clipfrac": clipped}}
 
@@ -495,10 +536,11 @@ def critic_loss(case: Case) -> dict[str, Any]:
 SYSTEM = System(
     name="verl", title=TITLE, version="1dda039b", settings=ActorSettings, translate=translate, back=back, counts=counts,
     scaling=CONTRACTS["verl"], case_settings=case_settings, peer_settings=peer_settings, metrics=bypass_metrics,
+    outputs=undefined_loss,
     replays={
         "policy_loss": actor_loss,
-        "kl_estimator": kl_estimator(estimated_spec),
-        "aggregation": aggregation(aggregated_spec, aggregated_counts),
+        "kl_estimator": penalty,
+        "aggregation": aggregated,
         "value_loss": critic_loss,
         "advantage": advantages,
         "is_correction": is_correction(RolloutCorrection, translate_correction, correction_outputs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -153,6 +154,8 @@ def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
         steps = run.steps()
     except RecordError as error:
         problem = error.parts["found"]
+        with contextlib.suppress(RecordError):
+            steps = run.steps(partial=True)
     try:
         failure, exits = run.failure(), run.exits()
     except (WorkbenchError, KeyError) as error:

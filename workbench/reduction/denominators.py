@@ -213,6 +213,16 @@ ALWAYS: dict[str, Callable[[StepDocuments, LossSpec], Tensor]] = {
 """Those that need no setting and no field of the batch: a term may ask for them under any spec."""
 
 
+def length_shares(lengths_T: Tensor, given_T: Tensor) -> Tensor:
+    """What turns a mean over a document into its sum over a length that was handed in.
+
+    Formula: length / max(given, 1), a factor of the document's token weights.
+    Shapes:  [T] each, the same on every token of a document -> [T] float64.
+    Source:  slime's sample_denoms: trained tokens of all samples of a rollout.
+    """
+    return lengths_T.double() / given_T.double().clamp_min(1)
+
+
 def _first_of_document(row: TrainingRow, values_T: Tensor, size: int) -> Tensor:
     real = row.document_ids_T >= 0
     values_N = values_T.new_zeros(size)

@@ -286,17 +286,21 @@ class RunDirectory:
         append_line(path, record)
         self._tail_checked = True
 
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self, *, partial: bool = False) -> list[dict[str, Any]]:
         """All step records. Of a run that did not succeed, a last line that a crash tore is left out.
 
         The file of a run that succeeded is read once and then only when it changes.
+
+        Args:
+            partial: give the records that can be read, also where a run that succeeded lacks some: for showing a run,
+                not for comparing it.
 
         Raises:
             RecordError: a line before the last is damaged; a run that succeeded lacks a step, or a number that every
                 step has: the message names the file and the line.
         """
         path = self.path / "metrics.jsonl"
-        if self.state["state"] != "succeeded":
+        if partial or self.state["state"] != "succeeded":
             return read_lines(path, fix=_MEND)
         seen = _fingerprint(path)
         if self._steps_read is None or self._steps_read[0] != seen:

@@ -39,6 +39,12 @@ def weights(mode, mask, info):
     return out
 
 
+def is_mean_over_nothing(mode, mask, info):
+    """agg_loss divides by what it counts, without a guard: 0 / 0, unless the count was handed in."""
+    count = {"token-mean": info.get("batch_num_tokens"), "token-sum": 1}.get(mode, info.get("global_batch_size"))
+    return count is None and not mask.any()
+
+
 def aggregation(config, batch):
     w = weights(config["loss_agg_mode"], batch["mask"], config)
     return {"loss": float((np.where(w != 0, batch["values"], 0) * w).sum()), "grad_values": w, "metrics": {}}
@@ -197,6 +203,8 @@ def bypass(config, batch):
         found = policy_loss("vanilla", agg, smaller)
     else:
         found = policy_loss("reinforce", agg, smaller if w is None else {**smaller, "is_weights": w})
+    if is_mean_over_nothing(config["loss_agg_mode"], kept, info):
+        found = found | {"loss": math.nan}
     return found | {"metrics": found["metrics"] | metrics}
 
 

@@ -309,3 +309,30 @@ def test_what_it_does_silently_is_said(settings, note):
 def test_an_estimator_that_there_is_not_is_refused():
     with pytest.raises(SpecError, match="GRPOAdvantageEstimator"):
         replay("nemo_rl", "advantage", "OPDAdvantageEstimator.compute_advantage", {}, {"rewards": torch.ones(1)})
+
+
+@pytest.mark.parametrize("kl", [name for name in KLS if name not in ("none", "in_reward")])
+@pytest.mark.parametrize("ratio", ["tokens", "rows", "gspo", "forced", "cispo"])
+def test_the_penalty_is_of_the_unfiltered_policy_where_that_is_given(ratio, kl):
+    """The ratio's part without penalty, and the penalty's part without advantages, each with its own policy."""
+    arrays = batch(4)
+    whole = arrays["logprobs"] - 0.3 * torch.rand(arrays["logprobs"].shape, dtype=torch.float64,
+                                                  generator=torch.Generator().manual_seed(9))
+    config = {**PLAIN, "global_valid_toks": 31.0, "global_valid_seqs": 7.0, **RATIOS[ratio], **KLS[kl]}
+    found = replay("nemo_rl", "policy_loss", "ClippedPGLossFn.__call__", config,
+                   arrays | {"logprobs_unfiltered": whole})
+    policy = oracle.policy_loss({**config, "reference_policy_kl_penalty": 0.0}, arrays)
+    penalty = oracle.policy_loss(config, arrays | {"logprobs": whole,
+                                                   "advantages": torch.zeros_like(arrays["advantages"])})
+    close(found, {"loss": policy["loss"] + penalty["loss"], "grad_logprobs": policy["grad_logprobs"],
+                  "grad_logprobs_unfiltered": penalty["grad_logprobs"]}, f"{ratio} {kl}")
+    close(found["metrics"]["kl_penalty"], penalty["metrics"]["kl_penalty"], f"{ratio} {kl}")
+    close(found["metrics"]["probs_ratio"], policy["metrics"]["probs_ratio"], f"{ratio} {kl}")
+
+
+@pytest.mark.parametrize("kl", ["none", "in_reward"])
+def test_without_a_penalty_in_the_loss_the_unfiltered_policy_is_not_looked_at(kl):
+    arrays, config = batch(4), {**PLAIN, "global_valid_toks": 31.0, "global_valid_seqs": 7.0, **KLS[kl]}
+    plain = replay("nemo_rl", "policy_loss", "f", config, arrays)
+    found = replay("nemo_rl", "policy_loss", "f", config, arrays | {"logprobs_unfiltered": arrays["logprobs"] - 1})
+    close(found, {"loss": plain["loss"], "grad_logprobs": plain["grad_logprobs"]})

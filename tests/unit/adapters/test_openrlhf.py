@@ -1,5 +1,7 @@
 """OpenRLHF against its formulas, row by row, for every option of its losses, estimates and rewards."""
 
+import math
+
 import pytest
 import torch
 
@@ -159,3 +161,81 @@ def test_options_that_it_refuses_are_refused_here(settings, words):
     (CORRECTIONS["seq-mask-tis-0.5-2.0"], "untruncated weights")])
 def test_what_it_does_silently_is_said(settings, note):
     assert any(note in said for said in translation("openrlhf", settings).notes)
+
+
+# ---- nothing counts ----------------------------------------------------------------------------------------------
+
+
+def masked_mean(values, mask, dim=None):
+    return (values * mask).sum(dim=dim) / mask.sum(dim=dim)
+
+
+def policy_loss_of_nothing(c, arrays):
+    """`PolicyLoss` as it stands there, where autograd makes of 0 / 0 what it makes of it: (loss, gradient)."""
+    x = arrays["logprobs"].clone().requires_grad_()
+    old, sampler, advantages, mask = (arrays[n] for n in ("old_logprobs", "rollout_logprobs", "advantages", "mask"))
+    low, high = 1 - c["clip_eps_low"], 1 + c["clip_eps_high"]
+    if c["policy_loss_type"] == "ppo":
+        ratio = (x - old).clamp(-20.0, 20.0).exp()
+    else:
+        gap = x - (sampler if c["enable_vllm_is_correction"] else old)
+        ratio = ((gap * mask).sum(-1) / mask.sum(-1).clamp(min=1)).exp().unsqueeze(-1) * mask
+    clip1 = torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+    clip2 = clip1 if c["dual_clip"] is None else torch.max(clip1, c["dual_clip"] * advantages)
+    loss = -torch.where(advantages < 0, clip2, clip1)
+    if c["token_level_loss"] and c["policy_loss_type"] == "ppo":
+        total = masked_mean(loss, mask)
+    else:
+        counts = mask.sum(-1)
+        total = masked_mean((loss * mask).sum(-1) / (counts + 1e-8), (counts > 0).double())
+    total.backward()
+    return total.detach(), x.grad
+
+
+@pytest.mark.parametrize("correction", ["none", "tis-0.5-2.0", "icepop-0.95-1.04"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_a_mean_over_nothing_is_no_number_here_either(ratio, correction):
+    config = {**PLAIN, **RATIOS[ratio], **CORRECTIONS[correction]}
+    seen = set()
+    for seed in range(6):
+        arrays = batch(seed)
+        arrays["mask"] = torch.zeros_like(arrays["mask"])
+        arrays["advantages"][1] = -0.5
+        loss, gradient = policy_loss_of_nothing(config, arrays)
+        found = replay("openrlhf", "policy_loss", "PolicyLoss", config, arrays)
+        assert loss.isnan()
+        assert found["loss"].isnan()
+        assert torch.equal(found["grad_logprobs"].isnan(), gradient.isnan()), seed
+        assert not found["grad_logprobs"].nan_to_num().any()
+        seen |= set(gradient.isnan().flatten().tolist())
+        assert all(math.isnan(value) for value in found["metrics"].values()), found["metrics"]
+    assert seen == {True, False}, "some tokens are cut off and some are not"
+
+
+@pytest.mark.parametrize(("by_token", "count"), [(True, "batch_num_tokens"), (False, "global_batch_size")])
+def test_nothing_of_a_batch_whose_counts_are_known_is_zero(by_token, count):
+    arrays = batch(1)
+    arrays["mask"] = torch.zeros_like(arrays["mask"])
+    config = {**PLAIN, "token_level_loss": by_token}
+    found = replay("openrlhf", "policy_loss", "PolicyLoss", config | {count: 12.0}, arrays)
+    assert found["loss"] == 0
+    assert not found["grad_logprobs"].any()
+    other = "global_batch_size" if by_token else "batch_num_tokens"
+    assert replay("openrlhf", "policy_loss", "PolicyLoss", config | {other: 12.0}, arrays)["loss"].isnan()
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("by_token", [True, False])
+def test_a_critics_mean_over_nothing_is_no_number(clip, by_token):
+    g = torch.Generator().manual_seed(3)
+    values, old, returns = (torch.randn(4, 5, generator=g, dtype=torch.float64) for _ in range(3))
+    x = values.clone().requires_grad_()
+    errors = (x - returns) ** 2
+    if clip is not None:
+        errors = torch.max((old + (x - old).clamp(-clip, clip) - returns) ** 2, errors)
+    (0.5 * masked_mean(errors, torch.zeros_like(old))).backward()
+    found = replay("openrlhf", "value_loss", "ValueLoss", {"clip_eps": clip, "token_level_loss": by_token},
+                   {"values": values, "old_values": old, "returns": returns, "mask": torch.zeros_like(old)})
+    assert found["loss"].isnan()
+    assert torch.equal(found["grad_values"].isnan(), x.grad.isnan())
+    assert x.grad.isnan().any()

@@ -102,3 +102,47 @@ def test_silent_behaviour_is_said():
     assert any("ignored by cispo" in note for note in translation("slime", {"advantage_estimator": "cispo",
                                                                             "eps_clip_c": 3.0}).notes)
     assert set(SYSTEM.scaling) == {"per sample", "per token"}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+@pytest.mark.parametrize("estimator", FUNCTIONS)
+def test_denominators_that_are_given_stand_for_the_samples_own(estimator, change):
+    """Sample by sample, because a step is a sum over samples: what each says of itself, times its tokens / given."""
+    config = {**PLAIN, **change, "calculate_per_token_loss": False}
+    batch, given = packed(2), np.array([9.0, 9.0, 0.0, 4.0, 0.5])
+    arrays = batch | {"sample_denominators": given}
+    if estimator == "gspo" and change.get("use_tis"):
+        with pytest.raises(SpecError, match="gspo with use_tis and sample_denominators"):
+            replay("slime", "policy_loss_packed", FUNCTIONS[estimator], config, arrays)
+        return
+    found = replay("slime", "policy_loss_packed", FUNCTIONS[estimator], config, arrays)
+    total, gradient, metrics = 0.0, np.zeros(len(batch["mask"])), {}
+    for document in range(5):
+        own = batch["document_index"] == document
+        if not batch["mask"][own].any():
+            continue
+        alone = {name: values[own] for name, values in batch.items()} | {"document_index": np.zeros(own.sum(), int)}
+        said = oracle.policy_loss({**config, "advantage_estimator": estimator}, alone)
+        share = alone["mask"].sum() / max(given[document], 1)
+        total += share * float(said["loss"])
+        gradient[own] = share * np.asarray(said["grad_logprobs"])
+        for name, value in said["metrics"].items():
+            metrics[name] = metrics.get(name, 0.0) + share * float(value)
+    if "opsm_clipfrac" in metrics:  # of the samples' own tokens as before
+        plain = replay("slime", "policy_loss_packed", FUNCTIONS[estimator], config, batch)
+        metrics["opsm_clipfrac"] = plain["metrics"]["opsm_clipfrac"]
+    assert float(found["loss"]) == pytest.approx(total, rel=1e-10, abs=1e-12)
+    np.testing.assert_allclose(found["grad_logprobs"], gradient, rtol=1e-10, atol=1e-12)
+    assert metrics.keys() <= found["metrics"].keys()
+    for name, value in metrics.items():
+        assert found["metrics"][name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+def test_a_loss_of_tokens_takes_no_denominators_and_own_ones_change_nothing():
+    batch = packed(2)
+    own = np.bincount(batch["document_index"], weights=batch["mask"])
+    for per_token, given in ((True, own + 7), (False, own)):
+        config = {**PLAIN, "calculate_per_token_loss": per_token}
+        plain = replay("slime", "policy_loss_packed", FUNCTIONS["grpo"], config, batch)
+        found = replay("slime", "policy_loss_packed", FUNCTIONS["grpo"], config, batch | {"sample_denominators": given})
+        assert differing(found, plain) == []

@@ -7,10 +7,13 @@ import pytest
 
 from workbench import adapters
 from workbench.adapters.contracts import CONTRACTS
+from workbench.adapters.inputs import inputs_of
+from workbench.adapters.replays import COMMON
 from workbench.adapters.system import SYSTEMS, Settings, System, load_system, parse_settings, translated
 from workbench.adapters.translate import translation
 from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec
+from workbench.metrics import aliases
 
 
 class Two(Settings):
@@ -44,6 +47,15 @@ def test_every_system_is_whole(name):
     assert set(found.given) <= set(system.settings.model_fields)
     undocumented = [option for option, field in system.settings.model_fields.items() if not field.description]
     assert undocumented == []
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_every_system_is_registered_everywhere(name):
+    assert set(aliases.SYSTEMS) == set(CONTRACTS) == set(SYSTEMS)
+    assert importlib.import_module(f"tests.oracles.systems.{name}")
+    assert len(aliases.alias_table(name)) >= 2
+    for kind in {**COMMON, **load_system(name).replays}:
+        assert inputs_of(name, kind), kind
 
 
 @pytest.mark.parametrize("name", ["nemo-rl", "NeMo-RL", "nemorl"])

@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 
 from tests.helpers.system_batches import differing
@@ -186,3 +187,44 @@ def test_a_bypass_of_the_trainer_is_that_of_the_loss():
 
 def test_every_option_says_what_it_does():
     assert all(field.description for field in ActorSettings.model_fields.values())
+
+
+@pytest.mark.parametrize("agg", AGG_MODES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mean_over_nothing_is_no_number_here_either_and_has_no_gradient(mode, agg):
+    """agg_loss divides the sum over what the mask keeps by its size. What it leaves out gets no gradient."""
+    batch = batch_of(3, 0.3)
+    batch["mask"][:] = 0
+    config = {**PLAIN, "loss_agg_mode": agg, **MODES[mode]}
+    found = replay("verl", "policy_loss", function(mode), config, batch)
+    sums = mode == "geo_mean" or (agg == "token-sum" and mode not in ("gspo", "sapo"))
+    assert np.isnan(found["loss"]) == (not sums)
+    assert not found["grad_logprobs"].any()
+    assert not np.isnan(list(found["metrics"].values())).any(), "verl adds 1e-8 there"
+    known = {"batch_num_tokens": 40, "global_batch_size": 9}
+    assert replay("verl", "policy_loss", function(mode), config | {"global_batch_info": known}, batch)["loss"] == 0
+
+
+@pytest.mark.parametrize("agg", AGG_MODES)
+def test_other_means_over_nothing_are_no_numbers_either(agg):
+    zeros = np.zeros((2, 3))
+    config = {"loss_agg_mode": agg}
+    found = replay("verl", "aggregation", "agg_loss", config, {"values": zeros + 1, "mask": zeros})
+    assert np.isnan(found["loss"]) == (agg != "token-sum")
+    assert not found["grad_values"].any()
+    critic = replay("verl", "value_loss", "compute_value_loss", config,
+                    {"values": zeros + 1, "old_values": zeros, "returns": zeros, "mask": zeros})
+    assert np.isnan(critic["loss"]) == (agg != "token-sum")
+    kl = replay("verl", "kl_estimator", "kl_penalty", config,
+                {"logprobs": zeros - 1, "ref_logprobs": zeros - 2, "mask": zeros})
+    assert np.isnan(kl["loss"]) == (agg != "token-sum")
+    assert (kl["kl"] > 0).all()
+
+
+def test_what_a_correction_rejects_altogether_is_a_mean_over_nothing():
+    batch = batch_of(2, 0.3)
+    config = {**PLAIN, "policy_loss": {"loss_mode": "bypass_mode"},
+              "rollout_correction": {"rollout_rs": "token_k2", "rollout_rs_threshold": 1e-12}}
+    found = replay("verl", "policy_loss", "compute_policy_loss_bypass_mode", config, batch)
+    assert np.isnan(found["loss"])
+    assert not found["grad_logprobs"].any()

@@ -170,7 +170,7 @@ class TestHere:
 
     @pytest.mark.parametrize("damage", ["cut", "missing"])
     def test_a_run_whose_record_is_damaged_stands_for_nothing_and_is_run_again(self, tmp_path, project, damage):
-        ablation = AblationSpec(reference="a", base={"steps": 2, "device": "cpu"},
+        ablation = AblationSpec(reference="a", base=BASE,
                                 configurations={"a": {}, "b": {"seed": 1}})
         first = launch(ablation, tmp_path, where="here", project=project, worker=FAKE)
         path = first.runs[1].path / "metrics.jsonl"
@@ -181,8 +181,8 @@ class TestHere:
         assert again.runs[1].path != first.runs[1].path
         assert len(again.runs[1].steps()) == 2
         [said] = {event.device_note for event in events if event.name == "b"}
-        assert said.startswith(f"runs again, because the record of the earlier run is damaged: {first.runs[1].path.name}"
-                               "/metrics.jsonl: ")
+        assert said.startswith("runs again, because the record of the earlier run is damaged: "
+                               f"{first.runs[1].path.name}/metrics.jsonl: ")
         assert said.endswith("no such file" if damage == "missing" else
                              "1 whole records; the last line is cut or damaged")
         assert path.parent.is_dir(), "the damaged one is kept"

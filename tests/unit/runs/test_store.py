@@ -295,7 +295,7 @@ class TestSteps:
         path = run.path / "tensors/step0002.gradients.safetensors"
         content = path.read_bytes()
         path.unlink() if left is None else path.write_bytes(content[:left])
-        with pytest.raises(RecordError, match="read .*tensors/step0002.gradients.safetensors"):
+        with pytest.raises(RecordError, match=r"read .*tensors/step0002\.gradients\.safetensors"):
             run.check_whole()
 
     def test_no_file_is_no_steps(self, run):

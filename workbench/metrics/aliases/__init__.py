@@ -23,7 +23,19 @@ from torch import Tensor
 from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs, Term
-from workbench.metrics.aliases import areal, fast_llm, liger, nemo_rl, openrlhf, pipelinerl, prime_rl, slime, trl, verl
+from workbench.metrics.aliases import (
+    areal,
+    fast_llm,
+    liger,
+    nemo_rl,
+    nous_torchtitan,
+    openrlhf,
+    pipelinerl,
+    prime_rl,
+    slime,
+    trl,
+    verl,
+)
 from workbench.metrics.aliases.alias import Alias, PeerSettings, settings_of
 from workbench.metrics.definitions import metric_table
 from workbench.metrics.policy import measure
@@ -44,6 +56,7 @@ SYSTEMS: Mapping[str, ModuleType] = {
     "slime": slime,
     "areal": areal,
     "pipelinerl": pipelinerl,
+    "nous_torchtitan": nous_torchtitan,
 }
 """System -> the module whose `names` are its metrics."""
 

@@ -1,8 +1,9 @@
 """What the GRPO step of NousResearch/torchtitan reports, by its definitions. See the head of this package.
 
-Its numbers are of one micro-batch of whole rows, some of them over positions that do not train, so they are one
-function of what the step saw and no declarations: parts of them do not add up over ranks. A row without a token makes
-means over rows NaN there, and here. Read from NousResearch/torchtitan's GRPO code (94d6abd4).
+Its numbers are of one micro-batch of whole rows, some of them over positions that do not train: `step_metrics` is all
+of them, as one function of what the step saw. A row without a token makes means over rows NaN there, and here. `names`
+has those that a step of any layout can report, because they are means over tokens that train; `LEFT_OUT` says what
+becomes of the others. Read from NousResearch/torchtitan's GRPO code (94d6abd4).
 
 Letters: T packed tokens | B rows | V vocabulary.
 """
@@ -10,7 +11,9 @@ Letters: T packed tokens | B rows | V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +21,25 @@ from torch import Tensor
 from workbench.losses.kl import kl_estimate
 from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs, Term
+from workbench.metrics.aliases.alias import Alias, PeerSettings
+from workbench.metrics.definitions import Metric
+from workbench.metrics.quantities import KL, Advantage, Column, Extra, LogProb, LogRatio, Quantities, Ratio
+from workbench.metrics.values import Maximum, Mean, Minimum
+
+ELSEWHERE = "it looks at positions that do not train, or at logits; a replay of the step reports it"
+LEFT_OUT: Mapping[str, str] = dict.fromkeys((
+    "loss_metrics/global_logit_loss", "loss_metrics/global_entropy_loss", "loss_metrics/global_logits_mean",
+    "loss_metrics/global_total_pos", "loss_metrics/global_total_neg", "loss_metrics/global_pos_logp",
+    "loss_metrics/global_neg_logp", "loss_metrics/global_pos_reward", "loss_metrics/global_neg_reward",
+    "loss_metrics/global_advantages", "loss_metrics/pos_margin", "loss_metrics/neg_margin",
+    "loss_metrics/pos_ref_logp", "loss_metrics/neg_ref_logp", "loss_metrics/logits_mean_ref",
+    "loss_metrics/global_offp_logp", "loss_metrics/global_offp_ref_logp", "logp_dist/threshold_filter_ratio",
+    "mismatch/inf_logratio", "mismatch/rollout_is_masked_fraction", "mismatch/rollout_is_seq_masked_fraction"),
+    ELSEWHERE) | {
+    "loss_metrics/global_logp": "NaN there where a row has no token that trains; here such rows are left out",
+    "loss_metrics/global_ratio": "NaN there where a row has no token that trains; here such rows are left out",
+    "raw_ratio": "reported there only where there is no old policy, and then it is the mean of 1"}
+"""Name -> what the system reports there in some case, and what is reported here instead."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +71,78 @@ class Step:
     kl_estimator: str = "k3"
     on_policy: bool = False
     logprob_floor: float | None = None
+
+
+def names(s: PeerSettings) -> Iterable[Alias]:
+    """Means over tokens that train, and over rows that have one; without a threshold of probability."""
+    rows = "rows in which nothing trains are left out"
+    yield Alias(Metric("loss_metrics/global_logp", "mean over rows of the row's mean log-probability", "nats",
+                       LogProb("policy"), Mean(), "document"), "logprob/policy/document_mean", rows)
+    if not s.of_documents:
+        yield Alias(Metric("loss_metrics/global_ratio", "mean over rows of the row's mean ratio policy / old", "1",
+                           Ratio("policy", "old"), Mean(), "document"), "ratio/policy_old/document_mean", rows)
+    yield from _distribution("logp_dist", "policy")
+    yield from _distribution("inflogp_dist", "sampler")
+    yield Alias(Metric("inflogp_dist/importance_ratio", "mean of the correction weights as applied", "1",
+                       Extra("applied_weight"), Mean()), "weight/applied/mean")
+    yield Alias(Metric("loss_metrics/ref_logp", "mean log-probability under the reference", "nats", LogProb("ref"),
+                       Mean()), "logprob/ref/mean")
+    yield Alias(Metric("loss_metrics/margin", "mean of the advantage times policy - reference", "nats", _Margin(),
+                       Mean()))
+    yield Alias(Metric("loss_metrics/kl_div_est", f"mean {s.kl_estimator} estimate of KL(policy || ref)", "nats",
+                       KL(s.kl_estimator, "policy", "ref"), Mean()),
+                "kl/policy_ref/k3_mean" if s.kl_estimator == "k3" else None, "whether or not it is in the loss")
+    if s.clip is not None and not s.clip.of_documents:
+        for ending, signs, words in (("", (1, -1), ""), ("_pos", (1,), ", with a positive advantage"),
+                                     ("_neg", (-1,), ", with an advantage that is not positive")):
+            yield Alias(Metric(f"loss_metrics/global_clip_ratio{ending}",
+                               f"share of tokens beyond the bound that the advantage's sign picks{words}", "1",
+                               _Beyond(signs, s.clip.lower, s.clip.upper), Mean()), None,
+                        "an advantage of 0 counts as a negative one")
+
+
+def _distribution(name: str, who: Literal["policy", "sampler"]) -> Iterable[Alias]:
+    words = f"log-probability under the {who}"
+    yield Alias(Metric(f"{name}/mean", f"mean {words}", "nats", LogProb(who), Mean()), f"logprob/{who}/mean")
+    yield Alias(Metric(f"{name}/min", f"smallest {words}", "nats", LogProb(who), Minimum()))
+    yield Alias(Metric(f"{name}/max", f"largest {words}", "nats", LogProb(who), Maximum()))
+
+
+@dataclass(frozen=True)
+class _Margin(Column):
+    """The advantage times log(policy / reference)."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return "policy", "ref"
+
+    def of(self, q: Quantities) -> Tensor | None:
+        gap_T, advantages_T = q.column(LogRatio("policy", "ref")), q.column(Advantage())
+        return None if gap_T is None or advantages_T is None else advantages_T * gap_T
+
+
+@dataclass(frozen=True)
+class _Beyond(Column):
+    """1 where the ratio is above the upper bound and the advantage positive, or below the lower and it is not."""
+
+    signs: tuple[int, ...]
+    lower: float
+    upper: float
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return "policy", "old"
+
+    def of(self, q: Quantities) -> Tensor | None:
+        ratio_T = q.ratio("policy", "old")
+        if ratio_T is None:
+            return None
+        good_T, beyond_T = q.advantages_T > 0, torch.zeros_like(q.advantages_T, dtype=torch.bool)
+        if 1 in self.signs:
+            beyond_T |= (ratio_T > self.upper) & good_T
+        if -1 in self.signs:
+            beyond_T |= (ratio_T < self.lower) & ~good_T
+        return beyond_T.double()
 
 
 def mean_logit(logits_TV: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from workbench.losses.kl import kl_estimate
 from workbench.losses.spec import LossSpec
 from workbench.reduction.alignment.adjoints import local_to_whole, whole_to_local
 from workbench.reduction.alignment.documents import Documents
-from workbench.reduction.alignment.policy_loss import StepCounts, check_spec, local_policy_loss
+from workbench.reduction.alignment.policy_loss import StepCounts, check_spec, local_policy_loss, refuse_unused
 from workbench.reduction.alignment.rows import ContextParallelRows, context_parallel_rows
 from workbench.reduction.alignment.statistics import (
     AdvantageStatistics,
@@ -273,7 +273,7 @@ class Alignment:
             counts: of the whole step, from `step_counts`, where this is one of several micro-batches.
 
         Raises:
-            SpecError: a spec that needs more than counts of the step.
+            SpecError: a spec that needs more than counts of the step; a tensor that no term of it looks at.
         """
         spec = LossSpec(name=loss) if isinstance(loss, str) else loss
         check_spec(spec)
@@ -281,6 +281,7 @@ class Alignment:
                  "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler_logprobs, "entropy": entropy,
                  "rewards": rewards}
         check_values(policy_logprobs, mask, *(value for value in given.values() if value is not None))
+        refuse_unused(spec, {name: given[name] for name in ("ref_logprobs", "sampler_logprobs", "entropy", "rewards")})
         found, lengths_N = self._documents_of(mask, documents, num_documents)
         if counts is None:
             counts = self._counted([lengths_N])

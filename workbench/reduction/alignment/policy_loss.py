@@ -9,7 +9,8 @@ Letters: T tokens of this rank, flat | N documents.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from workbench.losses.build import make_loss
 from workbench.losses.spec import LossSpec, ScalingSpec
 from workbench.losses.terms import LossInputs
 from workbench.reduction.alignment.documents import Documents, SumsOverRanks
-from workbench.reduction.evaluate import evaluate_loss
+from workbench.reduction.evaluate import evaluate_loss, token_values
 from workbench.reduction.weights import TokenWeights
 
 DENOMINATORS = ("token", "document", "document_sum", "constant", "raw")
@@ -57,6 +58,49 @@ def check_spec(spec: LossSpec) -> None:
                         rule=f"denominators are {', '.join(DENOMINATORS)}, over the whole step, and gradients are "
                              "those of the loss",
                         fix="take workbench.runs.step, which sees whole rows before they are split")
+
+
+def refuse_unused(spec: LossSpec, given: Mapping[str, Tensor | None]) -> None:
+    """Refuse tensors that a loss does not look at: it would be another loss than the one that is meant.
+
+    Args:
+        spec: the loss, checked.
+        given: the optional inputs, by name.
+
+    Raises:
+        SpecError: there is one; the message names it and the settings that would use it.
+    """
+    unused = [name for name, value in given.items() if value is not None and not _looks_at(spec, name)]
+    if unused:
+        raise SpecError(f"loss {spec.name!r} with {', '.join(unused)}",
+                        found=f"no term of this loss looks at {', '.join(unused)}",
+                        rule="; ".join(f"{name}: {_USED_BY[name]}" for name in unused),
+                        fix="leave it out, or say so in the spec")
+
+
+_USED_BY = {"ref_logprobs": "a KL penalty in the loss, such as kl={'coefficient': 0.01}",
+            "sampler_logprobs": "a correction, or a ratio or KL against the sampler",
+            "entropy": "an entropy bonus, entropy_coefficient",
+            "rewards": "signal = 'rewards', or positive_nll_coefficient"}
+"""Optional input -> the settings that look at it."""
+
+
+def _looks_at(spec: LossSpec, name: str) -> bool:
+    """True if a loss cannot do without an input, or its values on a few made-up tokens move with it."""
+    place = torch.arange(8, dtype=torch.float64)
+    inputs = LossInputs(
+        -1 - 0.1 * place, -1.3 - 0.05 * place, 1.5 - place, sampler_logprobs_T=-1.2 - 0.07 * place,
+        ref_logprobs_T=-1.1 - 0.03 * place, entropy_T=1 + place, rewards_T=1 + 0 * place,
+        loss_mask_T=torch.ones(8, dtype=torch.bool), document_ids_T=torch.arange(8) // 4)
+    loss = make_loss(spec)
+    try:
+        before = token_values(loss(inputs))
+        loss(replace(inputs, **{f"{name}_T": None}))
+    except SpecError:
+        return True
+    value = getattr(inputs, f"{name}_T")
+    others = (token_values(loss(replace(inputs, **{f"{name}_T": value + by}))) for by in (0.3, 8.0, -8.0))
+    return any(not torch.equal(before, other) for other in others)
 
 
 def local_policy_loss(spec: LossSpec, inputs: dict[str, Tensor | None], mask_T: Tensor, documents: Documents,

@@ -87,7 +87,7 @@ def tracked(run: RunDirectory) -> TrackedRun:
     began_s = state.get("started_ns", state["created_ns"]) / 1e9
     steps: list[TrackedStep] = []
     clock_s, reckoned = began_s, False
-    for index, record in enumerate(run.steps()):
+    for index, record in enumerate(run.steps(partial=True)):
         number = record.get("step", index)
         if not isinstance(number, int) or (steps and number <= steps[-1].number):
             raise RecordError(f"export {run.path.name}", found=f"step {number!r} after {index} others",

@@ -1,6 +1,7 @@
 """The fork's numbers of a step, by hand: means over rows and over tokens, and positions that do not train."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from workbench.losses.build import make_loss, surrogate_ratio
 from workbench.losses.document_sums import LocalSums
 from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs
-from workbench.metrics.aliases.nous_torchtitan import Step, mean_logit, step_metrics
+from workbench.metrics.aliases import as_named_by
+from workbench.metrics.aliases.nous_torchtitan import LEFT_OUT, Step, mean_logit, step_metrics
+from workbench.metrics.quantities import DocumentSlots
 
 MASK = torch.tensor([True, True, True, False])
 ROWS = torch.tensor([0, 0, 1, 1])
@@ -99,3 +102,31 @@ def test_weights_of_the_sampler():
 
 def test_the_mean_logit_is_over_the_vocabulary():
     assert mean_logit(reals(1, 3).reshape(1, 2)).tolist() == [2.0]
+
+
+def test_what_a_step_of_any_layout_reports_is_what_the_step_reports():
+    """Where every row trains and no position is left out by its probability, both are the same numbers."""
+    spec = LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2})
+    inputs = LossInputs(reals(-1, -2, -3, -4), reals(-1.5, -2, -2.5, -4), reals(1, 0, -1, -1), reals(-1, -2, -1, -4),
+                        reals(-1, -2.5, -3, -9), loss_mask_T=MASK, document_ids_T=ROWS)
+    found = {name: value.finish() for name, value in as_named_by(
+        "nous_torchtitan", inputs, MASK, loss_spec=spec, slots=DocumentSlots(0, 2)).items()}
+    everywhere = replace(inputs, loss_mask_T=torch.ones(4, dtype=torch.bool), sums=LocalSums(ROWS, MASK))
+    expected = step_metrics(Step(spec, everywhere, make_loss(spec)(everywhere), surrogate_ratio(everywhere, spec),
+                                 MASK, ROWS, reals(-1, -2, -1, -4), reals(1, 2, 3, 4)))
+    assert found.keys() <= expected.keys()
+    assert len(found) == 14
+    for name, value in found.items():
+        assert value == pytest.approx(expected[name], rel=1e-12), name
+    of_a_correction = {"inflogp_dist/importance_ratio"}
+    assert expected.keys() <= found.keys() | LEFT_OUT.keys() | of_a_correction
+
+
+def test_a_row_without_tokens_is_left_out_where_the_fork_says_nan():
+    mask = torch.tensor([True, True, False, False])
+    zeros = reals(0, 0, 0, 0)
+    inputs = LossInputs(reals(-1, -2, -3, -4), zeros, zeros, loss_mask_T=mask, document_ids_T=ROWS)
+    found = as_named_by("nous_torchtitan", inputs, mask, slots=DocumentSlots(0, 2))
+    assert found["loss_metrics/global_logp"].finish() == -1.5
+    assert math.isnan(numbers(mask=mask)["loss_metrics/global_logp"])
+    assert "NaN" in LEFT_OUT["loss_metrics/global_logp"]

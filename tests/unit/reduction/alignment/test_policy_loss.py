@@ -7,8 +7,15 @@ import torch
 
 from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec
+from workbench.reduction.alignment.align import align_loss
 from workbench.reduction.alignment.documents import Documents
-from workbench.reduction.alignment.policy_loss import DENOMINATORS, StepCounts, check_spec, local_policy_loss
+from workbench.reduction.alignment.policy_loss import (
+    DENOMINATORS,
+    StepCounts,
+    check_spec,
+    local_policy_loss,
+    refuse_unused,
+)
 from workbench.sharding.mesh import Axis
 
 MASK = torch.tensor([1, 1, 0, 1, 0, 0, 1], dtype=torch.bool)
@@ -67,3 +74,36 @@ def test_a_constant_must_be_given():
         local_policy_loss(LossSpec(name="dr_grpo"), {"policy_logprobs": torch.zeros(7), "old_logprobs": torch.zeros(7),
                                                      "advantages": torch.zeros(7)}, MASK,
                           Documents(IDS, 2, Axis("cp")), torch.tensor([2.0, 2.0]), COUNTS)
+
+
+OPTIONAL = ("ref_logprobs", "sampler_logprobs", "entropy", "rewards")
+
+
+@pytest.mark.parametrize(("settings", "used"), [
+    ({}, set()), ({"kl": {"coefficient": 0.1}}, {"ref_logprobs"}),
+    ({"kl": {"coefficient": 0.1, "placement": "reward"}}, set()),
+    ({"kl": {"coefficient": 0.1, "importance": "sampler"}}, {"ref_logprobs", "sampler_logprobs"}),
+    ({"kl": {"coefficient": 0.1, "against": "sampler"}}, {"sampler_logprobs"}),
+    ({"correction": {"kind": "icepop", "ratio_low": 0.5, "ratio_high": 3.0}}, {"sampler_logprobs"}),
+    ({"correction": {"kind": "geometric_gate", "gate_low": 0.1, "gate_high": 9.0}}, {"sampler_logprobs"}),
+    ({"surrogate": {"kind": "ppo", "anchor": "sampler"}}, {"sampler_logprobs"}),
+    ({"entropy_coefficient": 0.01}, {"entropy"}), ({"positive_nll_coefficient": 0.1}, {"rewards"}),
+    ({"signal": "rewards"}, {"rewards"})], ids=str)
+def test_what_no_term_looks_at_is_refused_by_name(settings, used):
+    spec = LossSpec(name="grpo", **settings)
+    values = torch.full((3,), -1.0)
+    for name in OPTIONAL:
+        assert refuse_unused(spec, {name: None}) is None
+        if name in used:
+            assert refuse_unused(spec, {name: values}) is None
+            continue
+        with pytest.raises(SpecError, match=f"loss 'grpo' with {name}") as caught:
+            refuse_unused(spec, {name: values})
+        assert caught.value.parts["rule"].startswith(f"{name}: ")
+
+
+def test_the_loss_of_a_trainer_refuses_what_it_does_not_look_at():
+    zeros, mask = torch.zeros(4), torch.ones(4, dtype=torch.bool)
+    with pytest.raises(SpecError, match="with ref_logprobs, entropy"):
+        align_loss(engine="mean").policy_loss("grpo", policy_logprobs=zeros, old_logprobs=zeros, advantages=zeros,
+                                              mask=mask, ref_logprobs=zeros, entropy=zeros)

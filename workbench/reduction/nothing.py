@@ -1,0 +1,74 @@
+"""Means over nothing: 0 / 0, and what autograd makes of it in a system that divides without a guard.
+
+Where no token counts, a weight of ours is 0, and so are loss and gradient. A system that divides a sum by its count has
+NaN as its loss. Its gradient is NaN, too, wherever a path from the loss to the token is open, because the cotangent
+that comes back, mask / 0, is 0 * inf; where a clamp, a minimum or a maximum cut the path, it is 0.
+
+Letters: T packed tokens | N documents.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from workbench.losses.surrogates.clipped import clip_ratio
+from workbench.losses.value import value_loss
+
+
+def undefined() -> Tensor:
+    """[] NaN in float64: a loss that is a mean over nothing."""
+    return torch.full((), math.nan, dtype=torch.float64)
+
+
+def _where_open(open_T: Tensor) -> Tensor:
+    return torch.where(open_T, math.nan, torch.zeros(open_T.shape, dtype=torch.float64))
+
+
+def clipped_mean_gradient(log_ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float,
+                          dual_clip: float | None, log_clamp: float) -> Tensor:
+    """[T] gradient of a mean over no token of the clipped surrogate: 0 where the clip or the clamp cuts, else NaN.
+
+    Args:
+        log_ratio_T: [T] policy - old, also where nothing counts.
+        advantages_T: [T] likewise.
+        clip_low: see `workbench.losses.surrogates.clipped.clip_ratio`.
+        clip_high: likewise.
+        dual_clip: likewise.
+        log_clamp: bound of the log ratio.
+    """
+    held_T = log_ratio_T.detach().clamp(-log_clamp, log_clamp)
+    cut_T = clip_ratio(held_T, advantages_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip).clipped_T
+    assert cut_T is not None, "a clipped surrogate says what it cuts"
+    return _where_open(~cut_T & (held_T == log_ratio_T))
+
+
+def sequence_mean_gradient(advantages_T: Tensor, document_ids_T: Tensor, clip_low: float) -> Tensor:
+    """[T] gradient of a mean over no row of a clipped ratio of rows, which is 0 in a row where nothing counts.
+
+    A ratio of 0 is below the clip: a negative advantage cuts its token off. NaN on all of a row as soon as one of its
+    advantages is not negative, or nothing is below the clip.
+
+    Args:
+        advantages_T: [T] also where nothing counts.
+        document_ids_T: [T] row of the token.
+        clip_low: length of the clip below 1.
+    """
+    open_T = (advantages_T >= 0) | (clip_low >= 1)
+    rows = int(document_ids_T.max()) + 1
+    open_N = torch.zeros(rows, dtype=torch.float64).index_add(0, document_ids_T, open_T.double())
+    return _where_open(open_N[document_ids_T] > 0)
+
+
+def value_mean_gradient(values_T: Tensor, returns_T: Tensor, old_values_T: Tensor | None, clip: float | None) -> Tensor:
+    """[T] gradient of a mean over no token of a critic's error: 0 where the clip cuts, else NaN."""
+    cut_T = value_loss(values_T.detach(), returns_T, torch.ones_like(values_T, dtype=torch.bool),
+                       old_values_T=old_values_T, clip=clip).clipped_T
+    return _where_open(torch.ones_like(values_T, dtype=torch.bool) if cut_T is None else ~cut_T)
+
+
+def log_ratio(policy_T: Tensor, other_T: Tensor) -> Tensor:
+    """[T] policy - other, in nats, on every token."""
+    return policy_T.detach() - other_T
