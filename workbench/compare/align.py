@@ -36,7 +36,7 @@ from workbench.compare.certificates import CertificateComparison, compare_certif
 from workbench.compare.comparison import AGREES, Comparison, Configuration, ParameterDifference
 from workbench.compare.factors import SAME, name_factor
 from workbench.compare.reading import Gradients, RunReader, flipped_clips, ratio_histograms, same_tokens
-from workbench.compare.soundness import evidence_of, not_finite, too_far, why_vacuous
+from workbench.compare.soundness import evidence_of, not_finite, too_far, too_small, why_vacuous
 from workbench.errors import RecordError
 from workbench.runs.certificate import held_by_bits
 from workbench.runs.store import RunDirectory, failure_in_short
@@ -254,6 +254,9 @@ def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: Ru
         if unlike := _unlike(mine, theirs):
             return Configuration(**base, verdict="different", first_step=step, first_parameter=unlike[0].split(" ")[0],
                                  why=f"another model than the reference's: {'; '.join(unlike)}")
+        if stopped := too_small("baseline", reference, step, theirs):
+            unsound = True
+            break
         true = theirs if exact else truth.gradients(step)
         if unlike := _unlike(mine, true, whose="the truth"):
             raise RecordError(f"measure {run.name} by the truth {truth.name}", found="; ".join(unlike),

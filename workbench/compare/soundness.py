@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from workbench.compare.diagnose.noise import Noise
-from workbench.compare.reading import RunReader, flipped_clips
+from workbench.compare.reading import Gradients, RunReader, flipped_clips
 from workbench.metrics.evidence import Evidence, weaker
 
 MOST = 0.4
@@ -55,6 +55,15 @@ def not_finite(role: str, run: RunReader, step: int) -> str:
     return ""
 
 
+def too_small(role: str, run: RunReader, step: int, gradients: Gradients) -> str:
+    """Why a gradient that is not zero cannot be measured, as its squares leave the range of float64; "" if it can."""
+    if run.norm(step) != 0:
+        return ""
+    largest = max((float(values.abs().max()) for values in gradients.values() if values.numel()), default=0.0)
+    return f"in step {step} the gradient of {role} {run.name} is too small to measure: its largest element is " \
+           f"{largest:.2g}, and the squares of such numbers are 0 in float64" if largest else ""
+
+
 def too_far(baseline: RunReader, truth: RunReader, step: int, error: float, norm: float) -> str:
     """Why the distance of a baseline from the ground truth is more than rounding explains; "" if it is not.
 
@@ -68,9 +77,12 @@ def too_far(baseline: RunReader, truth: RunReader, step: int, error: float, norm
     allowed = explained_error(baseline, truth, step)
     if error <= allowed * norm:
         return ""
-    found = f"{error / norm:.2g} of it" if norm else f"{error:.2g} from a gradient of zero"
-    return (f"in step {step} the gradient of baseline {baseline.name} is {found} away from the float64 ground truth "
-            f"{truth.name}; rounding in {baseline.spec.precision} explains at most {allowed:.2g}")
+    if not norm:
+        return (f"in step {step} the gradient of the float64 ground truth {truth.name} is zero and that of baseline "
+                f"{baseline.name} is rounding, of norm {error:.2g}")
+    return (f"in step {step} the gradient of baseline {baseline.name} has a relative error of {error / norm:.2g} "
+            f"against the float64 ground truth {truth.name}; rounding in {baseline.spec.precision} explains at most "
+            f"{allowed:.2g}")
 
 
 def evidence_of(run: RunReader, baseline: RunReader | None) -> Evidence | None:

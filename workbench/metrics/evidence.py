@@ -61,7 +61,9 @@ class GradientTokens:
             if values_T is not None and values_T.requires_grad:
                 values_T.register_hook(self._note)
 
-    def _note(self, gradient_T: Tensor) -> None:
+    def _note(self, gradient_T: Tensor | None) -> None:
+        if gradient_T is None:  # autograd's zero
+            return
         # NaN is not 0: a gradient that is not a number is there
         self.mask_T = self.mask_T | ((gradient_T.detach() != 0) & self.row.loss_mask_T)
 
@@ -175,13 +177,14 @@ class Evidence:
     @property
     def nothing(self) -> str:
         """Why there was nothing to compare; "" if there was something."""
+        everywhere = " in every step" if self.steps > 1 else ""
         if not self.trained_tokens:
-            return "no token is trained: the loss mask is empty in every step"
+            return f"no token is trained: the loss mask is empty{everywhere}"
         if not self.gradient_documents:
             why = ": every token that would have one is clipped" if self.clipped_tokens == self.trained_tokens else ""
             return f"no document has a gradient{why}"
         if self.zero_steps == self.steps:
-            return "every gradient is zero in every step"
+            return f"every gradient is zero{everywhere}"
         return ""
 
     @property
@@ -194,7 +197,7 @@ class Evidence:
             notes.append(f"only {self.gradient_documents} of {self.documents} documents ({share:.1%}) have a gradient")
         if (share := self.clipped_share) is not None and share > 1 - SPARSE:
             notes.append(f"{share:.1%} of the trained tokens are clipped")
-        elif (share := self.gradient_token_share) is not None and share < SPARSE:
+        if (share := self.gradient_token_share) is not None and share < SPARSE:
             notes.append(f"only {share:.1%} of the trained tokens have a gradient")
         if self.policy_gradient_tokens == 0:
             notes.append("the policy term gives no token a gradient: only the other terms of the loss were compared")
@@ -212,7 +215,8 @@ class Evidence:
         text = (f"gradient on {_part(self.gradient_documents, self.documents)} documents"
                 f"{_in_percent(self.gradient_document_share)}, {_part(self.gradient_tokens, self.trained_tokens)} "
                 f"trained tokens{_in_percent(self.gradient_token_share)}")
-        return text if self.clipped_share is None else f"{text}; clipped {self.clipped_share:.1%}"
+        text += "" if self.clipped_share is None else f"; clipped {self.clipped_share:.1%}"
+        return text if self.steps == 1 else f"{text}; counted over {self.steps} steps"
 
     def as_json(self) -> dict[str, Any]:
         """Counts, shares and warnings as JSON data, for a saved comparison."""

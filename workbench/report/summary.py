@@ -60,7 +60,10 @@ def answer(comparison: Comparison) -> str:
                     "nothing in the batch could have shown a difference.")
     if count["unsound baseline"]:
         said.append(f"{count['unsound baseline']} {'has' if count['unsound baseline'] == 1 else 'have'} an unsound "
-                    "baseline, which is too far from the truth itself to judge by.")
+                    "baseline, which is not finite or too far from the truth to judge by.")
+    weak = [c for c in judged if warnings(c)]
+    if weak:
+        said.append(f"Weak evidence for {len(weak)}: {warnings(weak[0])[0]}.")
     if count["failed"]:
         said.append(f"{count['failed']} failed and {'has' if count['failed'] == 1 else 'have'} no verdict.")
     unseen = [c.name for c in judged if faults_of(c) and c.verdict in AGREEING]
@@ -118,7 +121,7 @@ def summary_table(comparison: Comparison) -> Markup:
     if shared := shared_note(comparison):
         foot = tag("p", "Every configuration ran on CPU with gloo: ", shared, class_="foot")
     shared = next(iter(seen.values()), "") if same else ""
-    all_saw = tag("p", "Every verdict could have seen: ", shared, ".", class_="foot") if shared else None
+    all_saw = tag("p", "Every verdict rests on: ", shared, ".", class_="foot") if shared else None
     return join([tag("table", tag("thead", head), bodies, class_="summary"), foot if notes else None, all_saw])
 
 
@@ -156,7 +159,8 @@ def where_it_ran(comparison: Comparison, configuration: Configuration, *, brief:
 
 def _remarks_on(c: Configuration, seen: str) -> list[Markup]:
     """What limits a verdict: it stands below its row. Of a reference only what it could have seen."""
-    texts = [declaration(c) if c.against else "", f"could have seen: {seen}" if seen else "", *warnings(c)]
+    texts = [declaration(c) if c.against else "", f"could have seen: {seen}" if seen else "", *(
+        f"weak evidence: {warning}" for warning in warnings(c))]
     return [tag("span", text) for text in texts if text]
 
 

@@ -182,4 +182,36 @@ def test_a_comparison_keeps_its_evidence_on_disk(tmp_path):
     loaded = Comparison.load(tmp_path / "comparison.json")["one"]
     assert loaded.evidence == Evidence(1, 5, 4, 10, 4, None, 6).as_json()
     assert loaded.notes == ("could have seen: gradient on 4 of 5 documents (80.0%), 4 of 10 trained tokens (40.0%); "
-                            "clipped 60.0%", "weak evidence: 60.0% of the trained tokens are clipped")
+                            "clipped 60.0%", "weak evidence: 60.0% of the trained tokens are clipped",
+                            "weak evidence: only 40.0% of the trained tokens have a gradient")
+
+
+def test_a_gradient_whose_squares_underflow_is_not_zero(tmp_path):
+    found = against(tmp_path, [of(1e-200)], [of(1e-200)], [of(0.5e-200)], precision="float64")["run"]
+    assert found.verdict == "unsound baseline"
+    assert "too small to measure" in found.why
+
+
+def test_a_difference_as_small_as_amplified_rounding_is_doubted(tmp_path):
+    found = against(tmp_path, [of()], [of()], [of(1 + 1e-9)], precision="float64")["run"]
+    assert found.verdict == "different"
+    assert any("rounding alone does that where the gradient cancels" in note for note in found.notes)
+    found = against(tmp_path / "b", [of()], [of()], [of(1 + 1e-5)], precision="float64")["run"]
+    assert not any("rounding alone" in note for note in found.notes)
+
+
+def test_a_step_of_which_autograd_returns_no_gradient_counts_none():
+    import torch
+
+    from workbench.metrics.evidence import GradientTokens
+
+    class Row:
+        loss_mask_T = torch.ones(2, dtype=torch.bool)
+
+    class Inputs:
+        policy_logprobs_T = torch.zeros(2, requires_grad=True)
+        entropy_T = logsumexp_T = mean_squared_logit_T = None
+
+    reached = GradientTokens(Row, Inputs)
+    reached._note(None)
+    assert not reached.mask_T.any()

@@ -84,7 +84,8 @@ def test_soundness_has_a_reason(evidence, nothing):
     (Evidence(1, 8, 4, 40, 20, 20, 20), []),
     (Evidence(1, 8, 3, 40, 30), ["only 3 of 8 documents (37.5%)"]),
     (Evidence(1, 8, 8, 40, 19, 19, 0), ["only 47.5% of the trained tokens"]),
-    (Evidence(1, 8, 8, 40, 19, 19, 21), ["52.5% of the trained tokens are clipped"]),
+    (Evidence(1, 8, 8, 40, 19, 19, 21), ["52.5% of the trained tokens are clipped",
+                                              "only 47.5% of the trained tokens have a gradient"]),
     (Evidence(1, 8, 8, 40, 40, 0, 0), ["the policy term gives no token a gradient"]),
     (Evidence(3, 8, 8, 40, 40, zero_steps=1), ["every gradient is zero in 1 of 3 steps"])])
 def test_weak_evidence_warns_below_the_stated_share(evidence, notes):
