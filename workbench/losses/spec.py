@@ -17,7 +17,7 @@ from workbench.losses.presets import PRESETS
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="constants")
 
 
 # -- surrogates ------------------------------------------------------------------------------------------------

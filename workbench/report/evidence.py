@@ -6,6 +6,7 @@ Every function takes data of a comparison and returns a number or text; figures,
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,24 +56,16 @@ def divergence(configuration: Configuration) -> str:
     return "" if step is None else f"diverged at step {step}"
 
 
-def not_finite(steps: Sequence[int], of: Sequence[int]) -> str:
-    """Return which steps are not finite, as text; "" if none.
-
-    Args:
-        steps: that are not finite, ascending.
-        of: all steps, ascending.
+def which_steps(steps: Sequence[int], of: Sequence[int]) -> str:
+    """Return as text which of all steps some are, both ascending.
 
     Example:
-        >>> not_finite([2, 3], [0, 1, 2, 3]), not_finite([1], [0, 1, 2]), not_finite([], [0, 1])
-        ('not finite from step 2', 'not finite at step 1', '')
+        >>> which_steps([2, 3], [0, 1, 2, 3]), which_steps([1], [0, 1, 2]), which_steps([0, 2], [0, 1, 2, 3])
+        ('from step 2', 'at step 1', 'at 2 of 4 steps, first at step 0')
     """
-    if not steps:
-        return ""
     if list(steps) == list(of)[-len(steps):]:
-        return f"not finite from step {steps[0]}"
-    if len(steps) == 1:
-        return f"not finite at step {steps[0]}"
-    return f"not finite at {len(steps)} of {len(of)} steps, first at step {steps[0]}"
+        return f"from step {steps[0]}"
+    return f"at step {steps[0]}" if len(steps) == 1 else f"at {len(steps)} of {len(of)} steps, first at step {steps[0]}"
 
 
 def could_have_seen(configuration: Configuration) -> str:
@@ -93,20 +86,22 @@ def declaration(configuration: Configuration) -> str:
 
 
 def differing_settings(comparison: Comparison) -> dict[str, str]:
-    """Return for every configuration the settings that differ between configurations, in short.
+    """Return for every configuration the settings in which it differs from others, in short.
 
-    Layout, precision and faults are left out: they are stated elsewhere. A setting that leaves the reference's comes
+    A value that more than half of the configurations share is left out, as are layout, precision and faults, which are
+    stated elsewhere: what is left tells any two configurations apart. A setting that leaves the reference's comes
     first; more than `MOST_SETTINGS` are counted.
     """
     keys = [key for key in comparison.settings_that_differ().columns if key.split(".")[0] not in SHOWN_ELSEWHERE]
     flat = {c.name: flatten(c.settings) for c in comparison.configurations}
     short = {key: key.rpartition(".")[2] for key in keys}
-    repeated = {name for name in short.values() if list(short.values()).count(name) > 1}
+    repeated = {name for name in short.values() if list(short.values()).count(name) > 1} | {"name", "kind"}
+    count = Counter((key, repr(settings.get(key))) for settings in flat.values() for key in keys)
     listed = {}
     for c in comparison.configurations:
         base = flat.get(c.against, flat[c.name])
-        own = [key for key in keys if key in flat[c.name]]
-        changed = [key for key in own if flat[c.name][key] != base.get(key)]
+        own = [key for key in keys if key in flat[c.name] and 2 * count[key, repr(flat[c.name][key])] <= len(flat)]
+        changed = [key for key in own if repr(flat[c.name][key]) != repr(base.get(key))]
         texts = [f"{key if short[key] in repeated else short[key]} {setting_text(flat[c.name][key])}"
                  for key in [*changed, *(key for key in own if key not in changed)]]
         more = [f"{len(texts) - MOST_SETTINGS} more"] if len(texts) > MOST_SETTINGS else []

@@ -28,8 +28,8 @@ from matplotlib.ticker import MaxNLocator
 
 from workbench.compare.comparison import Comparison, Configuration, flatten
 from workbench.report import style
-from workbench.report.evidence import AGREEING, divergence, not_finite, relative_error, relative_text
-from workbench.report.numbers import mebibytes, milliseconds, near_one, significant
+from workbench.report.evidence import AGREEING, divergence, relative_error, relative_text, which_steps
+from workbench.report.numbers import mebibytes, milliseconds, near_one, power_of_ten, significant
 
 LOSS = "loss/total/sum"
 GRADIENT_NORM = "gradient/norm/global"
@@ -429,11 +429,12 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
     looks = series_styles(comparison)
     figure = style.chart(max(0.4 + 2.6 * -(-len(panels) // style.PANELS_A_ROW), _legend_inches(panels, looks)))
     series = {c.name: ([step["step"] for step in c.steps if step.get(key) is not None],
-                       [style.drawable(step[key]) for step in c.steps if step.get(key) is not None])
+                       [step[key] for step in c.steps if step.get(key) is not None])
               for members in panels.values() for c in members}
-    drawn = [v for _, values in series.values() for v in values if math.isfinite(v)]
+    placed = {name: list(map(style.drawable, values)) for name, (_, values) in series.items()}
+    drawn = [v for values in placed.values() for v in values if math.isfinite(v)]
     sound = [v for members in panels.values() for c in members if not c.against or c.verdict in AGREEING
-             for v in series[c.name][1] if math.isfinite(v)]
+             for v in placed[c.name] if math.isfinite(v)]
     scale, reach = _scale(drawn, sound)
     title += {"linear": "", "log": ", logarithmic", "asinh": ", linear near 0 and logarithmic beyond"}[scale]
     for axes, (reference, members) in zip(style.panels(figure, len(panels), sharey=True), panels.items(),
@@ -445,7 +446,7 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
         agreeing = _agreeing(members)
         for order, c in enumerate(members):
             look = looks[c.name]
-            x, y = series[c.name]
+            x, y = series[c.name][0], placed[c.name]
             if not c.against and len(members) == 1:
                 axes.plot(x, y, color=look.color, linewidth=1.2, label=c.name, **_dot(y))
                 continue
@@ -480,17 +481,21 @@ def mark_not_finite(axes: Axes, series: Mapping[str, tuple[Sequence[int], Sequen
 
     Args:
         axes: the panel.
-        series: name -> steps and values; NaN where a value has no place on an axis.
+        series: name -> steps and values, as recorded.
         colors: name -> colour of its line.
         characters: that fit in a line of text below the panel.
     """
     lost: dict[str, list[str]] = {}
     for name, (steps, values) in series.items():
-        gone = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
-        if gone:
+        off = {step: value for step, value in zip(steps, values, strict=True)
+               if not math.isfinite(style.drawable(value))}
+        if off:
+            gone = list(off)
+            what = f"not finite or beyond {power_of_ten(round(math.log10(style.HUGE)))}" \
+                if any(map(math.isfinite, off.values())) else "not finite"
             axes.plot([gone[0]], [1], transform=axes.get_xaxis_transform(), color=colors[name], marker="x",
                       markersize=5, markeredgewidth=1.4, linestyle="none", clip_on=False, gid=f"lost-{name}")
-            lost.setdefault(not_finite(gone, steps), []).append(name)
+            lost.setdefault(f"{what} {which_steps(gone, steps)}", []).append(name)
     return ["\n".join(textwrap.wrap(f"× {text}: {_listed(names)}", characters)) for text, names in lost.items()]
 
 

@@ -191,12 +191,13 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
 
 def _values(c: Configuration, key: str) -> dict[int, float]:
     """Step -> value; a step whose value has no place on an axis has no point."""
-    return {step: value for step, value in _recorded(c, key).items() if math.isfinite(value)}
+    return {step: style.drawable(value) for step, value in _recorded(c, key).items()
+            if math.isfinite(style.drawable(value))}
 
 
 def _recorded(c: Configuration, key: str) -> dict[int, float]:
-    """Step -> value; NaN where the value has no place on an axis."""
-    return {record["step"]: style.drawable(record[key]) for record in c.steps if record.get(key) is not None}
+    """Step -> value, as recorded."""
+    return {record["step"]: float(record[key]) for record in c.steps if record.get(key) is not None}
 
 
 def smooth(runs: Iterable[Mapping[int, float]], width: int) -> dict[int, float]:

@@ -151,14 +151,14 @@ def differences(comparison: Comparison) -> Markup:
 
     def row(c: Configuration) -> list[Any]:
         changed = figures.changed_settings(comparison, c)
-        return [tag("code", c.name), *(tag("b", setting_text(settings[c.name].get(key))) if key in changed
-                                       else tag("span", setting_text(settings[c.name].get(key)), class_="same")
-                                       for key in keys)]
+        texts = {key: breakable(setting_text(settings[c.name].get(key))) for key in keys}
+        return [tag("code", breakable(c.name)), *(tag("b", text) if key in changed else
+                                                  tag("span", text, class_="same") for key, text in texts.items())]
 
     said = tag("p", "Every setting that is not the same in all configurations. Bold: other than in the "
                "configuration's own reference.")
     return join([said, table(["configuration", *(tag("code", breakable(key)) for key in keys)],
-                             [row(c) for c in comparison.configurations])])
+                             [row(c) for c in comparison.configurations], class_="settings")])
 
 
 def verdicts(comparison: Comparison) -> Markup:

@@ -26,13 +26,14 @@ def seeds_by_step(comparison: Comparison) -> Figure:
     for axes, (key, title) in zip(figure.subplots(1, 2), ((LOSS, "loss"), (GRADIENT_NORM, "global gradient norm (L2)")),
                                   strict=True):
         recorded = {c.name: ([record["step"] for record in c.steps if record.get(key) is not None],
-                             [style.drawable(record[key]) for record in c.steps if record.get(key) is not None])
+                             [record[key] for record in c.steps if record.get(key) is not None])
                     for group in found for c in group.members}
         lost = mark_not_finite(axes, recorded, {c.name: _color(place) for place, group in enumerate(found)
                                                 for c in group.members}, characters=65)
         style.tidy(axes, title=title, x="\n".join(["optimizer step", *lost]))
         for place, group in enumerate(found):
-            drawn = {c.name: dict(zip(*recorded[c.name], strict=True)) for c in group.members}
+            drawn = {c.name: {step: style.drawable(value) for step, value in zip(*recorded[c.name], strict=True)}
+                     for c in group.members}
             spreads = {step: Spread.of([values.get(step) for values in drawn.values()])
                        for step in sorted({step for values in drawn.values() for step in values})}
             spreads = {step: spread for step, spread in spreads.items() if spread.count}

@@ -107,8 +107,8 @@ def summary_table(comparison: Comparison) -> Markup:
     bodies = []
     for members in groups(comparison).values():
         bodies.append(tag("tbody", [
-            join([_row(comparison, c, shares[c.name], scale, differing[c.name]),
-                  _remark_row(c, "" if same else could_have_seen(c))]) for c in members]))
+            join(_rows(comparison, c, shares[c.name], scale, differing[c.name],
+                       _remarks_on(c, "" if same else could_have_seen(c)))) for c in members]))
     head = tag("tr", tag("th", "Configuration", scope="col"), tag("th", "Verdict", scope="col"),
                tag("th", "Relative error of the gradient", scope="col"),
                tag("th", "Worst distance ÷ budget", scale.labels(), scope="col"),
@@ -154,16 +154,14 @@ def where_it_ran(comparison: Comparison, configuration: Configuration, *, brief:
     return tag("span", text, mark, class_="where")
 
 
-def _remark_row(c: Configuration, seen: str) -> Markup | None:
-    """What limits a verdict, below its row: divergence is in the row itself. None if there is nothing to say."""
-    remarks = [tag("span", text) for text in filter(None, [
-        declaration(c), f"could have seen: {seen}" if seen else "", *warnings(c)])]
-    if not remarks:
-        return None
-    return tag("tr", tag("td"), tag("td", remarks, colspan=COLUMNS - 1), class_="remarks")
+def _remarks_on(c: Configuration, seen: str) -> list[Markup]:
+    """What limits a verdict: it stands below its row. Of a reference only what it could have seen."""
+    texts = [declaration(c) if c.against else "", f"could have seen: {seen}" if seen else "", *warnings(c)]
+    return [tag("span", text) for text in texts if text]
 
 
-def _row(comparison: Comparison, c: Configuration, worst: float | None, scale: _Scale, differing: str) -> Markup:
+def _rows(comparison: Comparison, c: Configuration, worst: float | None, scale: _Scale, differing: str,
+          remarks: list[Markup]) -> list[Markup]:
     faults = [tag("span", f"fault: {name}", class_="fault") for name in faults_of(c)]
     first = NONE
     if c.first_step is not None:
@@ -178,20 +176,22 @@ def _row(comparison: Comparison, c: Configuration, worst: float | None, scale: _
     distance = NONE
     if c.verdict == "reference":
         followed = any(other.against == c.name for other in comparison.configurations)
-        distance = "the others are held against it" if followed else "nothing is held against it"
+        distance = "baseline of the others" if followed else "baseline of none"
     if worst is not None:
         value = "0, bit for bit" if worst == 0 and is_bitwise_equal(c) else share(worst)
         distance = tag("div", scale.bar(worst, VERDICT_STYLES[c.verdict].name),
                        tag("span", value, class_="value"), class_="distance")
-    return tag("tr",
+    row = tag("tr",
                tag("th", tag("span", breakable(c.name), class_="name"), where_it_ran(comparison, c, brief=True),
-                   tag("span", breakable(differing), class_="where") if differing else None, faults, scope="row"),
+                   tag("span", breakable(differing), class_="where") if differing else None, faults, scope="row",
+                   rowspan=2 if remarks else None),
                tag("td", chip(c.verdict), tag("span", divergence(c), class_="diverged") if divergence(c) else None),
                *(tag("td", cell, data_label=label, class_="none" if cell == NONE else None)
                  for cell, label in ((relative_text(relative_error(c)), "Relative error of the gradient"),
                                      (distance, "Worst distance ÷ budget"), (factor, "Gradient norm"),
                                      (first, "First difference"))),
                id=anchor(comparison, c), class_=f"row {VERDICT_STYLES[c.verdict].name}")
+    return [row, tag("tr", tag("td", remarks, colspan=COLUMNS - 1), class_="remarks")] if remarks else [row]
 
 
 class _Scale:
@@ -216,8 +216,8 @@ class _Scale:
                    class_="bar", aria_hidden="true")
 
     def labels(self) -> Markup:
-        """The two ends of the scale and the budget; the lower end only where there is room for it."""
-        low = tag("i", power_of_ten(self.low), style="left:0") if self.place(1) > 35 else None
-        return tag("span", low,
-                   tag("i", "budget", class_="mid", style=f"left:{self.place(1)}%"),
-                   tag("i", power_of_ten(self.high), style="right:0"), class_="scale", aria_hidden="true")
+        """The budget, and the end of the scale that is farther from it: the other one would collide with it."""
+        low = tag("i", power_of_ten(self.low), style="left:0") if self.place(1) > 52 else None
+        high = tag("i", power_of_ten(self.high), style="right:0") if self.place(1) <= 52 else None
+        return tag("span", low, tag("i", "budget", class_="mid", style=f"left:{self.place(1)}%"), high,
+                   class_="scale", aria_hidden="true")

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec as LossSpec
 from workbench.losses.spec import check_carried
+from workbench.runs.whole_files import standard
 
 
 class _Model(BaseModel):
@@ -378,7 +379,7 @@ class RunSpec(_Model):
             mine, default = (functools.reduce(dict.__getitem__, inside, of) for of in (settings, usual))
             if mine[last] == default[last]:
                 del mine[last]
-        return json.dumps(settings, sort_keys=True, separators=(",", ":"))
+        return json.dumps(standard(settings), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def content_hash(self) -> str:
         """Eight hex digits of the canonical JSON."""

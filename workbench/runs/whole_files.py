@@ -36,7 +36,7 @@ def to_json(value: Any, *, indent: int | None = 1, sort_keys: bool = False) -> b
         RecordError: something that is no JSON data.
     """
     try:
-        return (json.dumps(_finite(value), indent=indent, sort_keys=sort_keys, allow_nan=False) + "\n").encode()
+        return (json.dumps(standard(value), indent=indent, sort_keys=sort_keys, allow_nan=False) + "\n").encode()
     except (TypeError, ValueError) as error:
         raise RecordError("write a record as JSON", found=str(error),
                           rule="text, numbers, booleans, None, lists and mappings of them",
@@ -52,12 +52,13 @@ def from_json(content: bytes | str) -> Any:
     return json.loads(content, object_hook=_with_floats)
 
 
-def _finite(value: Any) -> Any:
+def standard(value: Any) -> Any:
+    """JSON data in which NaN and the infinities are written as `to_json` writes them."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(float(value))}
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: standard(item) for key, item in value.items()}
+    return [standard(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _with_floats(read: dict[str, Any]) -> Any:
