@@ -364,7 +364,8 @@ def _finite_bins(histogram: Mapping[str, Sequence[float]]) -> tuple[list[float],
     runs = [list(run) for placed, run in itertools.groupby(bins, lambda item: math.isfinite(_width(*item[0])))
             if placed]
     longest = max(runs, key=len, default=[])
-    return ([longest[0][0][0], *(b for (_, b), _ in longest)] if longest else [], [n for _, n in longest])
+    edges = [longest[0][0][0], *(b for (_, b), _ in longest)] if longest else []
+    return list(map(style.drawable, edges)), [n for _, n in longest]
 
 
 def _width(low: float, high: float) -> float:
@@ -402,7 +403,7 @@ def time_and_memory(comparison: Comparison) -> Figure:
                       markerfacecolor="#ffffff")
             axes.text(1.01, row, written(middle * unit), transform=axes.get_yaxis_transform(), va="center",
                       fontsize=7, color=style.INK)
-        axes.set_xlim(0, axes.get_xlim()[1])
+        axes.set_xlim(0, max(axes.get_xlim()[1], style.TINY))
         style.plain_ticks(axes.xaxis, 4)
     left.set_yticks(range(len(rows)), [c.name for c in rows])
     left.set_ylim(len(rows) - 0.4, -0.6)

@@ -96,6 +96,8 @@ def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "
 def log_ticks(axis: Any) -> None:
     """Label decades of a logarithmic axis as 10⁻³, without mathtext, and nothing between them."""
     def label(value: float, _: int) -> str:
+        if not 0 < value < math.inf:
+            return ""
         return significant(value, 1) if 0.01 <= value <= 100 else power_of_ten(round(math.log10(value)))
 
     axis.set_major_formatter(FuncFormatter(label))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from workbench.compare.comparison import Comparison, Configuration
-from workbench.compare.seeds import Spread, seed_groups
+from workbench.compare.seeds import Spread, identical_notes, seed_groups
 from workbench.runs.spec import RunSpec
 
 
@@ -55,3 +55,53 @@ def test_a_name_shared_by_nothing_is_the_first(tmp_path):
     first, second = configuration("left", seed=0), configuration("right", seed=1)
     assert seed_groups(comparison(first, second))[0].name == "left"
     assert seed_groups(comparison(replace(first, name="a-x-1"), replace(second, name="a-x-2")))[0].name == "a-x"
+
+
+def drawn(name, seed, *losses, **costs):
+    steps = [{"step": step, "loss/total/sum": loss, "time/step_ms": seed * 7.0} | costs
+             for step, loss in enumerate(losses)]
+    return replace(configuration(name, model={"seed": seed}), steps=steps)
+
+
+def test_members_of_which_every_recorded_bit_is_the_same_are_identical():
+    [group] = seed_groups(comparison(drawn("a-0", 0, 1.0, 2.0), drawn("a-1", 1, 1.0, 2.0),
+                                     drawn("a-2", 2, 1.0, math.nextafter(2.0, 3.0))))
+    assert group.identical == (("a-0", "a-1"),)
+    assert not group.all_identical
+    assert group.identical_note() == ("seeds 0 and 1 gave identical runs: model.seed draws nothing where weights are "
+                                      "loaded from a checkpoint")
+
+
+@pytest.mark.parametrize(("other", "same"), [
+    ((1.0, math.nan), True), ((1.0,), False), ((1.0, math.inf), False), ((-1.0, math.nan), False)])
+def test_what_is_not_a_number_is_identical_to_itself_and_a_shorter_run_is_not(other, same):
+    [group] = seed_groups(comparison(drawn("a-0", 0, 1.0, math.nan), drawn("a-1", 1, *other)))
+    assert group.all_identical == same
+    assert bool(group.identical_note()) == same
+
+
+def test_a_zero_with_another_sign_is_another_bit():
+    [group] = seed_groups(comparison(drawn("a-0", 0, 0.0), drawn("a-1", 1, -0.0)))
+    assert group.identical == ()
+
+
+def test_runs_that_recorded_nothing_are_not_identical():
+    [group] = seed_groups(comparison(drawn("a-0", 0), drawn("a-1", 1)))
+    assert group.identical == ()
+    assert not group.all_identical
+
+
+def test_identical_runs_of_several_configurations_are_told_in_one_sentence():
+    both = comparison(*(replace(drawn(f"{name}-{seed}", seed, 1.0), settings=RunSpec(
+        model={"seed": seed}, layout=layout).model_dump(mode="json"))
+        for name, layout in (("a", {}), ("b", {"cp": 2})) for seed in (0, 1)))
+    [note] = identical_notes(both)
+    assert note.startswith("a, b: seeds 0 and 1 gave identical runs: model.seed")
+    assert identical_notes(comparison(drawn("a-0", 0, 1.0), drawn("a-1", 1, 2.0))) == []
+
+
+@pytest.mark.parametrize("values", [(1.7e308, 1.7e308), (1e300, -1e300), (5e-324, 0.0)])
+def test_a_spread_of_extreme_draws_is_finite(values):
+    spread = Spread.of(values)
+    assert all(map(math.isfinite, (spread.mean, spread.deviation)))
+    assert spread.low <= spread.mean <= spread.high

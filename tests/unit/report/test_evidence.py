@@ -92,7 +92,8 @@ def test_a_relative_error_is_written_for_people(value, text):
 
 def test_a_loss_that_declares_what_it_breaks_is_said_to_next_to_its_verdict():
     loss = {"name": "bnpo"}
-    both = compared(reference(loss=loss), configuration("mb2", verdict="different", loss=loss, data={"micro_batches": 2}))
+    both = compared(reference(loss=loss),
+                    configuration("mb2", verdict="different", loss=loss, data={"micro_batches": 2}))
     assert "bnpo declares that it depends on micro-batches" in row(both, "mb2")
     assert "bnpo declares" not in row(both, "one")
     assert "bnpo declares" in next(line for line in as_text(both).splitlines() if "mb2" in line)
@@ -100,7 +101,8 @@ def test_a_loss_that_declares_what_it_breaks_is_said_to_next_to_its_verdict():
 
 
 def test_configurations_that_differ_in_a_setting_have_different_subtitles():
-    both = compared(reference(), configuration("b", data={"micro_batches": 2}), configuration("c", data={"micro_batches": 4}))
+    both = compared(reference(), configuration("b", data={"micro_batches": 2}),
+                    configuration("c", data={"micro_batches": 4}))
     assert differing_settings(both) == {"one": "micro_batches 1", "b": "micro_batches 2", "c": "micro_batches 4"}
     assert "micro_batches 2" in row(both, "b")
 
@@ -128,8 +130,10 @@ def test_an_infinite_setting_is_shown_as_such():
 
 
 def test_evidence_is_told_once_where_all_share_it_and_per_row_where_not():
-    shares = {"trained_share": 0.5, "gradient_token_share": 1.0, "gradient_document_share": None, "clipped_share": 0.004}
-    text = "50 % of target tokens are trained, 100 % of trained tokens have a gradient, 0.40 % of trained tokens are clipped"
+    shares = {"trained_share": 0.5, "gradient_token_share": 1.0, "gradient_document_share": None,
+              "clipped_share": 0.004}
+    text = ("50 % of target tokens are trained, 100 % of trained tokens have a gradient, "
+            "0.40 % of trained tokens are clipped")
     one, two = with_evidence(reference(), **shares), with_evidence(configuration("b"), **shares)
     assert could_have_seen(one) == text
     assert summary_table(compared(one, two)).count(text) == 1

@@ -275,3 +275,16 @@ def test_every_verdict_can_be_drawn():
     for what in ("name", "sign", "color", "marker"):
         alike = [getattr(look, what) for name, look in style.VERDICT_STYLES.items() if name != "reference"]
         assert len(set(alike)) == len(alike)
+
+
+@pytest.mark.parametrize("draw", [figures.gradient_norm_by_step, figures.loss_by_step, figures.importance_ratios])
+def test_a_legend_of_many_kinds_lies_inside_its_figure(draw, comparison):
+    c, many = comparison["tp2-float64"], [comparison["one_rank-float64"]]
+    many += [replace(c, name=f"kind{i}", settings=c.settings | {"steps": 10 + i}) for i in range(24)]
+    figure = draw(Comparison("x", "?", many))
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.legends[0].get_texts()]
+    assert len(boxes) == 25
+    assert min(box.y0 for box in boxes) >= 0
+    assert max(box.y1 for box in boxes) <= figure.bbox.height
+    assert max(box.x1 for box in boxes) <= figure.bbox.width

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
@@ -33,31 +33,36 @@ def comparison_of(draw):
     """Three seeds of a run that samples and their baseline, every number of them drawn."""
     made = []
     for number in range(4):
-        bound = draw()
-        spec = RunSpec(seed=number, online={"task": "tests/helpers/tasks.py:Task"}) if number else RunSpec()
-        data = spec.model_dump(mode="json")
-        data["loss"]["surrogate"]["clip_high"] = bound
-        parameters = [ParameterDifference(0, f"layers.{at}.weight", abs(draw()), abs(draw()), abs(draw()), draw(), draw(),
+        data = RunSpec(seed=number).model_dump(mode="json")
+        data["loss"]["surrogate"]["clip_high"] = draw()
+        data["online"]["task"] = "task.py:Task" if number else None
+        parameters = [ParameterDifference(0, f"layers.{at}.weight", *(abs(draw()) for _ in range(3)), draw(), draw(),
                                           abs(draw()), abs(draw()), "floor" if at else "gradient", False)
                       for at in range(2)]
         whole = [{"step": 0, "distance": abs(draw()), "budget": abs(draw()), "relative_l2": abs(draw())}]
+        edges = sorted((abs(draw()) for _ in range(4)), key=lambda value: (math.isnan(value), value))
         made.append(Configuration(
-            f"c-{number}", data, against="c-0" if number else "", verdict=VERDICTS[number * 2 - 1] if number else "reference",
+            f"c-{number}", data, against="c-0" if number else "",
+            verdict=VERDICTS[2 * number - 1] if number else "reference", factor=draw(),
             steps=[{"step": step} | {key: draw() for key in METRICS} for step in range(3)],
-            ratios={"0": {"edges": sorted((abs(draw()) for _ in range(4)), key=lambda x: (x != x, x)),
-                          "counts": [1.0, 2.0, 3.0]}},
-            parameters=parameters if number else [], whole_gradient=whole if number else [], factor=draw()))
+            ratios={"0": {"edges": edges, "counts": [1.0, 2.0, 3.0]}},
+            parameters=parameters if number else [], whole_gradient=whole if number else []))
     return Comparison("x", "?", made)
 
 
 @pytest.mark.parametrize("draw_figure", FIGURES, ids=lambda figure: figure.__name__)
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(data=st.data())
 def test_every_figure_survives_any_numbers(draw_figure, data):
     figure = draw_figure(comparison_of(lambda: data.draw(VALUES)))
     assert style.svg_text(figure).endswith("</svg>\n")
     for axes in figure.axes:
         assert all(map(math.isfinite, (*axes.get_xlim(), *axes.get_ylim())))
+
+
+@pytest.mark.parametrize("value", EXTREMES, ids=str)
+def test_ratios_of_one_extreme_value_are_drawn(value):
+    assert style.svg_text(figures.importance_ratios(comparison_of(lambda: value)))
 
 
 @pytest.mark.parametrize("value", EXTREMES, ids=str)

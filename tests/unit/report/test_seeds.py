@@ -9,6 +9,7 @@ from workbench.compare.comparison import Comparison, Configuration
 from workbench.compare.seeds import Spread
 from workbench.report.page import page
 from workbench.report.seeds import seeds_by_step, spread_text
+from workbench.report.show import as_text
 from workbench.runs.spec import RunSpec
 
 
@@ -28,12 +29,18 @@ def test_the_page_shows_mean_and_spread_of_seeds():
     assert "1 · 2 · 3" in section
 
 
-def test_seeds_that_change_nothing_are_said_to():
+def test_identical_seeds_are_named_and_have_no_spread():
     same = made([1, 1])
     other = RunSpec(seed=2).model_dump(mode="json")
     same.configurations[1] = replace(same.configurations[0], name="a-2", settings=other)
-    assert "The seed changes nothing" in page(same)
-    assert "The seed changes nothing" not in page(made([1, 2]))
+    note = "seeds 1 and 2 gave identical runs: seed draws nothing"
+    text = page(same)
+    assert text.count(note) == 2
+    assert text.index(note) < text.index("<h2>")
+    assert note in as_text(same)
+    assert "2.00 (identical runs)" in text
+    assert "±" not in re.search(r"<h2>Across seeds</h2>.*?<tbody>(.*?)</section>", text, re.DOTALL)[1]
+    assert "identical" not in page(made([1, 2]))
 
 
 def test_one_seed_makes_no_section():
