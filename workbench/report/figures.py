@@ -302,7 +302,8 @@ def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = N
             first = axes is line[0]
             style.tidy(axes, title=reference if first else " ", x="importance ratio",
                        y=f"step {step}, share of trained tokens" if first else f"step {step}")
-            axes.set_yscale("log")
+            if axes.patches:  # an axis without a positive value cannot be logarithmic
+                axes.set_yscale("log")
             style.log_ticks(axes.yaxis)
             if axes.get_xscale() == "log":
                 style.log_ticks(axes.xaxis)
@@ -322,7 +323,7 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
         if not histogram or not total:
             continue
         edges, counts = _finite_bins(histogram)
-        if not counts:
+        if not any(counts):
             continue
         look, reference = looks[c.name], not c.against
         axes.stairs([n / total for n in counts], edges, baseline=0, color=look.color, label=c.name,

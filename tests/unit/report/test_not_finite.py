@@ -136,6 +136,12 @@ def test_ratios_with_an_infinite_edge_are_drawn_as_far_as_they_go_and_the_rest_i
     assert any("25 % of one" in text.get_text() for text in axes.texts)
 
 
+def test_ratios_that_are_all_infinite_leave_an_empty_panel_that_says_so():
+    axes = histogram([0.0, 0.5, 1.0, math.inf], [0.0, 0.0, 4.0]).axes[0]
+    assert not axes.patches
+    assert any("100 % of one" in text.get_text() for text in axes.texts)
+
+
 def test_without_an_upper_clip_only_the_lower_one_is_drawn():
     axes = histogram([0.9, 1.0, 1.1], [1.0, 1.0], clip_low=0.2, clip_high=math.inf).axes[0]
     assert [line.get_xdata()[0] for line in axes.lines] == pytest.approx([0.8])
