@@ -155,8 +155,8 @@ class Configuration:
         """A doubt about a difference in float64 that is as small as rounding which a cancelling gradient amplifies."""
         error = self.relative_error
         small = self.verdict == "different" and self.settings.get("precision") == "float64" and error is not None
-        return (f"the whole gradient differs by less than {AMPLIFIED:.0e} of itself: rounding alone does that where the "
-                "gradient cancels or an earlier step amplified it") if small and error < AMPLIFIED else ""
+        return (f"the whole gradient differs by less than {AMPLIFIED:.0e} of itself: rounding alone does that where "
+                "the gradient cancels or an earlier step amplified it") if small and error < AMPLIFIED else ""
 
 
 def _largest(values: Iterable[float]) -> float | None:

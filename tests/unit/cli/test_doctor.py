@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.helpers.hand_made import make_run
+from tests.helpers.programs import write_program
 from tests.helpers.stand_in import stand_in
 from workbench.cli import doctor, main
 from workbench.cli.doctor import Finding, examine, lines_of
@@ -49,9 +50,7 @@ def path(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
 
     def put(name, program):
-        file = folder / name
-        file.write_text(f"#!{sys.executable}\nimport sys\n{program}")
-        file.chmod(0o755)
+        write_program(folder / name, f"import sys\n{program}")
     return put
 
 

@@ -15,7 +15,10 @@ from tests.helpers.hand_made import make_run
 
 HEAVY = ("torch", "torchx", "pandas", "matplotlib", "transformers", "numpy", "IPython", "wandb", "trackio", "mlflow",
          "tensorboard")
-BOUND_S = 1.0  # of a core: 0.35 s on a quiet machine, where loading torch alone takes 2 s
+NEEDED = "import pydantic, tyro, yaml"
+BOUND = 5.0
+"""Times what loading the libraries that are needed takes on this machine now. Measured beside much other work: looking
+takes 2.6 to 3.0 times as long (0.6 to 0.9 s of a core), and loading torch alone would add 11 times."""
 
 LOOKING = (["ls"], ["ls", "--json"], ["status", "parity"], ["status", "cp2"], ["logs", "cp2"], ["--help"],
            *([verb, "--help"] for verb in ("ls", "status", "logs", "cancel", "export", "doctor")))
@@ -41,15 +44,29 @@ def project(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def needed_s():
+    """Of a core. The first time the libraries are compiled and read from the disk."""
+    seconds = []
+    for _ in range(4):
+        before = _seconds_of_children()
+        subprocess.run([sys.executable, "-c", NEEDED], check=True)
+        seconds.append(_seconds_of_children() - before)
+    return min(seconds)
+
+
 @pytest.mark.parametrize("arguments", LOOKING, ids=" ".join)
-def test_looking_loads_nothing_heavy_and_answers_at_once(project, arguments):
+def test_looking_loads_nothing_heavy_and_answers_at_once(project, arguments, needed_s):
     command = [sys.executable, "-c", PROGRAM.format(heavy=HEAVY), *arguments]
     environment = os.environ | {"PYTHONPATH": str(Path(workbench.__file__).parents[1])}
-    before = _seconds_of_children()
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "loaded:"
-    assert _seconds_of_children() - before < BOUND_S
+    seconds = []
+    while not seconds or (len(seconds) < 3 and seconds[-1] >= BOUND * needed_s):  # again, if something came between
+        before = _seconds_of_children()
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True, env=environment)
+        seconds.append(_seconds_of_children() - before)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "loaded:"
+    assert seconds[-1] < BOUND * needed_s, seconds
 
 
 def _seconds_of_children():

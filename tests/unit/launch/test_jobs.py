@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shlex
 import signal
-import stat
 import sys
 import textwrap
 import time
@@ -19,6 +18,7 @@ import yaml
 from torchx import specs
 
 from tests.helpers.audited import audited
+from tests.helpers.programs import write_program
 from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.launch import jobs
@@ -311,9 +311,7 @@ def slurm(tmp_path, monkeypatch):
     home.mkdir()
     tools.mkdir()
     for name, source in SLURM.items():
-        tool = tools / name
-        tool.write_text(f"#!{sys.executable} -S\n" + textwrap.dedent(source).format(home=str(home)))
-        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+        write_program(tools / name, textwrap.dedent(source).format(home=str(home)), "-S")
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(jobs, "ASK_EVERY_S", 0.05)
     yield home
