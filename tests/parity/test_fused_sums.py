@@ -129,24 +129,25 @@ def own(value_of):
 
 
 OWN = {
-    "only_a_gradient": (lambda i: 1 + i.policy_logprobs_T - i.policy_logprobs_T.detach(), True),
-    "only_a_value": (lambda i: i.policy_logprobs_T.detach(), True),
-    "far_away": (lambda i: (i.policy_logprobs_T.detach() < i.old_logprobs_T - 0.3).double()
-                 * (i.policy_logprobs_T.detach() - i.old_logprobs_T), True),
+    "only_a_gradient": (lambda i: 1 + i.policy_logprobs_T - i.policy_logprobs_T.detach(), "at once"),
+    "only_a_value": (lambda i: i.policy_logprobs_T.detach(), "at once"),
     "here_and_not_there": (lambda i: (i.policy_logprobs_T.detach() - i.old_logprobs_T - 0.01).abs().lt(0.009).double(),
-                           True),
-    "data": (lambda i: i.sampler_logprobs_T.exp(), False),
+                           "late"),
+    "data": (lambda i: i.sampler_logprobs_T.exp(), "never"),
 }
+"""What is summed, and when it shows that the policy enters it."""
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_loss_that_nobody_knows_comes_out_right(name):
     """One sum is the same for both policies that the loss is asked about, and not for the real one."""
-    value_of, falls_back = OWN[name]
+    value_of, shows = OWN[name]
     results = [step({"name": "grpo"}, fused=fused, make=own(value_of), made_from_spec=False)
                for fused in (False, True)]
-    for (expected, _), (found, _) in zip(*results, strict=True):
-        assert bool(found.fallbacks) == falls_back
+    for (expected, _), (found, products) in zip(*results, strict=True):
+        assert bool(found.fallbacks) == (shows != "never")
+        assert products == {"at once": 4, "never": 3}.get(shows, products)
+        assert (products > 4) == (shows == "late")
         assert_same(found, expected, name)
 
 

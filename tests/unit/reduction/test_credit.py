@@ -11,8 +11,9 @@ from tests.oracles.surrogates import ORACLES
 from tests.oracles.weights import gradient_weight
 from workbench.errors import ShapeError, SpecError
 from workbench.losses import LossSpec
+from workbench.losses.corrections import CORRECTION_WEIGHTS
 from workbench.reduction.credit import FATES, token_credit
-from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.batch import Extension, RolloutBatch
 
 MASKS = {"answer": [0, 0, 1, 1, 1], "empty": [0, 0, 0], "turns": [0, 1, 1, 0, 0, 1, 0, 1], "one": [0, 1], "lone": [0],
          "long": [0, 0, *[1] * 12]}
@@ -150,7 +151,7 @@ def test_extras_lie_beside_their_tokens():
 def test_terms_that_need_logits_are_left_out():
     _, batch, policy_T = step(5)
     plain, more = (token_credit(batch, LossSpec(**settings), policy_T) for settings in (
-        {}, {"entropy_coefficient": 0.1, "squared_logit_coefficient": 0.1}))
+        {}, {"entropy_coefficient": 0.1, "squared_logit_coefficient": 0.1, "mean_squared_logit_coefficient": 0.1}))
     assert torch.equal(plain.credit_T, more.credit_T)
 
 
@@ -178,3 +179,21 @@ def test_log_probabilities_of_another_batch_are_refused():
 def test_what_the_batch_lacks_is_named():
     with pytest.raises(SpecError, match="no ref_logprobs"):
         token_credit(replace(five_tokens(), ref_logprobs_T=None), LossSpec(kl={"coefficient": 0.1}))
+
+
+def test_weights_of_a_correction_that_came_with_the_batch_multiply_the_credit():
+    """The oracle's gradient, times the weight that each token was given."""
+    documents, batch, policy_T = step(3, low=1e-3, high=1e3, rubbish=True)
+    weights_T = 0.25 + torch.arange(batch.num_tokens, dtype=torch.float64) % 5 / 2
+    weighed = replace(batch, extensions={CORRECTION_WEIGHTS: Extension(weights_T, "token", "1", "of another program")})
+    spec = LossSpec(name="grpo", denominator="token", correction={"ratio": "given"})
+    shaped = [{"tokens": d["mask"], "loss_mask": d["mask"]} for d in documents]
+    token_weights = [[gradient_weight(shaped, number, "token")] * len(d["mask"]) for number, d in enumerate(documents)]
+    _, gradient = ORACLES[spec.surrogate.kind]
+    parameters = {key: value for key, value in spec.surrogate.parameters.items() if value not in ("token", None)}
+    plain_T = torch.cat([tensor(one) for one in gradient(documents, token_weights, **parameters)])
+    credit = token_credit(weighed, spec, policy_T)
+    assert plain_T.abs().max() > 0
+    torch.testing.assert_close(credit.credit_T, plain_T * weights_T, rtol=1e-10, atol=1e-14)
+    with pytest.raises(SpecError, match="no correction_weights in the batch"):
+        token_credit(batch, spec, policy_T)
