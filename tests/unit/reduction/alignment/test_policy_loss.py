@@ -88,7 +88,7 @@ OPTIONAL = ("ref_logprobs", "sampler_logprobs", "entropy", "rewards")
     ({"correction": {"kind": "geometric_gate", "gate_low": 0.1, "gate_high": 9.0}}, {"sampler_logprobs"}),
     ({"surrogate": {"kind": "ppo", "anchor": "sampler"}}, {"sampler_logprobs"}),
     ({"entropy_coefficient": 0.01}, {"entropy"}), ({"positive_nll_coefficient": 0.1}, {"rewards"}),
-    ({"signal": "rewards"}, {"rewards"})], ids=str)
+    ({"signal": "rewards"}, {"rewards"})], ids=lambda value: str(sorted(value) if isinstance(value, set) else value))
 def test_what_no_term_looks_at_is_refused_by_name(settings, used):
     spec = LossSpec(name="grpo", **settings)
     values = torch.full((3,), -1.0)
