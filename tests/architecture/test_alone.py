@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from tests.helpers.left_open import nothing_left_open
+from tests.helpers.left_open import children, nothing_left_open, open_files
 
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
 
@@ -38,9 +38,11 @@ def test_a_process_that_ended_and_that_nobody_waited_for_is_named():
 
 
 def test_what_is_closed_in_time_is_not(tmp_path):
-    with nothing_left_open(0):
+    before = open_files(), children()
+    with nothing_left_open(0):  # or it would fail
         (tmp_path / "kept").write_text("x")
         subprocess.run([sys.executable, "-S", "-c", ""], check=True)
+    assert (open_files(), children()) == before
 
 
 @pytest.mark.parametrize("time", [1, 2])
