@@ -63,12 +63,14 @@ class TestOneRun:
         assert "  settings   as one_rank, but\n             layout.cp: 1 -> 2\n" in out
 
     @pytest.mark.parametrize(("counts", "lines"), [
-        ({}, ["  evidence   gradient on 12 of 16 documents (75.0%), 80 of 100 trained tokens (80.0%); clipped 20.0%"]),
+        ({}, ["  evidence   gradient on 12 of 16 documents (75.0%), 80 of 100 trained tokens (80.0%); clipped 20.0%; "
+             "counted over 2 steps"]),
         ({"evidence/gradient_documents/sum": 1}, [
-            "  evidence   gradient on 2 of 16 documents (12.5%), 80 of 100 trained tokens (80.0%); clipped 20.0%",
+            "  evidence   gradient on 2 of 16 documents (12.5%), 80 of 100 trained tokens (80.0%); clipped 20.0%; "
+             "counted over 2 steps",
             "             warning: only 2 of 16 documents (12.5%) have a gradient"]),
         ({"evidence/trained_tokens/sum": 0, "evidence/gradient_tokens/sum": 0, "evidence/clipped_tokens/sum": 0}, [
-            "  evidence   gradient on 12 of 16 documents (75.0%), 0 of 0 trained tokens",
+            "  evidence   gradient on 12 of 16 documents (75.0%), 0 of 0 trained tokens; counted over 2 steps",
             "             vacuous: no token is trained: the loss mask is empty in every step"])])
     def test_says_what_a_comparison_with_it_could_see(self, parity, capsys, counts, lines):
         counted = {"evidence/documents/sum": 8, "evidence/gradient_documents/sum": 6, "evidence/trained_tokens/sum": 50,
