@@ -20,8 +20,9 @@ def record(*steps):
 
 def test_counts_of_the_workbench_are_taken_as_they_are():
     found = sight_of(record(*[{"evidence": COUNTED, "gradient_norms": {"w": 1.0}}] * 2), [0, 1])
-    assert found.summary() == ("gradient on 4 of 16 documents (25.0%), 80 of 200 trained tokens (40.0%); clipped 60.0%")
-    assert len(found.warnings) == 2
+    assert found.summary() == ("gradient on 4 of 16 documents (25.0%), 80 of 200 trained tokens (40.0%); clipped 60.0%; "
+                               "counted over 2 steps")
+    assert len(found.warnings) == 3
     assert found.as_json()["gradient_documents"] == 4
 
 
@@ -55,7 +56,7 @@ def test_of_losses_and_norms_alone_the_counts_say_it():
     ({"loss": 0.0, "metrics": {"x": 1.0}}, ""), ({"loss": 0.2}, ""), ({"loss": 0.0, "gradient_norms": {"a": 1.0}}, ""),
     ({"gradient_norms": {"a": 1.0}, "counts": {"trained_tokens": 0.0}}, ""),
     ({"evidence": COUNTED | {"evidence/trained_tokens/sum": 0.0}, "gradient_norms": {"a": 0.0}},
-     "no token is trained: the loss mask is empty in every step")])
+     "no token is trained: the loss mask is empty")])
 def test_nothing_to_compare_is_told_from_little_and_from_unknown(fields, nothing):
     assert sight_of(record(fields), [0]).nothing == nothing
 
