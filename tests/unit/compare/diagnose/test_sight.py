@@ -20,8 +20,8 @@ def record(*steps):
 
 def test_counts_of_the_workbench_are_taken_as_they_are():
     found = sight_of(record(*[{"evidence": COUNTED, "gradient_norms": {"w": 1.0}}] * 2), [0, 1])
-    assert found.summary() == ("gradient on 4 of 16 documents (25.0%), 80 of 200 trained tokens (40.0%); clipped 60.0%; "
-                               "counted over 2 steps")
+    assert found.summary() == ("gradient on 4 of 16 documents (25.0%), 80 of 200 trained tokens (40.0%); "
+                               "clipped 60.0%; counted over 2 steps")
     assert len(found.warnings) == 3
     assert found.as_json()["gradient_documents"] == 4
 
