@@ -28,6 +28,10 @@ SHARED_PROCESSES = ("forkserver.py", "multiprocessing.forkserver", "multiprocess
 SHARED_FILES = ("/dev/urandom", "/dev/null", ".ttf", ".afm")
 """How the paths of files end that are kept open on purpose."""
 
+SHARED_MEMORY = "/dev/shm/torch_"
+"""Memory of tensors that were sent to ranks: torch shares it through a file, open as long as a tensor of it lives, and
+the cases of a module are kept for its other tests."""
+
 GRACE_S = 5.0
 """For what is ending anyhow, such as a file that a thread closes."""
 
@@ -94,7 +98,7 @@ def _files(numbers: set[int]) -> list[str]:
             place = str(Path(f"/proc/self/fd/{number}").readlink())
         except OSError:  # closed since
             continue
-        if not place.endswith(SHARED_FILES):
+        if not place.endswith(SHARED_FILES) and not place.startswith(SHARED_MEMORY):
             found.append(f"file {number}, {place}")
     return found
 
