@@ -70,7 +70,7 @@ def refuse_unused(spec: LossSpec, given: Mapping[str, Tensor | None]) -> None:
     Raises:
         SpecError: there is one; the message names it and the settings that would use it.
     """
-    unused = [name for name, value in given.items() if value is not None and not _looks_at(spec, name)]
+    unused = [name for name, value in given.items() if value is not None and not looks_at(spec, name)]
     if unused:
         raise SpecError(f"loss {spec.name!r} with {', '.join(unused)}",
                         found=f"no term of this loss looks at {', '.join(unused)}",
@@ -85,7 +85,7 @@ _USED_BY = {"ref_logprobs": "a KL penalty in the loss, such as kl={'coefficient'
 """Optional input -> the settings that look at it."""
 
 
-def _looks_at(spec: LossSpec, name: str) -> bool:
+def looks_at(spec: LossSpec, name: str) -> bool:
     """True if a loss cannot do without an input, or its values on a few made-up tokens move with it."""
     place = torch.arange(8, dtype=torch.float64)
     inputs = LossInputs(

@@ -23,7 +23,7 @@ from torch import Tensor
 from workbench.errors import ShapeError, ShardingError
 from workbench.losses.spec import LossSpec
 from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
-from workbench.reduction.alignment.policy_loss import StepCounts
+from workbench.reduction.alignment.policy_loss import StepCounts, looks_at
 from workbench.sharding.mesh import Axis
 from workbench.sharding.torch_context_parallel import TorchRing, torch_context_parallel
 
@@ -98,6 +98,9 @@ class ContextParallelRows:
         if given["old_logprobs"] is None or given["advantages"] is None:
             raise ShapeError("a policy loss", found="rows without old_logprobs or advantages",
                              rule="it looks at both", fix="give them to the context manager")
+        spec = LossSpec(name=loss) if isinstance(loss, str) else loss
+        for name in ("ref_logprobs", "sampler_logprobs"):  # rows are split once, for losses that look at less
+            given[name] = given[name] if looks_at(spec, name) else None
         policy = self.logprobs(logits, temperature=temperature) if logprobs is None else logprobs
         whole = self.align.policy_loss(loss, policy_logprobs=policy, mask=self.held["mask"], counts=counts, **given)
         if whole.requires_grad and self.align.cp.size > 1:
