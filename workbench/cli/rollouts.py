@@ -48,18 +48,23 @@ def import_(source: Path, output: Path, *, temperature: float = 1.0, ignore: tup
     check(output)
 
 
-def check(folder: Path) -> int:
+def check(folder: Path, *, loss: str = "grpo") -> int:
     """Verify a recording and print what is in it, and what a run on it could show.
 
-    Exit code 1 if nothing in it could be trained on by a policy-gradient loss (no trained token, or no advantage that
-    is not zero): runs on it are equal whatever is wrong. 2 if it is damaged.
+    Exit code 1 if the loss could train on nothing in it (no trained token; no advantage that is not zero, unless it
+    looks at none, as sft, dpo and ref_kl; for dpo, groups that are not pairs): runs on it are equal whatever is wrong,
+    or refused. 2 if it is damaged.
 
     Args:
         folder: holds manifest.json and rollouts.safetensors.
+        loss: preset that a run would take, such as grpo, sft or dpo.
     """
-    from workbench.metrics.trainable import Trainable
+    from workbench.losses.spec import LossSpec
+    from workbench.metrics.trainable import WITHOUT_ADVANTAGES, Trainable
     from workbench.rollouts import files
+    from workbench.runs.spec import parse_spec
 
+    spec = parse_spec(LossSpec, {"name": loss}, where=f"--loss {loss}")
     batch = files.load(folder)
     manifest = files.read_manifest(folder)
     print(f"{folder}: whole ({manifest.tensors.bytes} bytes, sha256 {manifest.tensors.sha256[:16]}...)")
@@ -71,15 +76,19 @@ def check(folder: Path) -> int:
     for line in _reward_lines(batch):
         print(line)
     trainable = Trainable.of(batch)
-    print("\nwhat a run on it could show:")
+    print(f"\nwhat a run with the loss {loss} could show:")
     for line in trainable.lines():
         print(f"  {line}")
-    for warning in trainable.warnings:
+    needs_advantages = spec.surrogate.kind not in WITHOUT_ADVANTAGES
+    for warning in trainable.warnings if needs_advantages else ():
         print(f"  warning: {warning}")
-    if trainable.nothing:
-        print(f"  vacuous: {trainable.nothing}. A policy-gradient loss has no gradient here, and runs that train "
-              "nothing agree whatever is wrong.")
-    return 1 if trainable.nothing else 0
+    nothing = trainable.nothing_for(spec)
+    if nothing and (needs_advantages or not trainable.trained_tokens):
+        print(f"  vacuous: {nothing}. The loss has no gradient here, and runs that train nothing agree whatever is "
+              "wrong." + (" (For a loss without advantages say so: --loss sft.)" if needs_advantages else ""))
+    elif nothing:
+        print(f"  refused: {nothing}.")
+    return 1 if nothing else 0
 
 
 def record(folder: Path = Path("data/arithmetic"), *, prompts: int = 12, answers: int = 6,

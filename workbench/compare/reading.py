@@ -136,6 +136,7 @@ def ratio_histograms(run: RunReader, reference: RunReader, bins: int = 41) -> di
 
     Bins of equal width in log ratio over the reference's own range (at least 5 % either way), so that all
     configurations share them; the outermost bins hold whatever lies beyond. Ratios that are not finite are left out.
+    The range ends at 1e-300 and 1e300, so that every edge is a number that float64 and JSON can hold.
     """
     histograms = {}
     for step in range(min(run.spec.steps, reference.spec.steps)):
@@ -145,7 +146,7 @@ def ratio_histograms(run: RunReader, reference: RunReader, bins: int = 41) -> di
         local, theirs = local[~local.isnan()], theirs[theirs.isfinite()]
         if not local.numel() or not theirs.numel():
             continue
-        reach = max(0.05, float(theirs.abs().max())) * (1 + 1e-9)
+        reach = min(max(0.05, float(theirs.abs().max())) * (1 + 1e-9), math.log(1e300))
         counts, edges = torch.histogram(local.clamp(-reach, reach), bins=bins, range=(-reach, reach))
         histograms[str(step)] = {"edges": edges.exp().tolist(), "counts": counts.tolist()}
     return histograms

@@ -15,11 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workbench.losses.spec import LossSpec
 from workbench.metrics.evidence import SPARSE
 from workbench.rollouts.batch import RolloutBatch
 
 _EQUAL = 1e-9
 """A reward this near to the mean of its group, in parts of their largest size, is the mean: sums round."""
+
+WITHOUT_ADVANTAGES = ("sft", "dpo", "ref_kl")
+"""Surrogates that no advantage multiplies."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Trainable:
         mixed_groups: groups of which two trained documents have different rewards.
         single_groups: groups of one trained document, or none.
         group_documents: trained documents to which a group estimator gives an advantage that is not zero.
+        pairs: groups of two trained documents with different rewards, as a loss on preference pairs needs them.
 
     Example:
         >>> batch = RolloutBatch.from_documents([{"tokens": [5, 6], "loss_mask": [0, 1], "advantages": 0.0,
@@ -55,6 +60,7 @@ class Trainable:
     mixed_groups: int = 0
     single_groups: int = 0
     group_documents: int = 0
+    pairs: int = 0
 
     @classmethod
     def of(cls, batch: RolloutBatch) -> Trainable:
@@ -66,7 +72,7 @@ class Trainable:
                   int(trained_T.sum()), int(_documents(telling_T, batch).sum()), int(telling_T.sum()))
         if batch.group_ids_N is None or batch.rewards_N is None:
             return cls(*counts)
-        mixed, single, documents = 0, 0, 0
+        mixed, single, documents, pairs = 0, 0, 0, 0
         ids = batch.group_ids_N.unique()
         for group in ids:
             rewards = batch.rewards_N[trained_N & (batch.group_ids_N == group)].double()
@@ -75,7 +81,8 @@ class Trainable:
                 continue
             off = (rewards - rewards.mean()).abs() > _EQUAL * rewards.abs().max()
             mixed, documents = mixed + bool(off.any()), documents + int(off.sum())
-        return cls(*counts, len(ids), mixed, single, documents)
+            pairs += len(rewards) == 2 and bool(rewards[0] != rewards[1])
+        return cls(*counts, len(ids), mixed, single, documents, pairs)
 
     @property
     def nothing(self) -> str:
@@ -91,6 +98,21 @@ class Trainable:
         else:
             others = "no group has different rewards"
         return f"all recorded advantages are zero, and {others}"
+
+    def nothing_for(self, loss: LossSpec) -> str:
+        """Why this loss has nothing to train on; "" if it has something.
+
+        Supervised fine-tuning and distillation look at no advantage, a loss on preference pairs at groups of two; all
+        others are taken for policy gradients.
+        """
+        if not self.trained_tokens or loss.surrogate.kind not in WITHOUT_ADVANTAGES:
+            return self.nothing
+        if not loss.needs_pairs or (self.pairs and self.pairs == self.groups):
+            return ""
+        if self.groups is None:
+            return "a loss on preference pairs needs groups with rewards, and there are none"
+        return f"{self.groups - self.pairs} of {self.groups} groups are not two trained documents with different " \
+               "rewards, which a loss on preference pairs refuses"
 
     @property
     def warnings(self) -> tuple[str, ...]:

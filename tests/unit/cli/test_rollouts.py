@@ -88,6 +88,27 @@ def test_check_says_that_nothing_can_be_trained_on(tmp_path, capsys, case, reaso
     assert "warning" not in shown
 
 
+@pytest.mark.parametrize(("case", "loss", "code", "line"), [
+    ("advantages of zero", "sft", 0, ""),
+    ("empty loss mask", "sft", 1, "  vacuous: no token is trained: the loss mask is empty. "),
+    ("groups of one", "dpo", 1, "  refused: 8 of 8 groups are not two trained documents with different rewards"),
+    ("advantages of both signs", "dpo", 1, "  refused: a loss on preference pairs needs groups with rewards")])
+def test_check_asks_what_the_loss_needs(tmp_path, capsys, case, loss, code, line):
+    files.save(rollouts(case), tmp_path / "out", provenance={})
+    assert main(["rollouts", "check", str(tmp_path / "out"), "--loss", loss]) == code
+    shown = capsys.readouterr().out
+    assert f"what a run with the loss {loss} could show:" in shown
+    assert line in shown
+    assert ("vacuous" in shown, "refused" in shown) == (line.startswith("  vacuous"), line.startswith("  refused"))
+    assert "warning" not in shown
+
+
+def test_check_refuses_a_loss_that_is_none(tmp_path, capsys):
+    files.save(rollouts("advantages of zero"), tmp_path / "out", provenance={})
+    assert main(["rollouts", "check", str(tmp_path / "out"), "--loss", "dpoo"]) == 2
+    assert "did you mean 'dpo'?" in capsys.readouterr().err
+
+
 def test_check_says_what_can_be_trained_on(tmp_path, capsys):
     files.save(rollouts("advantages of both signs"), tmp_path / "out", provenance={})
     assert main(["rollouts", "check", str(tmp_path / "out")]) == 0

@@ -68,6 +68,17 @@ def test_ratios_that_are_not_finite_are_left_out_of_the_histogram(tmp_path):
     assert all(map(math.isfinite, histogram["edges"]))
 
 
+def test_edges_of_a_histogram_are_numbers_however_far_a_policy_moved(tmp_path):
+    run = record(tmp_path, "run", [of()])
+    run.write_tensors("step0000.tokens", {
+        "policy_logprobs": torch.tensor([-5000.0, -1.0]), "old_logprobs": torch.tensor([-1.0, -9000.0]),
+        "trained": torch.ones(2, dtype=torch.bool), "targets": torch.arange(2),
+        "clipped": torch.zeros(2, dtype=torch.bool), "would_clip": torch.zeros(2, dtype=torch.bool)})
+    histogram = compare_runs([Subject("run", run)], experiment="demo", question="?")["run"].ratios["0"]
+    assert all(math.isfinite(edge) and edge > 0 for edge in histogram["edges"])
+    assert (histogram["counts"][0], histogram["counts"][-1]) == (1, 1)
+
+
 def test_steps_are_read_once(tmp_path):
     run = record(tmp_path, "run", [of(), of()])
     reader = RunReader(run)

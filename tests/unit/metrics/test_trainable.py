@@ -1,9 +1,17 @@
 """What a rollout batch could show: counts of tokens, documents and advantages, and reasons where there are none."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from tests.helpers.vacuous_rollouts import CASES, rollouts
-from workbench.metrics.trainable import Trainable
+from workbench.losses.build import make_loss
+from workbench.losses.presets import PRESETS
+from workbench.losses.spec import LossSpec
+from workbench.losses.terms import LossInputs
+from workbench.metrics.trainable import WITHOUT_ADVANTAGES, Trainable
+from workbench.reduction.evaluate import token_values
 from workbench.rollouts.batch import RolloutBatch
 
 
@@ -60,3 +68,32 @@ def test_a_document_that_does_not_train_has_no_part_in_its_group():
      ["group estimators give an advantage to only 2 of 6 (33.3%) documents"])])
 def test_a_share_below_half_is_a_warning(made, warnings):
     assert list(Trainable.of(made).warnings) == warnings
+
+
+@pytest.mark.parametrize(("made", "reason"), [
+    (grouped([1.0, 0.0], [0.0, 2.0]), ""),
+    (grouped([1.0, 0.0], [1.0, 1.0], [1.0, 0.0, 0.5], [1.0]), "3 of 4 groups are not two trained documents"),
+    (batch({"advantages": 1.0}), "needs groups with rewards"),
+    (grouped([1.0, 0.0], loss_mask=[0, 0, 0]), "no token is trained")])
+def test_a_loss_on_pairs_needs_pairs(made, reason):
+    found = Trainable.of(made).nothing_for(LossSpec(name="dpo"))
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_only_losses_without_advantages_do_without_them():
+    zero = Trainable.of(batch({}))
+    assert zero.nothing_for(LossSpec(name="sft")) == ""
+    assert zero.nothing_for(LossSpec(name="grpo")) == zero.nothing != ""
+    assert Trainable.of(batch({"advantages": 1.0})).nothing_for(LossSpec(name="grpo")) == ""
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if not LossSpec(name=name).needs_pairs])
+def test_losses_that_do_without_advantages_are_those_named(name):
+    spec, place_T = LossSpec(name=name), torch.arange(4, dtype=torch.float64)
+    inputs = LossInputs(-1 - 0.1 * place_T, -1.3 - 0.05 * place_T, 1.5 - place_T, ref_logprobs_T=-1.1 - 0.03 * place_T,
+                        sampler_logprobs_T=-1.2 - 0.07 * place_T, entropy_T=1 + place_T, rewards_T=1 + place_T,
+                        document_ids_T=torch.arange(4) // 2)
+    loss = make_loss(spec)
+    moves = not torch.equal(token_values(loss(inputs)), token_values(loss(replace(inputs, advantages_T=3 - place_T))))
+    assert moves == (spec.surrogate.kind not in WITHOUT_ADVANTAGES)
