@@ -33,8 +33,10 @@ def pytest_configure(config):
 def pytest_terminal_summary(terminalreporter, config):
     """Say again how to repeat this order, where failures are read."""
     if config.pluginmanager.hasplugin("randomly") and config.option.randomly_reorganize:
-        terminalreporter.write_line(f"in random order; --randomly-seed={config.option.randomly_seed} repeats it, "
-                                    "-p no:randomly takes that of the files")
+        terminalreporter.write_line(
+            f"in random order; --randomly-seed={config.option.randomly_seed} repeats it, "
+            "-p no:randomly takes that of the files"
+        )
 
 
 @pytest.fixture(autouse=True)

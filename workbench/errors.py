@@ -34,8 +34,7 @@ class WorkbenchError(Exception):
     def __init__(self, asked: str, *, found: str = "", rule: str = "", fix: str = "") -> None:
         self.parts = {"asked": asked, "found": found, "rule": rule, "fix": fix}
         lines = [asked]
-        lines += [f"  {label}: {text}" for label, text in
-                  (("found", found), ("rule", rule), ("do", fix)) if text]
+        lines += [f"  {label}: {text}" for label, text in (("found", found), ("rule", rule), ("do", fix)) if text]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -46,7 +46,10 @@ def check_shapes(where: str, sizes: dict[str, int] | None = None, **tensors: Ten
             if known.setdefault(letter, size) != size:
                 wrong.append(f"{name} has {letter}={size}, but {letter}={known[letter]} was seen before")
     if wrong:
-        raise ShapeError(f"{where}: shapes disagree", found="; ".join(wrong),
-                         rule="the capitals that end a name are its logical shape",
-                         fix="pass tensors whose shapes agree")
+        raise ShapeError(
+            f"{where}: shapes disagree",
+            found="; ".join(wrong),
+            rule="the capitals that end a name are its logical shape",
+            fix="pass tensors whose shapes agree",
+        )
     return known

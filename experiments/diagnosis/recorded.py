@@ -47,13 +47,34 @@ OTHER_SIZES = {"denominator_of_another_batch": {"layout": {"dp": 1, "cp": 3}}}
 """Of faults with a number of their own that is one of those: its two steps a generation would pass for two ranks."""
 PRECISIONS = ("float64", "float32", "bfloat16")
 
-LOSSES = ("dapo", "grpo", "dual_clip", "dr_grpo", "cispo", "gspo", "gmpo", "luspo", "sapo", "reinforce", "dppo_tv",
-          "vespo")
+LOSSES = (
+    "dapo",
+    "grpo",
+    "dual_clip",
+    "dr_grpo",
+    "cispo",
+    "gspo",
+    "gmpo",
+    "luspo",
+    "sapo",
+    "reinforce",
+    "dppo_tv",
+    "vespo",
+)
 LAYOUTS: tuple[dict[str, Any], ...] = (
-    {}, {"micro_batches": 4}, {"dp": 2, "micro_batches": 2}, {"dp": 3}, {"cp": 2, "order": "zigzag"},
-    {"cp": 2, "order": "striped", "micro_batches": 3}, {"dp": 2, "cp": 2, "order": "balanced"},
-    {"cp": 3, "attention": "ring"}, {"cp": 2, "attention": "ulysses"}, {"tp": 2},
-    {"cp": 2, "tp": 2, "order": "document_zigzag"}, {"tp": 2, "sequence_parallel": True})
+    {},
+    {"micro_batches": 4},
+    {"dp": 2, "micro_batches": 2},
+    {"dp": 3},
+    {"cp": 2, "order": "zigzag"},
+    {"cp": 2, "order": "striped", "micro_batches": 3},
+    {"dp": 2, "cp": 2, "order": "balanced"},
+    {"cp": 3, "attention": "ring"},
+    {"cp": 2, "attention": "ulysses"},
+    {"tp": 2},
+    {"cp": 2, "tp": 2, "order": "document_zigzag"},
+    {"tp": 2, "sequence_parallel": True},
+)
 
 SEEDS = 20
 """Of weights and documents of right pairs."""
@@ -82,23 +103,51 @@ def drawn_pair(number: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, A
     seed, temperature, rate = rng.randrange(SEEDS), rng.choice((0.7, 1.0, 1.3)), rng.choice((1e-5, 1e-4, 1e-3))
     kl, advantages = rng.choice((0.0, 0.05)), rng.choice(("recorded", "grpo"))
     loss = {"name": name, "kl": {"coefficient": kl}} | ({"denominator_constant": 16.0} if name == "dr_grpo" else {})
-    both = merge(SMALL, {
-        "model": {"seed": seed}, "precision": precision, "steps": 3, "optimizer": {"learning_rate": rate},
-        "policy": {"temperature": temperature},
-        "data": {"path": _documents(1, temperature, seed), "advantages": {"name": advantages}}})
+    both = merge(
+        SMALL,
+        {
+            "model": {"seed": seed},
+            "precision": precision,
+            "steps": 3,
+            "optimizer": {"learning_rate": rate},
+            "policy": {"temperature": temperature},
+            "data": {"path": _documents(1, temperature, seed), "advantages": {"name": advantages}},
+        },
+    )
     both = {**both, "loss": loss}
     layouts = rng.sample(LAYOUTS, 2)
-    said = {"precision": precision, "seed": seed, "loss": name, "learning_rate": rate, "temperature": temperature,
-            "kl": kl, "advantages": advantages, "layouts": [words(layout) for layout in layouts]}
-    one, other = (merge(both, {"layout": {k: v for k, v in layout.items() if k != "micro_batches"},
-                               "data": {"micro_batches": layout.get("micro_batches", 1)}}) for layout in layouts)
+    said = {
+        "precision": precision,
+        "seed": seed,
+        "loss": name,
+        "learning_rate": rate,
+        "temperature": temperature,
+        "kl": kl,
+        "advantages": advantages,
+        "layouts": [words(layout) for layout in layouts],
+    }
+    one, other = (
+        merge(
+            both,
+            {
+                "layout": {k: v for k, v in layout.items() if k != "micro_batches"},
+                "data": {"micro_batches": layout.get("micro_batches", 1)},
+            },
+        )
+        for layout in layouts
+    )
     return one, other, said
 
 
 def words(layout: Mapping[str, Any]) -> str:
     """A layout in short, such as ``cp=2 zigzag``."""
-    return " ".join(str(value) if isinstance(value, str) else name.replace("_", "-") if value is True
-                    else f"{name}={value}" for name, value in layout.items()) or "one rank"
+    return (
+        " ".join(
+            str(value) if isinstance(value, str) else name.replace("_", "-") if value is True else f"{name}={value}"
+            for name, value in layout.items()
+        )
+        or "one rank"
+    )
 
 
 Job = tuple[Mapping[str, Any], str | None]
@@ -154,8 +203,11 @@ def _documents(tens: int, temperature: float, seed: int = 3) -> str:
     folder = _runs() / f"documents-{tens}-{temperature}-{seed}"
     if not folder.is_dir():
         policy = replace(load_policy("tiny-qwen3", precision="float64", seed=seed), temperature=temperature)
-        drawn = [replace(document, group_id=document.group_id + 10 * ten, rollout_id=document.rollout_id + 20 * ten)
-                 for ten in range(tens) for document in draw_documents(f"diagnosis {seed} {ten}", policy)]
+        drawn = [
+            replace(document, group_id=document.group_id + 10 * ten, rollout_id=document.rollout_id + 20 * ten)
+            for ten in range(tens)
+            for document in draw_documents(f"diagnosis {seed} {ten}", policy)
+        ]
         files.save(to_batch(drawn), folder)
     return str(folder.relative_to(PROJECT))
 
@@ -167,8 +219,13 @@ def _temperature(fault: Fault) -> float:
 def _read(path: Path) -> Record:
     """A run's record, wholly in memory, without its name."""
     record = Record.of(path)
-    return Record(record.context, tuple(
-        replace(step, gradients=dict(whole(step.gradients)), tokens=dict(whole(step.tokens))) for step in record.steps))
+    return Record(
+        record.context,
+        tuple(
+            replace(step, gradients=dict(whole(step.gradients)), tokens=dict(whole(step.tokens)))
+            for step in record.steps
+        ),
+    )
 
 
 @cache
@@ -176,8 +233,12 @@ def _runs() -> Path:
     """Where runs of this code lie."""
     package = PROJECT / "workbench"
     storeys = ("rollouts", "sharding", "policy", "losses", "reduction", "metrics", "runs")
-    sources = [path for storey in storeys for path in sorted((package / storey).rglob("*.py"))
-               if path.parent.name != "faults" or path.name == "__init__.py"]
+    sources = [
+        path
+        for storey in storeys
+        for path in sorted((package / storey).rglob("*.py"))
+        if path.parent.name != "faults" or path.name == "__init__.py"
+    ]
     root = HERE / "runs" / _digest([*sources, package / "compare/prove/documents.py", Path(__file__)])
     root.mkdir(parents=True, exist_ok=True)
     return root
@@ -202,7 +263,8 @@ def acts(right: Record, wrong: Record) -> bool:
     for one, two in zip(right.steps, wrong.steps, strict=True):
         mine, theirs = _numbers(one), _numbers(two)
         if mine.keys() != theirs.keys() or any(
-                not torch.allclose(mine[name], theirs[name], rtol=1e-9, atol=1e-12, equal_nan=True) for name in mine):
+            not torch.allclose(mine[name], theirs[name], rtol=1e-9, atol=1e-12, equal_nan=True) for name in mine
+        ):
             return True
     return False
 
@@ -210,6 +272,11 @@ def acts(right: Record, wrong: Record) -> bool:
 def _numbers(step: RecordedStep) -> dict[str, Tensor]:
     """Everything that a run measured in a step, as tensors."""
     scalars = {"loss": step.loss, **step.metrics, **{f"norm of {name}": v for name, v in step.gradient_norms.items()}}
-    return {name: torch.tensor(math.nan if value is None else value, dtype=torch.float64)
-            for name, value in scalars.items()} | {name: v.double() for name, v in step.gradients.items()} | {
-        f"token {name}": v.double() for name, v in step.tokens.items()}
+    return (
+        {
+            name: torch.tensor(math.nan if value is None else value, dtype=torch.float64)
+            for name, value in scalars.items()
+        }
+        | {name: v.double() for name, v in step.gradients.items()}
+        | {f"token {name}": v.double() for name, v in step.tokens.items()}
+    )

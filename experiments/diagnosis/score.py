@@ -40,9 +40,12 @@ def read_expected() -> dict[str, list[str]]:
     """
     found = yaml.safe_load((HERE / "expected.yaml").read_text())
     if off := sorted(set(found) ^ set(names())):
-        raise SpecError("score diagnose", found=f"{', '.join(off)} in expected.yaml or among the faults, not in both",
-                        rule="what a fault is called is written before it is diagnosed",
-                        fix="write its causes from what it does")
+        raise SpecError(
+            "score diagnose",
+            found=f"{', '.join(off)} in expected.yaml or among the faults, not in both",
+            rule="what a fault is called is written before it is diagnosed",
+            fix="write its causes from what it does",
+        )
     return found
 
 
@@ -57,8 +60,14 @@ def score_shown(expected: dict[str, list[str]]) -> list[dict[str, Any]]:
     rows, blind = [], read_blind()
     make([(shown(name, "float64", own_sizes=False), fault) for name in expected for fault in (None, name)])
     own = {name: not _acts(name, own_sizes=False) for name in expected}
-    make([(shown(name, precision, own_sizes=own[name]), fault)
-          for name in expected for precision in PRECISIONS for fault in (None, name)])
+    make(
+        [
+            (shown(name, precision, own_sizes=own[name]), fault)
+            for name in expected
+            for precision in PRECISIONS
+            for fault in (None, name)
+        ]
+    )
     for precision in PRECISIONS:
         records: dict[str, dict[str, Record]] = {}  # by settings, of every fault that was recorded in them
         for name in expected:
@@ -72,9 +81,20 @@ def score_shown(expected: dict[str, list[str]]) -> list[dict[str, Any]]:
                 alike = sorted(other for other, theirs in there.items() if other == name or agree(theirs, record))
                 right = sorted({cause for other in alike for cause in expected.get(other, ["no_difference"])})
                 causes = told(diagnose(there[RIGHT], record))
-                rows.append({"fault": name, "family": load_fault(name).family, "blind": name in blind,
-                             "precision": precision, "own_sizes": own[name], "expected": expected[name],
-                             "class": alike, "right_causes": right, "causes": causes, "rank": rank(causes, right)})
+                rows.append(
+                    {
+                        "fault": name,
+                        "family": load_fault(name).family,
+                        "blind": name in blind,
+                        "precision": precision,
+                        "own_sizes": own[name],
+                        "expected": expected[name],
+                        "class": alike,
+                        "right_causes": right,
+                        "causes": causes,
+                        "rank": rank(causes, right),
+                    }
+                )
         print(f"{precision}: {len(expected)} faults")
     return sorted(rows, key=lambda row: (row["fault"], PRECISIONS.index(row["precision"])))
 
@@ -97,8 +117,15 @@ def score_hidden() -> list[dict[str, Any]]:
     for name, precision, settings in places:
         right, wrong = recorded(settings), recorded(settings, name)
         found = diagnose(right, wrong)
-        rows.append({"fault": name, "precision": precision, "touched": acts(right, wrong), "equal": found.equal,
-                     "causes": told(found)})
+        rows.append(
+            {
+                "fault": name,
+                "precision": precision,
+                "touched": acts(right, wrong),
+                "equal": found.equal,
+                "causes": told(found),
+            }
+        )
     print(f"hidden: {len(rows)}")
     return rows
 
@@ -139,8 +166,12 @@ def rank(causes: list[list[Any]], right: list[str]) -> int | None:
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the decoder is tiny
     expected = read_expected()
-    results = {"expected_sha256": hashlib.sha256((HERE / "expected.yaml").read_bytes()).hexdigest(),
-               "shown": score_shown(expected), "hidden": score_hidden(), "pairs": score_pairs()}
+    results = {
+        "expected_sha256": hashlib.sha256((HERE / "expected.yaml").read_bytes()).hexdigest(),
+        "shown": score_shown(expected),
+        "hidden": score_hidden(),
+        "pairs": score_pairs(),
+    }
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (HERE / "report.md").write_text(page(results, json.loads((HERE / "unseen.json").read_text())))
     print("report: experiments/diagnosis/report.md")

@@ -1,10 +1,10 @@
 """Train a policy with the plain and with the fused head, and write report.html.
 
-    python experiments/fused_ab/warm_up.py                  first: the policy, about a minute on a GPU
-    python experiments/fused_ab/report.py                   then the runs, their records, and the page
-    python experiments/fused_ab/report.py --measure         runs and records only, such as where the GPU is
-    python experiments/fused_ab/report.py --page            the page only, from the records
-    python experiments/fused_ab/report.py --dry-run FOLDER  everything in FOLDER: a few steps of a tiny policy
+python experiments/fused_ab/warm_up.py                  first: the policy, about a minute on a GPU
+python experiments/fused_ab/report.py                   then the runs, their records, and the page
+python experiments/fused_ab/report.py --measure         runs and records only, such as where the GPU is
+python experiments/fused_ab/report.py --page            the page only, from the records
+python experiments/fused_ab/report.py --dry-run FOLDER  everything in FOLDER: a few steps of a tiny policy
 """
 
 import argparse
@@ -17,8 +17,11 @@ from workbench.report.fused_ab import ABLATIONS, write_fused_ab, write_sampled
 from workbench.runs.spec import merge
 
 HERE = Path(__file__).parent
-DRY_RUN = {"model": {"source": "data/arithmetic/policy"}, "device": "cpu",
-           "online": {"prompts": 3, "answers": 4, "prompts_at_once": 3, "max_new_tokens": 24}}
+DRY_RUN = {
+    "model": {"source": "data/arithmetic/policy"},
+    "device": "cpu",
+    "online": {"prompts": 3, "answers": 4, "prompts_at_once": 3, "max_new_tokens": 24},
+}
 
 
 def dry_run(folder: Path) -> None:

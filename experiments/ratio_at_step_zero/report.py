@@ -1,10 +1,10 @@
 """Measure how far the ratio starts from 1, and write report.html.
 
-    python experiments/fused_ab/warm_up.py                            first: the policy, about a minute on a GPU
-    python experiments/ratio_at_step_zero/report.py                   then the runs, their records, and the page
-    python experiments/ratio_at_step_zero/report.py --measure         runs and records only, such as where the GPU is
-    python experiments/ratio_at_step_zero/report.py --page            the page only, from the records
-    python experiments/ratio_at_step_zero/report.py --dry-run FOLDER  everything in FOLDER, with a tiny policy on CPU
+python experiments/fused_ab/warm_up.py                            first: the policy, about a minute on a GPU
+python experiments/ratio_at_step_zero/report.py                   then the runs, their records, and the page
+python experiments/ratio_at_step_zero/report.py --measure         runs and records only, such as where the GPU is
+python experiments/ratio_at_step_zero/report.py --page            the page only, from the records
+python experiments/ratio_at_step_zero/report.py --dry-run FOLDER  everything in FOLDER, with a tiny policy on CPU
 """
 
 import argparse
@@ -17,8 +17,11 @@ from workbench.report.ratio_at_step_zero import ABLATIONS, write_log_ratios, wri
 from workbench.runs.spec import merge
 
 HERE = Path(__file__).parent
-DRY_RUN = {"model": {"source": "data/arithmetic/policy"}, "device": "cpu",
-           "online": {"prompts": 3, "answers": 4, "prompts_at_once": 3, "max_new_tokens": 24}}
+DRY_RUN = {
+    "model": {"source": "data/arithmetic/policy"},
+    "device": "cpu",
+    "online": {"prompts": 3, "answers": 4, "prompts_at_once": 3, "max_new_tokens": 24},
+}
 
 
 def dry_run(folder: Path) -> None:

@@ -77,8 +77,9 @@ def import_statements(source: str) -> list[Statement]:
             if isinstance(node, ast.Call) and (name := _imported_by_call(node)):
                 statements.append(Statement(node, name.lstrip("."), (), len(name) - len(name.lstrip(".")), *where))
             in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            waiting += [(each, in_function, for_types) for each in ast.iter_child_nodes(node)
-                        if not isinstance(each, skipped)]
+            waiting += [
+                (each, in_function, for_types) for each in ast.iter_child_nodes(node) if not isinstance(each, skipped)
+            ]
     return sorted(statements, key=lambda statement: (statement.node.lineno, statement.node.col_offset))
 
 
@@ -127,16 +128,22 @@ class Sources:
         for statement in import_statements(path.read_text(encoding="utf-8")):
             base = statement.module
             if statement.level:
-                up = module.split(".")[:None if path.name == "__init__.py" else -1]
-                base = ".".join([*up[:len(up) - statement.level + 1], *([base] if base else [])])
-            targets = {full if (full := f"{base}.{name}") in self.files else self._known(base)
-                       for name in statement.names} or {self._known(base)}
-            targets |= {parent for target in targets for parent in _parents(target)
-                        if parent in self.files and not f"{module}.".startswith(f"{parent}.")}
+                up = module.split(".")[: None if path.name == "__init__.py" else -1]
+                base = ".".join([*up[: len(up) - statement.level + 1], *([base] if base else [])])
+            targets = {
+                full if (full := f"{base}.{name}") in self.files else self._known(base) for name in statement.names
+            } or {self._known(base)}
+            targets |= {
+                parent
+                for target in targets
+                for parent in _parents(target)
+                if parent in self.files and not f"{module}.".startswith(f"{parent}.")
+            }
             place = f"{path.relative_to(self.root).as_posix()}:{statement.node.lineno}"
             for target in sorted(targets):
-                yield Import(module, target, place, ast.unparse(statement.node), statement.in_function,
-                             statement.for_types)
+                yield Import(
+                    module, target, place, ast.unparse(statement.node), statement.in_function, statement.for_types
+                )
 
     def _known(self, name: str) -> str:
         """The longest prefix of a dotted name that is a module of the package; the name itself if none is."""
@@ -151,6 +158,7 @@ def _parents(name: str) -> list[str]:
 
 def import_cycles(sources: Sources) -> list[str]:
     """One message per set of modules that import each other at run time, with its shortest cycle."""
+
     def at_run_time(module: str) -> list[Import]:
         return [each for each in sources.imports(module) if not each.for_types]
 
@@ -163,8 +171,10 @@ def import_cycles(sources: Sources) -> list[str]:
             continue
         reported |= component
         cycle = min((_shortest_path([start], at_run_time, start.__eq__) for start in sorted(component)), key=len)
-        messages.append(f"{len(component)} modules import each other: {', '.join(sorted(component))}; the shortest "
-                        "cycle is\n" + "\n".join(f"    {each}" for each in cycle))
+        messages.append(
+            f"{len(component)} modules import each other: {', '.join(sorted(component))}; the shortest "
+            "cycle is\n" + "\n".join(f"    {each}" for each in cycle)
+        )
     return messages
 
 
@@ -178,8 +188,9 @@ def _reached(start: str, edges: Mapping[str, Iterable[str]]) -> set[str]:
     return reached
 
 
-def _shortest_path(starts: Sequence[str], imports: Callable[[str], Iterable[Import]],
-                   is_end: Callable[[str], bool]) -> list[Import]:
+def _shortest_path(
+    starts: Sequence[str], imports: Callable[[str], Iterable[Import]], is_end: Callable[[str], bool]
+) -> list[Import]:
     """The fewest imports from one of ``starts`` to a module that is an end; [] if none is reached."""
     before: dict[str, Import] = {}
     waiting = deque(starts)
@@ -208,8 +219,9 @@ def ways_to(forbidden: str, sources: Sources, folder: str) -> list[str]:
     """
     messages = []
     for module in sorted(each for each in sources.files if f"{each}.".startswith(f"{folder}.")):
-        path = _shortest_path([module, *_parents(module)], sources.imports,
-                              lambda name: name.split(".")[0] == forbidden)
+        path = _shortest_path(
+            [module, *_parents(module)], sources.imports, lambda name: name.split(".")[0] == forbidden
+        )
         if path:
             messages.append(f"{module} imports {path[-1].imported}:\n" + "\n".join(f"    {each}" for each in path))
     return messages

@@ -9,12 +9,74 @@ import pytest
 ADAPTERS = Path(__file__).parents[2] / "workbench/adapters"
 SHAPED = re.compile(r"_[A-Z]{1,3}$")  # the house's names of tensors end in their shape
 HOLDERS = {"case", "inputs", "said", "leaf", "row", "term", "replayed"}  # what hands out tensors
-TORCH = {"as_tensor", "zeros", "ones", "zeros_like", "ones_like", "full_like", "arange", "empty", "where", "bincount",
-         "logical_and", "logical_not", "ge", "cat", "stack", "long", "bool", "float64", "int64", "Size", "Tensor",
-         "autograd", "backward", "no_grad", "inference_mode", "nan", "inf", "unique", "nonzero"}
-METHODS = {"exp", "log", "log1p", "expm1", "sum", "mean", "std", "var", "prod", "clamp", "clamp_max", "sqrt", "square",
-           "pow", "sigmoid", "softmax", "log_softmax", "logsumexp", "norm", "abs", "cumsum", "matmul", "mul", "div",
-           "add", "sub", "neg", "amax", "amin", "maximum", "minimum", "index_add", "einsum", "rsqrt", "tanh"}
+TORCH = {
+    "as_tensor",
+    "zeros",
+    "ones",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "arange",
+    "empty",
+    "where",
+    "bincount",
+    "logical_and",
+    "logical_not",
+    "ge",
+    "cat",
+    "stack",
+    "long",
+    "bool",
+    "float64",
+    "int64",
+    "Size",
+    "Tensor",
+    "autograd",
+    "backward",
+    "no_grad",
+    "inference_mode",
+    "nan",
+    "inf",
+    "unique",
+    "nonzero",
+}
+METHODS = {
+    "exp",
+    "log",
+    "log1p",
+    "expm1",
+    "sum",
+    "mean",
+    "std",
+    "var",
+    "prod",
+    "clamp",
+    "clamp_max",
+    "sqrt",
+    "square",
+    "pow",
+    "sigmoid",
+    "softmax",
+    "log_softmax",
+    "logsumexp",
+    "norm",
+    "abs",
+    "cumsum",
+    "matmul",
+    "mul",
+    "div",
+    "add",
+    "sub",
+    "neg",
+    "amax",
+    "amin",
+    "maximum",
+    "minimum",
+    "index_add",
+    "einsum",
+    "rsqrt",
+    "tanh",
+}
 ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.MatMult, ast.FloorDiv, ast.Mod)
 
 
@@ -32,8 +94,9 @@ def is_tensor(node):
         return bool(SHAPED.search(node.id)) or node.id in HOLDERS
     if isinstance(node, ast.Attribute):
         named = dotted(node)
-        return any(SHAPED.search(part) for part in named) or (named[:1] in ([h] for h in HOLDERS)
-                                                             and "config" not in named)
+        return any(SHAPED.search(part) for part in named) or (
+            named[:1] in ([h] for h in HOLDERS) and "config" not in named
+        )
     if isinstance(node, ast.Subscript):
         return is_tensor(node.value)
     if isinstance(node, ast.UnaryOp):
@@ -71,28 +134,34 @@ def test_nothing_is_computed_of_tensors(path):
     assert list(computed(path.read_text())) == []
 
 
-@pytest.mark.parametrize("source", [
-    "ratio_T = (policy_T - old_T).exp()",
-    "ratio_T = torch.exp(log_ratio_T)",
-    "x = case['logprobs'] - case['old_logprobs']",
-    "x = -inputs.policy_logprobs_T",
-    "x = said.logprobs_T * 2.0",
-    "total_T += weight * values_T",
-    "x = case['values'].mean()",
-    "import torch.nn.functional as F",
-    "from torch.nn.functional import logsigmoid",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "ratio_T = (policy_T - old_T).exp()",
+        "ratio_T = torch.exp(log_ratio_T)",
+        "x = case['logprobs'] - case['old_logprobs']",
+        "x = -inputs.policy_logprobs_T",
+        "x = said.logprobs_T * 2.0",
+        "total_T += weight * values_T",
+        "x = case['values'].mean()",
+        "import torch.nn.functional as F",
+        "from torch.nn.functional import logsigmoid",
+    ],
+)
 def test_each_way_to_compute_is_seen(source):
     assert list(computed(source))
 
 
-@pytest.mark.parametrize("source", [
-    "low = 1 - settings.clip",
-    "temperature = 1.0 / settings.logits_scale_factor",
-    "x_T = torch.where(mask_T, value_T, torch.zeros_like(value_T))",
-    "notes = (*notes, 'one') + ('two',)",
-    "known = {**a} | {**b}",
-    "count = case.config['tokens'] / case.config['ranks']",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "low = 1 - settings.clip",
+        "temperature = 1.0 / settings.logits_scale_factor",
+        "x_T = torch.where(mask_T, value_T, torch.zeros_like(value_T))",
+        "notes = (*notes, 'one') + ('two',)",
+        "known = {**a} | {**b}",
+        "count = case.config['tokens'] / case.config['ranks']",
+    ],
+)
 def test_translating_is_free(source):
     assert list(computed(source)) == []

@@ -23,16 +23,20 @@ def test_a_file_left_open_is_named(tmp_path):
 
 
 def test_a_process_left_running_is_named():
-    with (pytest.raises(pytest.fail.Exception, match=r"left open: process \d+, .*time\.sleep\(300\)$"),
-          nothing_left_open(0)):
+    with (
+        pytest.raises(pytest.fail.Exception, match=r"left open: process \d+, .*time\.sleep\(300\)$"),
+        nothing_left_open(0),
+    ):
         process = subprocess.Popen(SLEEPS)
     process.kill()
     process.wait()
 
 
 def test_a_process_that_ended_and_that_nobody_waited_for_is_named():
-    with (pytest.raises(pytest.fail.Exception, match=r"process \d+, ended, and nobody waited for it"),
-          nothing_left_open(0)):
+    with (
+        pytest.raises(pytest.fail.Exception, match=r"process \d+, ended, and nobody waited for it"),
+        nothing_left_open(0),
+    ):
         process = _ended()
     process.wait()
 

@@ -7,6 +7,11 @@ from pathlib import Path
 
 def test_ruff_has_nothing_to_say():
     project = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "workbench", "tests", "notebooks", "experiments"],
-                          cwd=project, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "workbench", "tests", "notebooks", "experiments"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout

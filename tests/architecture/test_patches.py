@@ -20,41 +20,65 @@ AS_TORCH_DOES = ("helpers/lent_kernels.py", "helpers/pretended_ring.py")
 
 
 def test_no_test_replaces_what_the_whole_process_uses():
-    found = [f"{name}:{line}: {what}" for path in sorted(TESTS.rglob("*.py"))
-             if (name := path.relative_to(TESTS).as_posix()) not in AS_TORCH_DOES
-             for line, what in foreign_patches(path.read_text())]
+    found = [
+        f"{name}:{line}: {what}"
+        for path in sorted(TESTS.rglob("*.py"))
+        if (name := path.relative_to(TESTS).as_posix()) not in AS_TORCH_DOES
+        for line, what in foreign_patches(path.read_text())
+    ]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(("code", "refused"), [
-    ("import time\ndef test(monkeypatch):\n    monkeypatch.setattr(time, 'sleep', print)", "time.sleep"),
-    ("def test(monkeypatch):\n    monkeypatch.setattr('time.sleep', print)", "time.sleep"),
-    ("def test(monkeypatch):\n    monkeypatch.setattr(f'pathlib.Path.{1}', print)", "a name made up while it runs"),
-    ("from workbench.runs.faults import straggler\n"
-     "def test(monkeypatch):\n    monkeypatch.setattr(straggler.time, 'sleep', print)", "straggler.time.sleep"),
-    ("import importlib\nmodule = importlib.import_module('workbench.runs.faults.straggler')\n"
-     "def test(monkeypatch):\n    monkeypatch.delattr(module.time, 'sleep')", "module.time.sleep"),
-    ("def test(monkeypatch):\n    import torch\n    with monkeypatch.context() as patch:\n"
-     "        patch.setattr(torch.cuda, 'is_available', print)", "torch.cuda.is_available"),
-    ("from pathlib import Path\ndef test(monkeypatch):\n    monkeypatch.setattr(Path, 'open', print)", "Path.open"),
-    ("import sys\ndef test(monkeypatch):\n    monkeypatch.setattr(sys.stdout, 'isatty', print)", "sys.stdout.isatty"),
-    ("import os\nos.fsync = print", "os.fsync"),
-    ("import os\nsetattr(os, 'fsync', print)", "os.fsync"),
-    ("from unittest import mock", "unittest.mock"), ("import unittest.mock", "unittest.mock")])
+@pytest.mark.parametrize(
+    ("code", "refused"),
+    [
+        ("import time\ndef test(monkeypatch):\n    monkeypatch.setattr(time, 'sleep', print)", "time.sleep"),
+        ("def test(monkeypatch):\n    monkeypatch.setattr('time.sleep', print)", "time.sleep"),
+        ("def test(monkeypatch):\n    monkeypatch.setattr(f'pathlib.Path.{1}', print)", "a name made up while it runs"),
+        (
+            "from workbench.runs.faults import straggler\n"
+            "def test(monkeypatch):\n    monkeypatch.setattr(straggler.time, 'sleep', print)",
+            "straggler.time.sleep",
+        ),
+        (
+            "import importlib\nmodule = importlib.import_module('workbench.runs.faults.straggler')\n"
+            "def test(monkeypatch):\n    monkeypatch.delattr(module.time, 'sleep')",
+            "module.time.sleep",
+        ),
+        (
+            "def test(monkeypatch):\n    import torch\n    with monkeypatch.context() as patch:\n"
+            "        patch.setattr(torch.cuda, 'is_available', print)",
+            "torch.cuda.is_available",
+        ),
+        ("from pathlib import Path\ndef test(monkeypatch):\n    monkeypatch.setattr(Path, 'open', print)", "Path.open"),
+        (
+            "import sys\ndef test(monkeypatch):\n    monkeypatch.setattr(sys.stdout, 'isatty', print)",
+            "sys.stdout.isatty",
+        ),
+        ("import os\nos.fsync = print", "os.fsync"),
+        ("import os\nsetattr(os, 'fsync', print)", "os.fsync"),
+        ("from unittest import mock", "unittest.mock"),
+        ("import unittest.mock", "unittest.mock"),
+    ],
+)
 def test_it_sees_every_way_to(code, refused):
     assert [what for _, what in foreign_patches(code)] == [refused]
 
 
-@pytest.mark.parametrize("code", [
-    "from workbench.runs.faults import straggler\n"
-    "def test(monkeypatch):\n    monkeypatch.setattr(straggler, 'time', print)",
-    "from workbench.runs.store import RunDirectory\n"
-    "def test(monkeypatch):\n    monkeypatch.setattr(RunDirectory, 'note', print)",
-    "def test(monkeypatch):\n    monkeypatch.setattr('workbench.runs.store.provenance', print)",
-    "def test(monkeypatch):\n    monkeypatch.setenv('HOME', 'x')\n    monkeypatch.chdir('y')",
-    "import os\nos.environ['HF_HUB_OFFLINE'] = '1'",
-    "import torch\ntorch.utils.deterministic.fill_uninitialized_memory = False",  # a setting
-    "def test(monkeypatch, made):\n    made.size = 3\n    monkeypatch.setattr(made, 'sleep', print)"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from workbench.runs.faults import straggler\n"
+        "def test(monkeypatch):\n    monkeypatch.setattr(straggler, 'time', print)",
+        "from workbench.runs.store import RunDirectory\n"
+        "def test(monkeypatch):\n    monkeypatch.setattr(RunDirectory, 'note', print)",
+        "def test(monkeypatch):\n    monkeypatch.setattr('workbench.runs.store.provenance', print)",
+        "def test(monkeypatch):\n    monkeypatch.setenv('HOME', 'x')\n    monkeypatch.chdir('y')",
+        "import os\nos.environ['HF_HUB_OFFLINE'] = '1'",
+        "import torch\ntorch.utils.deterministic.fill_uninitialized_memory = False",  # a setting
+        "def test(monkeypatch, made):\n    made.size = 3\n    monkeypatch.setattr(made, 'sleep', print)",
+    ],
+)
 def test_what_belongs_to_us_may_be_replaced(code):
     assert list(foreign_patches(code)) == []
 
@@ -70,12 +94,18 @@ def foreign_patches(code):
                 yield node.lineno, "unittest.mock"
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                if (isinstance(target, ast.Attribute) and _foreign(target.value, names)
-                        and callable(_value(target, names))):
+                if (
+                    isinstance(target, ast.Attribute)
+                    and _foreign(target.value, names)
+                    and callable(_value(target, names))
+                ):
                     yield node.lineno, ast.unparse(target)
-        elif isinstance(node, ast.Call) and node.args and (
-                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                ) in ("setattr", "delattr"):
+        elif (
+            isinstance(node, ast.Call)
+            and node.args
+            and (node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
+            in ("setattr", "delattr")
+        ):
             owner, *rest = node.args
             if isinstance(owner, ast.JoinedStr):
                 yield node.lineno, "a name made up while it runs"
@@ -91,14 +121,20 @@ def _imported(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.asname or alias.name.partition(".")[0], (alias.name if alias.asname else
-                                                                     alias.name.partition(".")[0], None)
+                yield (
+                    alias.asname or alias.name.partition(".")[0],
+                    (alias.name if alias.asname else alias.name.partition(".")[0], None),
+                )
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 yield alias.asname or alias.name, (node.module, alias.name)
-        elif (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-              and isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith("import_module")
-              and isinstance(node.value.args[0], ast.Constant)):
+        elif (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Call)
+            and ast.unparse(node.value.func).endswith("import_module")
+            and isinstance(node.value.args[0], ast.Constant)
+        ):
             yield node.targets[0].id, (node.value.args[0].value, None)
 
 

@@ -18,10 +18,21 @@ from workbench.runs.store import from_json
 PROJECT = Path(__file__).parents[2]
 EXPERIMENTS = PROJECT / "experiments"
 SAVED = sorted(path.parent for path in EXPERIMENTS.glob("*/comparison.json"))
-MEASURED = [EXPERIMENTS / name for name in ("head", "gpu_layouts", "reproducible", "encoder_bridge", "benchmarks",
-                                            "fused_ab", "ratio_at_step_zero")]
-ONLINE = [EXPERIMENTS / "fused_ab" / name for name in fused_ab.ABLATIONS] \
-    + [EXPERIMENTS / "ratio_at_step_zero" / name for name in ratio_at_step_zero.ABLATIONS]
+MEASURED = [
+    EXPERIMENTS / name
+    for name in (
+        "head",
+        "gpu_layouts",
+        "reproducible",
+        "encoder_bridge",
+        "benchmarks",
+        "fused_ab",
+        "ratio_at_step_zero",
+    )
+]
+ONLINE = [EXPERIMENTS / "fused_ab" / name for name in fused_ab.ABLATIONS] + [
+    EXPERIMENTS / "ratio_at_step_zero" / name for name in ratio_at_step_zero.ABLATIONS
+]
 UNTRACKED = {"runs", "policy", "__pycache__"}
 
 
@@ -73,11 +84,17 @@ def test_the_saved_page_of_the_head_is_that_of_its_records():
 
 def test_the_readme_says_of_the_head_what_its_record_says():
     record = from_json((EXPERIMENTS / "head/head.json").read_text())
-    lines = {line.split("|")[1].strip(): line for line in (PROJECT / "README.md").read_text().splitlines()
-             if line.startswith("| `")}
-    for said, name in (("`fused_loss`, token-level", "fused_loss"), ("`fused_loss`, GSPO", "fused_loss GSPO"),
-                       ("`token_logprobs`, all kept", "token_logprobs, room"),
-                       ("`token_logprobs`, nothing kept", "token_logprobs")):
+    lines = {
+        line.split("|")[1].strip(): line
+        for line in (PROJECT / "README.md").read_text().splitlines()
+        if line.startswith("| `")
+    }
+    for said, name in (
+        ("`fused_loss`, token-level", "fused_loss"),
+        ("`fused_loss`, GSPO", "fused_loss GSPO"),
+        ("`token_logprobs`, all kept", "token_logprobs, room"),
+        ("`token_logprobs`, nothing kept", "token_logprobs"),
+    ):
         found = [work["forward_backward"]["contenders"][name] for work in record["workloads"].values()]
         cells = [f"{entry['ratio']:.2f} ({entry['extra_gib']:.1f})" for entry in found]
         assert [cell.strip() for cell in lines[said].split("|")[2:-1]] == cells
@@ -98,9 +115,13 @@ def test_the_readme_says_of_layouts_on_gpus_what_their_record_says():
     assert {name for name, *_ in lines} >= {"one_rank", "dp4", "cp4_zigzag", "cp4_ring", "tp4_sequence_parallel"}
     for name, *cells in lines:
         found = measured[name]
-        assert cells == [f"{found['step_ms']:.0f}", f"{found['tokens_per_second'] / 1e3:.0f}",
-                         f"{found['efficiency']:.2f}", f"{found['peak_gib']:.1f}",
-                         f"{found['parity']['distance_in_one_ranks']:.2f}"], name
+        assert cells == [
+            f"{found['step_ms']:.0f}",
+            f"{found['tokens_per_second'] / 1e3:.0f}",
+            f"{found['efficiency']:.2f}",
+            f"{found['peak_gib']:.1f}",
+            f"{found['parity']['distance_in_one_ranks']:.2f}",
+        ], name
     entries = [found for workload in record["workloads"].values() for found in workload.values()]
     within = sum(found["parity"]["within"] for found in entries if "parity" in found)
     assert f"All {within} layouts measured" in readme
@@ -112,8 +133,12 @@ def test_the_readme_says_of_the_reproducible_mode_what_its_record_says():
     record = from_json((EXPERIMENTS / "reproducible/reproducible.json").read_text())
     assert reproducible.page(record) == (EXPERIMENTS / "reproducible/report.html").read_text()
     readme = (PROJECT / "README.md").read_text()
-    entries = {(workload, layout): found for machine in record["machines"]
-               for workload, layouts in machine["workloads"].items() for layout, found in layouts.items()}
+    entries = {
+        (workload, layout): found
+        for machine in record["machines"]
+        for workload, layouts in machine["workloads"].items()
+        for layout, found in layouts.items()
+    }
     same = [found["same"]["reproducible"] for found in entries.values() if "same" in found]
     assert all(found["equal"] == found["tensors"] > 200 for found in same)
     assert f"all {len(same)} of {len(same)} runs" in readme
@@ -122,8 +147,12 @@ def test_the_readme_says_of_the_reproducible_mode_what_its_record_says():
     assert [(workload, layout) for workload, layout, *_ in lines] == list(timed)
     for workload, layout, *cells in lines:
         fast, exact = (timed[workload, layout][mode] for mode in ("fast", "reproducible"))
-        assert cells == [f"{fast['step_ms']:.0f}", f"{exact['step_ms']:.0f}",
-                         f"{exact['step_ms'] / fast['step_ms']:.2f}", f"{exact['peak_gib'] / fast['peak_gib']:.2f}"]
+        assert cells == [
+            f"{fast['step_ms']:.0f}",
+            f"{exact['step_ms']:.0f}",
+            f"{exact['step_ms'] / fast['step_ms']:.2f}",
+            f"{exact['peak_gib'] / fast['peak_gib']:.2f}",
+        ]
     missed = [name for name, bar in record["bars"].items() if not bar["holds"]]
     assert all("cp4" in name and "memory" in name for name in missed)
 
@@ -137,13 +166,20 @@ def test_the_saved_page_of_bridges_is_that_of_its_record(folder):
 
 def test_the_readme_says_of_bridges_what_their_record_says():
     record = from_json((EXPERIMENTS / "encoder_bridge/h200/bridge.json").read_text())
-    lines = re.findall(r"^\| ([\w-]+) \| ([\w ,-]+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \| (\d+) \|$",
-                       (PROJECT / "README.md").read_text(), re.MULTILINE)
+    lines = re.findall(
+        r"^\| ([\w-]+) \| ([\w ,-]+) \| ([\d.]+) \| (\d+) \| ([\d.]+) \| (\d+) \|$",
+        (PROJECT / "README.md").read_text(),
+        re.MULTILINE,
+    )
     assert len(lines) == 9
     for name, way, *cells in lines:
         found = record["bridges"][name]["ways"][way]
-        assert cells == [f"{found['forward_ms']:.2f}", f"{found['forward_bytes'] / 2**20:.0f}",
-                         f"{found['backward_ms']:.2f}", f"{found['backward_bytes'] / 2**20:.0f}"]
+        assert cells == [
+            f"{found['forward_ms']:.2f}",
+            f"{found['forward_bytes'] / 2**20:.0f}",
+            f"{found['backward_ms']:.2f}",
+            f"{found['backward_bytes'] / 2**20:.0f}",
+        ]
 
 
 def test_the_readme_says_of_verify_what_its_record_says():
@@ -167,13 +203,16 @@ def test_what_ran_online_is_what_the_file_asks_for(folder):
 def test_online_runs_are_the_same_in_every_layout_on_gpus():
     comparison = Comparison.load(EXPERIMENTS / "online_layouts/comparison.json")
     planned = load_ablation(EXPERIMENTS / "online_layouts/ablation.yaml").expand()
-    assert {c.name: parse_spec(RunSpec, c.settings, where=c.name) for c in comparison.configurations} \
-        == {plan.name: plan.spec for plan in planned}
+    assert {c.name: parse_spec(RunSpec, c.settings, where=c.name) for c in comparison.configurations} == {
+        plan.name: plan.spec for plan in planned
+    }
     assert {c.device for c in comparison.configurations} == {"cuda"}
     verdicts = {c.name: c.verdict for c in comparison.configurations}
     assert verdicts.pop("one_rank") == "reference"
-    assert {name for name, verdict in verdicts.items() if verdict != "equal"} \
-        == {"fault_missing_cp_factor", "other_seed"}
+    assert {name for name, verdict in verdicts.items() if verdict != "equal"} == {
+        "fault_missing_cp_factor",
+        "other_seed",
+    }
     assert len(verdicts) == 10
     assert comparison["fault_missing_cp_factor"].factor_meaning == "1 / cp"
     assert comparison["other_seed"].why == "step 0: it trains on other tokens than the reference"
@@ -227,9 +266,12 @@ def test_the_readme_says_of_the_fused_head_what_its_records_say():
 
 def test_the_readme_says_of_the_first_ratio_what_its_records_say():
     found = ratio_at_step_zero.ratios(ratio_at_step_zero.Records.load(EXPERIMENTS / "ratio_at_step_zero"))
-    made = {f"| {row['sampler']} | {row['trainer']} | {row['head']} | {row['temperature']:g} "
-            f"| {significant(row['mean_distance'], 2)} | {significant(row['most'], 2)} "
-            f"| {significant(100 * row['outside'], 2)} % |" for _, row in found.iterrows()}
+    made = {
+        f"| {row['sampler']} | {row['trainer']} | {row['head']} | {row['temperature']:g} "
+        f"| {significant(row['mean_distance'], 2)} | {significant(row['most'], 2)} "
+        f"| {significant(100 * row['outside'], 2)} % |"
+        for _, row in found.iterrows()
+    }
     lines = re.findall(r"^\| b?float\d+ \| b?float\d+ \| .*% \|$", (PROJECT / "README.md").read_text(), re.MULTILINE)
     assert len(lines) == 7
     assert made.issuperset(lines)

@@ -10,8 +10,21 @@ from tests.architecture.import_graph import import_statements
 
 PACKAGE = Path(__file__).parents[2] / "workbench"
 TESTS = Path(__file__).parents[1]
-STOREYS = ("errors", "shapes", "rollouts", "sharding", "policy|losses", "reproducible", "reduction", "metrics",
-           "runs|adapters", "launch|compare", "report", "bench", "cli")
+STOREYS = (
+    "errors",
+    "shapes",
+    "rollouts",
+    "sharding",
+    "policy|losses",
+    "reproducible",
+    "reduction",
+    "metrics",
+    "runs|adapters",
+    "launch|compare",
+    "report",
+    "bench",
+    "cli",
+)
 DOORS = {
     "torch.distributed": {"sharding", "reproducible", "launch"},
     "triton": {"policy", "reproducible", "bench"},
@@ -66,15 +79,18 @@ def test_module_keeps_to_its_storey(path):
     assert broken_rules(here, path.read_text()) == []
 
 
-@pytest.mark.parametrize(("here", "source"), [
-    ("sharding", "def f():\n    from workbench.policy.model import load_policy"),
-    ("launch", "import workbench.compare.align"),
-    ("runs", "import torch.distributed as dist"),
-    ("losses", "from workbench.sharding.mesh import Mesh"),
-    ("compare", "import matplotlib.pyplot"),
-    ("runs", "import importlib\ncompare = importlib.import_module('workbench.compare.align')"),
-    ("runs", "from workbench import compare_runs"),
-])
+@pytest.mark.parametrize(
+    ("here", "source"),
+    [
+        ("sharding", "def f():\n    from workbench.policy.model import load_policy"),
+        ("launch", "import workbench.compare.align"),
+        ("runs", "import torch.distributed as dist"),
+        ("losses", "from workbench.sharding.mesh import Mesh"),
+        ("compare", "import matplotlib.pyplot"),
+        ("runs", "import importlib\ncompare = importlib.import_module('workbench.compare.align')"),
+        ("runs", "from workbench import compare_runs"),
+    ],
+)
 def test_each_rule_can_be_broken(here, source):
     assert len(broken_rules(here, source)) == 1
 
@@ -88,8 +104,9 @@ def test_product_code_has_no_if_fault():
         here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if "faults" in path.parts or LEVEL.get(here, 0) > LEVEL["runs"]:
             continue  # a report may say that a fault was planted
-        conditions = [node.test for node in ast.walk(ast.parse(path.read_text()))
-                      if isinstance(node, ast.If | ast.IfExp)]
+        conditions = [
+            node.test for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.If | ast.IfExp)
+        ]
         assert not [c for c in conditions if re.search(r"(?<!de)fault", ast.unparse(c).lower())], path
 
 

@@ -45,8 +45,13 @@ def always_true(condition):
 def never_collected(tree):
     """(line, sentence) of each test that pytest passes by: it takes ``test_*`` at the top or in a class ``Test*``."""
     tests = [node for node in ast.walk(tree) if isinstance(node, FUNCTION) and node.name.startswith("test_")]
-    suites = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name.startswith("Test")
-              and not [f for f in node.body if isinstance(f, FUNCTION) and f.name == "__init__"]]
+    suites = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and node.name.startswith("Test")
+        and not [f for f in node.body if isinstance(f, FUNCTION) and f.name == "__init__"]
+    ]
     collected = [node for scope in (tree, *suites) for node in scope.body]
     if not [test for test in tests if test in collected]:
         yield 1, "pytest collects nothing here"
@@ -80,8 +85,13 @@ def findings(source):
         if not asserts_something(test) and not any(asserts_something(helpers[n]) for n in names & helpers.keys()):
             yield test.lineno, f"{test.name} asserts nothing"
         own = [n for n in ast.walk(test) if isinstance(n, ast.Return) and n.value is not None]
-        nested = [n for f in ast.walk(test) if isinstance(f, ast.FunctionDef | ast.Lambda) and f is not test
-                  for n in ast.walk(f) if isinstance(n, ast.Return)]
+        nested = [
+            n
+            for f in ast.walk(test)
+            if isinstance(f, ast.FunctionDef | ast.Lambda) and f is not test
+            for n in ast.walk(f)
+            if isinstance(n, ast.Return)
+        ]
         if [n for n in own if n not in nested]:
             yield test.lineno, f"{test.name} returns its verdict"
 
@@ -91,31 +101,43 @@ def test_file_has_no_test_that_cannot_fail(path):
     assert list(findings(path.read_text())) == []
 
 
-@pytest.mark.parametrize(("source", "kind"), [
-    ("def test_a():\n    torch.allclose(a, b)\n    assert a", "comparison thrown away"),
-    ("close = torch.allclose\ndef test_a():\n    close(a, b)\n    assert a", "comparison thrown away"),
-    ("from numpy import isclose as near\ndef test_a():\n    near(a, b)\n    assert a", "comparison thrown away"),
-    ("def test_a():\n    assert_close(x.detach(), x)", "compared with itself"),
-    ("def test_a():\n    assert a\n    return a == b", "test_a returns its verdict"),
-    ("def test_a():\n    assert total == total", "compared with itself"),
-    ("def test_a():\n    run()", "test_a asserts nothing"),
-    ("def test_a():\n    assert (x > 0 for x in y)", "always true"),
-    ("def test_a():\n    assert (x > 0).all", "always true"),
-    ("def test_a():\n    assert (x > 0, 'x')", "always true"),
-    ("def check_a():\n    assert a", "pytest collects nothing here"),
-    ("def test_a():\n    assert a\nclass Suite:\n    def test_b(self):\n        assert b", "test_b is never collected"),
-    ("def test_a():\n    assert a\nclass TestB:\n    def __init__(self): ...\n    def test_b(self):\n        assert b",
-     "test_b is never collected"),
-    ("def test_a():\n    def test_b():\n        assert b\n    assert a", "test_b is never collected"),
-    ("async def test_a():\n    assert a", "test_a is a coroutine that nobody awaits"),
-])
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("def test_a():\n    torch.allclose(a, b)\n    assert a", "comparison thrown away"),
+        ("close = torch.allclose\ndef test_a():\n    close(a, b)\n    assert a", "comparison thrown away"),
+        ("from numpy import isclose as near\ndef test_a():\n    near(a, b)\n    assert a", "comparison thrown away"),
+        ("def test_a():\n    assert_close(x.detach(), x)", "compared with itself"),
+        ("def test_a():\n    assert a\n    return a == b", "test_a returns its verdict"),
+        ("def test_a():\n    assert total == total", "compared with itself"),
+        ("def test_a():\n    run()", "test_a asserts nothing"),
+        ("def test_a():\n    assert (x > 0 for x in y)", "always true"),
+        ("def test_a():\n    assert (x > 0).all", "always true"),
+        ("def test_a():\n    assert (x > 0, 'x')", "always true"),
+        ("def check_a():\n    assert a", "pytest collects nothing here"),
+        (
+            "def test_a():\n    assert a\nclass Suite:\n    def test_b(self):\n        assert b",
+            "test_b is never collected",
+        ),
+        (
+            "def test_a():\n    assert a\nclass TestB:\n    def __init__(self): ...\n"
+            "    def test_b(self):\n        assert b",
+            "test_b is never collected",
+        ),
+        ("def test_a():\n    def test_b():\n        assert b\n    assert a", "test_b is never collected"),
+        ("async def test_a():\n    assert a", "test_a is a coroutine that nobody awaits"),
+    ],
+)
 def test_each_kind_is_seen(source, kind):
     assert [sentence for _, sentence in findings(source)] == [kind]
 
 
-@pytest.mark.parametrize("source", [
-    "class TestA:\n    def test_a(self):\n        assert comparison.equal",
-    "def test_a():\n    assert torch.equal(a, b)\ndef helper():\n    return a == b",
-])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class TestA:\n    def test_a(self):\n        assert comparison.equal",
+        "def test_a():\n    assert torch.equal(a, b)\ndef helper():\n    return a == b",
+    ],
+)
 def test_a_sound_test_is_passed_over(source):
     assert list(findings(source)) == []

@@ -34,7 +34,8 @@ def browser():
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"])
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 
@@ -165,17 +166,20 @@ def test_a_person_runs_watches_cancels_reloads_and_finds_again(notebook):
     slider.locator(".noUi-handle").focus()
     slider.locator(".noUi-handle").press("ArrowRight")
     page.locator(".widget-readout", has_text="0.32").wait_for()
-    page.wait_for_function("before => document.querySelector('.widget-interact .jp-RenderedSVG img').src !== before",
-                           arg=before)
+    page.wait_for_function(
+        "before => document.querySelector('.widget-interact .jp-RenderedSVG img').src !== before", arg=before
+    )
     notebook.picture("slider", slider)
 
     # a panel that moves while another cell keeps the kernel busy
-    trials = Trials(notebook.run_new_cell(
-        'two = wb.launch_ablation("two_trials.yaml", where="processes")\nwb.attach(two)'))
+    trials = Trials(
+        notebook.run_new_cell('two = wb.launch_ablation("two_trials.yaml", where="processes")\nwb.attach(two)')
+    )
     trials.wait_for("patient", "running")
     notebook.until("Idle")
-    notebook.run_new_cell("begun = len(two.runs[0].steps())\n"
-                          "while len(two.runs[0].steps()) < begun + 8:\n    time.sleep(0.1)")
+    notebook.run_new_cell(
+        "begun = len(two.runs[0].steps())\nwhile len(two.runs[0].steps()) < begun + 8:\n    time.sleep(0.1)"
+    )
     notebook.until("Busy")
     seen = set()
     while notebook.busy:

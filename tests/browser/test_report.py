@@ -21,7 +21,8 @@ def browser():
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"])
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        )
         yield browser
         browser.close()
 
@@ -114,4 +115,4 @@ def _colors(page):
 
 
 def _lightness(color):
-    return sum(float(part) for part in color[color.index("(") + 1:-1].split(",")[:3])
+    return sum(float(part) for part in color[color.index("(") + 1 : -1].split(",")[:3])

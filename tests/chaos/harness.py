@@ -28,8 +28,10 @@ LEAVE_S = 120.0
 END_S = 180.0
 """How long an ablation may take to end by itself when anything else was killed."""
 
-VICTIMS = {"torchx": ("launcher", "agent", "rank", "parent"),
-           "processes": ("launcher", "agent", "rank", "parent", "server")}
+VICTIMS = {
+    "torchx": ("launcher", "agent", "rank", "parent"),
+    "processes": ("launcher", "agent", "rank", "parent", "server"),
+}
 
 # Whatever a kernel or a command is started from; it waits for it.
 PARENT = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
@@ -90,7 +92,7 @@ class Story:
 
     def _next_victim(self) -> str:
         """Every kind once, in a random order, and then again."""
-        if self.kills % len(VICTIMS[self.where]) == 0 and not self.killing[self.kills:]:
+        if self.kills % len(VICTIMS[self.where]) == 0 and not self.killing[self.kills :]:
             self.killing += self.random.sample(VICTIMS[self.where], len(VICTIMS[self.where]))
         return self.killing[self.kills]
 
@@ -150,8 +152,17 @@ class Story:
 
     def _start(self, runs: int) -> subprocess.Popen[bytes]:
         environment = os.environ | {MARK: self.mark, "PYTHONPATH": str(project_root()), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", PARENT, sys.executable, "-m", "tests.chaos.launcher", str(self.folder),
-                   self.where, str(runs)]
+        command = [
+            sys.executable,
+            "-c",
+            PARENT,
+            sys.executable,
+            "-m",
+            "tests.chaos.launcher",
+            str(self.folder),
+            self.where,
+            str(runs),
+        ]
         with (self.folder / "output").open("a") as output:
             return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=project_root())
 
@@ -167,7 +178,8 @@ class Story:
 
     def _of_kind(self, victim: str, parent: psutil.Process) -> list[psutil.Process]:
         generations: list[Callable[[psutil.Process], bool]] = [
-            lambda process: "tests.chaos.launcher" in process.cmdline()]
+            lambda process: "tests.chaos.launcher" in process.cmdline()
+        ]
         if self.where == "processes":
             generations.append(lambda process: any(part.endswith("forkserver.py") for part in process.cmdline()))
         generations += [lambda process: True, lambda process: True]

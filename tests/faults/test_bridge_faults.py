@@ -16,8 +16,11 @@ from workbench.runs.bridge_faults import BRIDGE_FAULTS
 from workbench.runs.encoder_step import IMAGE_FEATURES
 from workbench.runs.faults import planted_faults
 
-SCALES = {"encoder_gradient_averaged_over_cp": 1 / 2, "encoder_summed_over_policys_cp": 2,
-          "encoder_averaged_over_dp": 1 / 4}
+SCALES = {
+    "encoder_gradient_averaged_over_cp": 1 / 2,
+    "encoder_summed_over_policys_cp": 2,
+    "encoder_averaged_over_dp": 1 / 4,
+}
 FOUND = dict.fromkeys(SCALES, "module_scaled") | {
     "encoder_gradient_not_summed_over_cp": "module_reached_wrongly",
     "gradient_of_next_slot": "module_reached_wrongly",
@@ -33,8 +36,13 @@ def case_of(settings):
     """A case from what a fault says of where it shows."""
     layout = {"tp": 1, "cp": 1, "dp": 1}
     source, destination = ({**layout, **settings[name]} for name in ("encoder", "layout"))
-    return Case(tuple(source.values()), tuple(destination.values()), images=8, delivery=settings["delivery"],
-                shared=settings.get("shared", False))
+    return Case(
+        tuple(source.values()),
+        tuple(destination.values()),
+        images=8,
+        delivery=settings["delivery"],
+        shared=settings.get("shared", False),
+    )
 
 
 @functools.cache
@@ -54,12 +62,28 @@ def record_of(found, case, name):
     (tp, cp, dp), (tp_s, cp_s, dp_s) = case.destination, case.source
     batch = batch_of(case, *problem(case)[:2])
     laid = {"documents": batch.document_ids_T, "features": batch.extensions[IMAGE_FEATURES].values}
-    return Record({"tp": tp, "cp": cp, "dp": dp, "precision": "float64", "micro_batches": 1,
-                   "modules": {"encoder": {"tp": tp_s, "cp": cp_s, "dp": dp_s}}},
-                  (RecordedStep(0, float(found.loss["total"]), dict(found.metrics), dict(found.norms),
-                                {"trained_tokens": float(found.totals.tokens),
-                                 "documents": float(found.totals.documents)},
-                                dict(found.gradients), dict(found.tokens) | laid),), name)
+    return Record(
+        {
+            "tp": tp,
+            "cp": cp,
+            "dp": dp,
+            "precision": "float64",
+            "micro_batches": 1,
+            "modules": {"encoder": {"tp": tp_s, "cp": cp_s, "dp": dp_s}},
+        },
+        (
+            RecordedStep(
+                0,
+                float(found.loss["total"]),
+                dict(found.metrics),
+                dict(found.norms),
+                {"trained_tokens": float(found.totals.tokens), "documents": float(found.totals.documents)},
+                dict(found.gradients),
+                dict(found.tokens) | laid,
+            ),
+        ),
+        name,
+    )
 
 
 @pytest.mark.parametrize("name", BRIDGE_FAULTS)

@@ -26,9 +26,13 @@ def near(pair, factor, cosine=1.0):
 # ---- denominators ----
 
 
-@pytest.mark.parametrize(("name", "counted"), [
-    ("per_sample_count_floor", sum(max(sum(mask), 1) for mask in TRAINED)),
-    ("response_length_in_denominator", sum(len(mask) - mask.index(True) for mask in TRAINED if any(mask)))])
+@pytest.mark.parametrize(
+    ("name", "counted"),
+    [
+        ("per_sample_count_floor", sum(max(sum(mask), 1) for mask in TRAINED)),
+        ("response_length_in_denominator", sum(len(mask) - mask.index(True) for mask in TRAINED if any(mask))),
+    ],
+)
 def test_a_wrong_count_of_tokens_is_one_factor(name, counted):
     assert counted > T
     pair = shown(name)
@@ -83,8 +87,9 @@ def test_averaging_over_micro_batches_is_one_factor():
 
 def test_early_micro_batches_are_summed_again():
     two = {"layout": {"dp": 2}, "data": {"micro_batches": 2}}
-    again, last = (shown(name, **two) for name in ("reduction_repeated_per_micro_batch",
-                                                   "gradients_of_last_micro_batch"))
+    again, last = (
+        shown(name, **two) for name in ("reduction_repeated_per_micro_batch", "gradients_of_last_micro_batch")
+    )
     first = whole(again.right) - whole(last.wrong)
     torch.testing.assert_close(whole(again.wrong), 2 * first + whole(last.wrong), rtol=0, atol=1e-12)
     assert 1 < shown("reduction_repeated_per_micro_batch").factor < 2**2
@@ -152,8 +157,9 @@ def test_a_loss_over_dp_only_lacks_the_other_cp_ranks():
 # ---- advantages ----
 
 
-@pytest.mark.parametrize(("name", "most"), [("whitening_per_rank", 0.95), ("groups_by_position", 0.9),
-                                            ("masked_rows_in_baseline", 0.9999)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("whitening_per_rank", 0.95), ("groups_by_position", 0.9), ("masked_rows_in_baseline", 0.9999)]
+)
 def test_wrong_advantages_turn_the_policy_term_alone(name, most):
     pair = shown(name)
     assert pair.cosine < most
@@ -173,5 +179,6 @@ def test_a_masked_answer_moves_only_answers_of_its_group():
 def assert_policy_term_alone(pair):
     """Wrong advantages show in the policy term, and leave what the policy says and its penalty as they are."""
     assert {"loss/policy", "loss/total"} <= set(pair.wrong_numbers)
-    assert not any(key.startswith(("loss/kl", "kl/", "ratio/", "logprob/", "entropy/", "tokens/"))
-                   for key in pair.wrong_numbers)
+    assert not any(
+        key.startswith(("loss/kl", "kl/", "ratio/", "logprob/", "entropy/", "tokens/")) for key in pair.wrong_numbers
+    )

@@ -46,8 +46,10 @@ def test_the_cause_that_fits_is_first(fault):
     assert found.causes[0].name == EXPECTED[fault], str(found)
 
 
-@pytest.mark.parametrize("fault", ["missing_cp_factor", "norm_gradient_not_summed_over_tp", "shift_after_shard",
-                                   "temperature_missing_in_policy"])
+@pytest.mark.parametrize(
+    "fault",
+    ["missing_cp_factor", "norm_gradient_not_summed_over_tp", "shift_after_shard", "temperature_missing_in_policy"],
+)
 def test_a_fault_without_effect_is_called_equal(fault):
     found = diagnose(*hidden_records(fault))
     assert found.equal, str(found)

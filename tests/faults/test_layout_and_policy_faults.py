@@ -109,8 +109,10 @@ def test_nan_under_the_mask_is_nan_in_every_gradient_and_not_in_the_loss():
 
 
 def test_a_missing_temperature_gives_the_log_probabilities_of_temperature_one():
-    pair, at_one = shown("temperature_missing_in_policy"), shown("temperature_missing_in_policy",
-                                                                 policy={"temperature": 1.0}).right
+    pair, at_one = (
+        shown("temperature_missing_in_policy"),
+        shown("temperature_missing_in_policy", policy={"temperature": 1.0}).right,
+    )
     torch.testing.assert_close(logprobs(pair.wrong), logprobs(at_one), rtol=0, atol=1e-12)
     assert pair.right.numbers["ratio/policy_old/mean"] == pytest.approx(1, abs=0.02)
     assert pair.wrong.numbers["ratio/policy_old/mean"] == pytest.approx(1.22, abs=0.02)
@@ -118,8 +120,10 @@ def test_a_missing_temperature_gives_the_log_probabilities_of_temperature_one():
 
 
 def test_a_temperature_on_log_probabilities_divides_those_of_temperature_one():
-    pair, at_one = shown("temperature_divides_logprobs"), shown("temperature_missing_in_policy",
-                                                                policy={"temperature": 1.0}).right
+    pair, at_one = (
+        shown("temperature_divides_logprobs"),
+        shown("temperature_missing_in_policy", policy={"temperature": 1.0}).right,
+    )
     torch.testing.assert_close(logprobs(pair.wrong), logprobs(at_one) / 0.7, rtol=0, atol=1e-12)
 
 

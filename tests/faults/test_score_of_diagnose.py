@@ -60,12 +60,15 @@ def test_what_was_kept_of_unseen_faults_is_what_was_reported_of_them(unseen):
     for precision in PRECISIONS:
         here = [row for row in scored if row["precision"] == precision]
         first, three = (sum(row["rank"] in range(1, most + 1) for row in here) for most in (1, 3))
-        assert f"| unseen | {precision} | {len(here)} | {first} ({first / len(here):.1%}) | " \
-               f"{three} ({three / len(here):.1%}) |" in report
+        assert (
+            f"| unseen | {precision} | {len(here)} | {first} ({first / len(here):.1%}) | "
+            f"{three} ({three / len(here):.1%}) |" in report
+        )
     told = {(row["fault"], row["precision"]): row for row in scored if row["rank"] != 1}
     missed = re.findall(r"^\| (\w+)\* \| (\w+) \| (\w+) \| .* \| (\w+) [\d.]+", report, re.MULTILINE)
     assert {(name, precision): (place, cause) for name, precision, place, cause in missed} == {
-        key: (str(row["rank"] or "none"), row["causes"][0][0]) for key, row in told.items()}
+        key: (str(row["rank"] or "none"), row["causes"][0][0]) for key, row in told.items()
+    }
 
 
 def test_every_fault_has_expected_causes_that_there_are():
@@ -105,8 +108,9 @@ def test_every_fault_that_hides_was_tried_where_it_does(results):
     hiding = [name for name in NAMES if load_fault(name).hidden_in is not None]
     found = [(row["fault"], row["precision"]) for row in results["hidden"]]
     assert sorted(found) == sorted(itertools.product(hiding, PRECISIONS))
-    assert [row["equal"] for row in results["hidden"]] == [row["causes"][0][0] == "no_difference"
-                                                           for row in results["hidden"]]
+    assert [row["equal"] for row in results["hidden"]] == [
+        row["causes"][0][0] == "no_difference" for row in results["hidden"]
+    ]
 
 
 def test_two_hundred_right_pairs_were_held_against_each_other(results):
@@ -117,8 +121,9 @@ def test_two_hundred_right_pairs_were_held_against_each_other(results):
     assert [row["equal"] for row in pairs] == [row["causes"][0][0] == "no_difference" for row in pairs]
 
 
-@pytest.mark.parametrize("name", ["results.json", "report.md", "unseen.json", "unseen.md", "expected.yaml",
-                                  "blind.txt"])
+@pytest.mark.parametrize(
+    "name", ["results.json", "report.md", "unseen.json", "unseen.md", "expected.yaml", "blind.txt"]
+)
 def test_nothing_saved_names_a_machine(name):
     assert re.findall(r"/(?:home|root|tmp|work|opt)/[\w./-]*", (FOLDER / name).read_text()) == []
 

@@ -205,8 +205,9 @@ def test_twice_normalised_advantages_have_mean_0_and_deviation_1():
 def test_a_penalty_of_the_other_sign_moves_advantages_alone():
     undivided = {"advantages": {"name": "rloo"}}
     wrong_T, right_T = made("kl_added_to_reward", spec_of("kl_added_to_reward", data=undivided))
-    without, _ = made("kl_added_to_reward", spec_of("kl_added_to_reward", data=undivided,
-                                                    loss={"kl": {"coefficient": 0.0}}))
+    without, _ = made(
+        "kl_added_to_reward", spec_of("kl_added_to_reward", data=undivided, loss={"kl": {"coefficient": 0.0}})
+    )
     torch.testing.assert_close(wrong_T - without, without - right_T)
     assert float((wrong_T - right_T).abs().max()) > 0.01
     keys = shown("kl_added_to_reward").wrong_numbers
@@ -217,8 +218,10 @@ def test_a_penalty_of_the_other_sign_moves_advantages_alone():
 def test_a_document_advantage_over_all_tokens_spares_the_penalty(policy):
     pair, spec, row = shown("prompt_in_document_advantage"), spec_of("prompt_in_document_advantage"), batch()
     assert pair.wrong_numbers == ["loss/policy", "loss/total"]
-    trained_N, all_N = (torch.bincount(row.document_ids_T[mask_T], minlength=row.num_documents).double()
-                        for mask_T in (row.loss_mask_T, row.document_ids_T >= 0))
+    trained_N, all_N = (
+        torch.bincount(row.document_ids_T[mask_T], minlength=row.num_documents).double()
+        for mask_T in (row.loss_mask_T, row.document_ids_T >= 0)
+    )
     rows, totals = step.prepare_rows(row, spec, policy.mesh)
     for local in rows:
         share_T = (trained_N / all_N)[row.document_ids_T[local.row.source_T.clamp_min(0)]]
@@ -290,7 +293,7 @@ def test_an_ignored_tool_mask_fills_the_holes():
     filled_S = row.loss_mask_T.clone()
     for number in row.document_ids_T[row.loss_mask_T].unique():
         places = (row.loss_mask_T & (row.document_ids_T == number)).nonzero()
-        filled_S[int(places.min()): int(places.max()) + 1] = True
+        filled_S[int(places.min()) : int(places.max()) + 1] = True
     assert torch.equal(pair.wrong.tokens["trained"], filled_S)
     assert pair.wrong.counts["tokens"] == int(filled_S.sum()) > pair.right.counts["tokens"]
     assert float(moved(pair, "policy_logprobs").max()) == 0
@@ -299,9 +302,12 @@ def test_an_ignored_tool_mask_fills_the_holes():
 def test_a_masked_end_costs_each_finished_document_one_token():
     pair, row = shown("end_token_masked"), batch()
     lost_S = row.loss_mask_T & ~pair.wrong.tokens["trained"]
-    finished = {number for number in row.document_ids_T[row.loss_mask_T].tolist()
-                if not row.extensions["truncated"].values[row.document_ids_T == number].any()
-                and row.loss_mask_T[row.document_ids_T == number][-1]}
+    finished = {
+        number
+        for number in row.document_ids_T[row.loss_mask_T].tolist()
+        if not row.extensions["truncated"].values[row.document_ids_T == number].any()
+        and row.loss_mask_T[row.document_ids_T == number][-1]
+    }
     assert sorted(row.document_ids_T[lost_S].tolist()) == sorted(finished)
     assert bool((row.document_ids_T[lost_S] != row.document_ids_T.roll(-1)[lost_S]).all())
     assert pair.right.counts["tokens"] - pair.wrong.counts["tokens"] == len(finished) > 2
@@ -315,8 +321,9 @@ def test_targets_shifted_twice_are_those_after_the_next(policy):
     with torch.no_grad():
         hidden_TD = policy.hidden_states(local.row.tokens_T, local.row.positions_T, local.attention)
         said_T = policy.token_logprobs(hidden_TD, local.row.targets_T.roll(-1)).logprobs_T
-    torch.testing.assert_close(pair.wrong.tokens["policy_logprobs"][trained_S], said_T.roll(2)[trained_S], rtol=0,
-                               atol=1e-12)
+    torch.testing.assert_close(
+        pair.wrong.tokens["policy_logprobs"][trained_S], said_T.roll(2)[trained_S], rtol=0, atol=1e-12
+    )
     off = (pair.wrong.tokens["policy_logprobs"] - pair.right.tokens["policy_logprobs"])[trained_S].abs()
     assert 0.1 < float(off.mean()) < 1
 
@@ -337,8 +344,12 @@ def test_borders_without_padding_spare_the_first_document():
 def test_numbers_of_a_shard_spare_losses_on_tokens():
     pair = shown("segments_numbered_per_shard")
     assert pair.cosine < 0.9
-    assert set(pair.wrong_numbers) <= {"loss/policy", "loss/total", "clip/policy/fraction",
-                                       "clip/gradient_zero/fraction"}
+    assert set(pair.wrong_numbers) <= {
+        "loss/policy",
+        "loss/total",
+        "clip/policy/fraction",
+        "clip/gradient_zero/fraction",
+    }
     assert float(moved(pair, "policy_logprobs").max()) == 0
     assert shown("segments_numbered_per_shard", loss={"name": "dapo"}).wrong_gradients == []
 
@@ -403,8 +414,10 @@ def test_a_lower_bound_at_epsilon_frees_tokens_of_negative_advantage():
 
 def test_without_layers_the_head_and_the_last_norm_train():
     pair = shown("layers_without_gradient")
-    assert {name for name in pair.right.gradients if name not in pair.wrong_gradients} == {"lm_head.weight",
-                                                                                           "model.norm.weight"}
+    assert {name for name in pair.right.gradients if name not in pair.wrong_gradients} == {
+        "lm_head.weight",
+        "model.norm.weight",
+    }
     assert {pair.factor_of(name) for name in pair.wrong_gradients} == {0.0}
 
 
@@ -431,7 +444,10 @@ def test_a_detached_router_spares_the_last_experts():
     assert len(routers) == 2
     assert {pair.factor_of(name) for name in routers} == {0.0}
     assert {name for name in pair.right.gradients if name not in pair.wrong_gradients} == {
-        "model.layers.2.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj", "model.norm.weight"}
+        "model.layers.2.mlp.experts.gate_up_proj",
+        "model.layers.2.mlp.experts.down_proj",
+        "model.norm.weight",
+    }
 
 
 # -- auxiliary losses ----------------------------------------------------------------------------------------------
@@ -465,8 +481,10 @@ def last_layer(pair) -> set[str]:
 
 def test_stale_keys_spare_what_stands_behind_attention():
     pair = shown("stale_keys_in_ring_backward")
-    assert last_layer(pair) == {"input_layernorm.weight", *(f"self_attn.{name}.weight" for name in (
-        "q_proj", "k_proj", "v_proj", "q_norm", "k_norm"))}
+    assert last_layer(pair) == {
+        "input_layernorm.weight",
+        *(f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")),
+    }
     assert pair.cosine < 0.95
 
 

@@ -26,8 +26,11 @@ def batch() -> RolloutBatch:
 
 def near(pair, factor):
     """Whether the whole gradient and the loss are the right ones times a factor."""
-    return (pair.factor == pytest.approx(factor, rel=1e-10) and pair.cosine == pytest.approx(1, abs=1e-12)
-            and pair.ratio("loss/total") == pytest.approx(factor, rel=1e-10))
+    return (
+        pair.factor == pytest.approx(factor, rel=1e-10)
+        and pair.cosine == pytest.approx(1, abs=1e-12)
+        and pair.ratio("loss/total") == pytest.approx(factor, rel=1e-10)
+    )
 
 
 def moved(pair, name):
@@ -59,9 +62,16 @@ def lengths() -> list[int]:
 # -- denominators --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "layout", "factor"), [
-    ("cp_factor_twice", {"cp": 2}, 2), ("cp_factor_twice", {"cp": 3}, 3), ("cp_factor_twice", {"cp": 2, "dp": 2}, 2),
-    ("constant_denominator_without_dp", {"dp": 2}, 1 / 2), ("constant_denominator_without_dp", {"dp": 3}, 1 / 3)])
+@pytest.mark.parametrize(
+    ("name", "layout", "factor"),
+    [
+        ("cp_factor_twice", {"cp": 2}, 2),
+        ("cp_factor_twice", {"cp": 3}, 3),
+        ("cp_factor_twice", {"cp": 2, "dp": 2}, 2),
+        ("constant_denominator_without_dp", {"dp": 2}, 1 / 2),
+        ("constant_denominator_without_dp", {"dp": 3}, 1 / 3),
+    ],
+)
 def test_a_factor_of_the_layout_is_one_factor(name, layout, factor):
     assert near(shown(name, layout=layout), factor)
 
@@ -96,8 +106,11 @@ def test_other_means_are_the_sums_that_their_weights_say(sums):
     same("length_slipped_into_token_mean", {n: 1 / total / held[n] for n in alive}, by_token)
     rollouts = {rollout[number] for number in alive}
     in_rollout = {name: sum(held[n] for n in alive if rollout[n] == name) for name in rollouts}
-    same("samples_for_rollouts", {n: 1 / len(alive) / held[n] for n in alive},
-         {n: 1 / len(rollouts) / in_rollout[rollout[n]] for n in alive})
+    same(
+        "samples_for_rollouts",
+        {n: 1 / len(alive) / held[n] for n in alive},
+        {n: 1 / len(rollouts) / in_rollout[rollout[n]] for n in alive},
+    )
     packed = step.pack_step(row, RunSpec.model_validate(merge(BASE, {"data": {"micro_batches": 3}})))
     share = {}
     for each in packed:
@@ -166,8 +179,9 @@ def test_a_mask_one_late_trains_the_token_after_each_trained_one():
     both_T = follows_T & row.loss_mask_T
     last_T = row.document_ids_T != row.document_ids_T.roll(-1)
     assert pair.right.counts["tokens"] - pair.wrong.counts["tokens"] == int((row.loss_mask_T & last_T).sum()) > 0
-    torch.testing.assert_close(pair.wrong.tokens["policy_logprobs"][both_T],
-                               pair.right.tokens["policy_logprobs"][both_T], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        pair.wrong.tokens["policy_logprobs"][both_T], pair.right.tokens["policy_logprobs"][both_T], rtol=0, atol=1e-12
+    )
 
 
 def test_a_prefix_of_zeros_spares_documents_without_holes():
@@ -176,7 +190,7 @@ def test_a_prefix_of_zeros_spares_documents_without_holes():
     broken_up = set()
     for number in range(row.num_documents):
         mask = row.loss_mask_T[row.document_ids_T == number].tolist()
-        if any(mask) and not all(mask[mask.index(True):]):
+        if any(mask) and not all(mask[mask.index(True) :]):
             broken_up.add(number)
     assert broken_up == set(row.document_ids_T[wrong_T].tolist())
     assert bool((pair.wrong.tokens["old_logprobs"][wrong_T] == 0).any())
@@ -209,24 +223,30 @@ def test_a_weight_of_the_live_policy_spares_the_penalty():
 
 
 def test_without_the_score_a_penalty_has_the_gradient_of_its_path():
-    pair, path = shown("kl_without_score_gradient"), shown("kl_without_score_gradient", loss={"kl": {
-        "gradient": "path"}}).right
+    pair, path = (
+        shown("kl_without_score_gradient"),
+        shown("kl_without_score_gradient", loss={"kl": {"gradient": "path"}}).right,
+    )
     torch.testing.assert_close(whole(pair.wrong), whole(path), rtol=0, atol=1e-14)
     alone = shown("kl_without_score_gradient", loss={"surrogate": {"coefficient": 0.0}})
     assert alone.cosine < 0.9999
 
 
 def test_a_bonus_without_gradient_is_that_of_no_bonus():
-    pair, without = shown("entropy_without_gradient"), shown("entropy_without_gradient",
-                                                             loss={"entropy_coefficient": 0.0}).right
+    pair, without = (
+        shown("entropy_without_gradient"),
+        shown("entropy_without_gradient", loss={"entropy_coefficient": 0.0}).right,
+    )
     torch.testing.assert_close(whole(pair.wrong), whole(without), rtol=0, atol=1e-14)
     alone = shown("entropy_without_gradient", loss={"surrogate": {"coefficient": 0.0}, **NO_KL})
     assert alone.factor == 0.0
 
 
 def test_a_detached_sequence_ratio_leaves_the_penalty():
-    pair, penalty = shown("sequence_ratio_without_gradient"), shown("sequence_ratio_without_gradient", loss={
-        "surrogate": {"coefficient": 0.0}}).right
+    pair, penalty = (
+        shown("sequence_ratio_without_gradient"),
+        shown("sequence_ratio_without_gradient", loss={"surrogate": {"coefficient": 0.0}}).right,
+    )
     torch.testing.assert_close(whole(pair.wrong), whole(penalty), rtol=0, atol=1e-14)
 
 
@@ -257,8 +277,9 @@ def test_baselines_of_micro_batches_turn_the_policy_term_alone():
     pair = shown("baseline_per_micro_batch")
     assert pair.cosine < 0.9
     assert {"loss/policy", "loss/total"} <= set(pair.wrong_numbers)
-    assert not any(key.startswith(("loss/kl", "kl/", "ratio/", "logprob/", "entropy/", "tokens/"))
-                   for key in pair.wrong_numbers)
+    assert not any(
+        key.startswith(("loss/kl", "kl/", "ratio/", "logprob/", "entropy/", "tokens/")) for key in pair.wrong_numbers
+    )
     spec, alone = RunSpec.model_validate(merge(BASE, load_fault("baseline_per_micro_batch").shows_in)), 0
     whole_step = step.make_advantages(batch(), spec)
     with planted(["baseline_per_micro_batch"]):
@@ -306,5 +327,9 @@ def test_norms_summed_once_a_micro_batch_are_the_only_wrong_parameters():
 def test_keys_without_their_gradient_spare_queries_in_the_last_layer():
     pair = shown("key_gradients_not_returned")
     wrong = {name.removeprefix(LAST) for name in pair.wrong_gradients if name.startswith(LAST)}
-    assert wrong == {"self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight",
-                     "input_layernorm.weight"}
+    assert wrong == {
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+        "self_attn.k_norm.weight",
+        "input_layernorm.weight",
+    }

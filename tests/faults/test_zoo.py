@@ -43,6 +43,5 @@ def test_a_fault_says_what_it_is(name):
     assert fault.family in FAMILIES
     assert all([fault.what, fault.origin, fault.signature])
     file, _, test = fault.detected_by.partition("::")
-    tests = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text()))
-             if isinstance(node, ast.FunctionDef)}
+    tests = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.FunctionDef)}
     assert test in tests, f"{name}: no test {fault.detected_by}"

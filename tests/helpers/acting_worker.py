@@ -27,13 +27,24 @@ def main() -> None:
 
     run, rank = RunDirectory.open(Path(sys.argv[1])), int(os.environ["RANK"])
     faults = run.spec.faults
-    tell(run, f"seen{rank}", {
-        "argv": sys.argv[1:], "environment": dict(os.environ), "threads": torch.get_num_threads(),
-        "folder": str(Path.cwd()), "loaded": LOADED_BEFORE, "path": sys.path,
-        "random": numpy.random.random(),  # noqa: NPY002 (the generator that everybody shares)
-        "cpu_s": time.process_time(), "process": this_process(), "parent": os.getppid(),
-        "stdin": str(Path("/proc/self/fd/0").readlink()),
-        "files": sorted(str(f.readlink()) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())})
+    tell(
+        run,
+        f"seen{rank}",
+        {
+            "argv": sys.argv[1:],
+            "environment": dict(os.environ),
+            "threads": torch.get_num_threads(),
+            "folder": str(Path.cwd()),
+            "loaded": LOADED_BEFORE,
+            "path": sys.path,
+            "random": numpy.random.random(),  # noqa: NPY002 (the generator that everybody shares)
+            "cpu_s": time.process_time(),
+            "process": this_process(),
+            "parent": os.getppid(),
+            "stdin": str(Path("/proc/self/fd/0").readlink()),
+            "files": sorted(str(f.readlink()) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()),
+        },
+    )
     if "meet" in faults:
         torch.distributed.init_process_group("gloo")
         total = torch.ones(())

@@ -58,5 +58,7 @@ def reduced(gradients, engine):
 
 def _line(name, places):
     slots, barrier = [None] * len(places), threading.Barrier(len(places), timeout=120.0)
-    return {place: Axis(name, len(places), at, Threads(at, slots, barrier) if len(places) > 1 else None)
-            for at, place in enumerate(places)}
+    return {
+        place: Axis(name, len(places), at, Threads(at, slots, barrier) if len(places) > 1 else None)
+        for at, place in enumerate(places)
+    }

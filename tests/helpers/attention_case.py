@@ -30,8 +30,9 @@ def plan(order, cp):
 def tensors(queries, keys):
     """Query, key, value and the gradient of the output, [heads, T, D] each."""
     generator = torch.Generator().manual_seed(queries * 100 + keys)
-    return tuple(torch.randn(heads, T, D, dtype=torch.float64, generator=generator)
-                 for heads in (queries, keys, keys, queries))
+    return tuple(
+        torch.randn(heads, T, D, dtype=torch.float64, generator=generator) for heads in (queries, keys, keys, queries)
+    )
 
 
 @functools.cache
@@ -48,14 +49,17 @@ def by_ranks(order, cp, algorithm, heads, *, inner=1, window=None, dtype=torch.f
 
     def rank(number):
         axis, cp_inner, cp_outer = lines[number]
-        shard = AttentionShard.make(lay, torch.tensor(DOCUMENTS), axis, algorithm=algorithm, kernel=kernel,
-                                    inner=cp_inner, outer=cp_outer)
+        shard = AttentionShard.make(
+            lay, torch.tensor(DOCUMENTS), axis, algorithm=algorithm, kernel=kernel, inner=cp_inner, outer=cp_outer
+        )
         *leaves, d_out = (x[None, :, lay.positions(number)].to(dtype).requires_grad_() for x in tensors(*heads))
         out, _ = sharded_attention(None, *leaves, None, shard=shard, scaling=SCALE, sliding_window=window)
         return (out.detach().transpose(1, 2), *torch.autograd.grad(out, leaves, d_out.transpose(1, 2)))
 
-    return tuple(lay.merge(torch.cat([x[0] for x in shares], dim=1).movedim(1, 0)).movedim(0, 1)
-                 for shares in zip(*on_threads(rank, cp), strict=True))
+    return tuple(
+        lay.merge(torch.cat([x[0] for x in shares], dim=1).movedim(1, 0)).movedim(0, 1)
+        for shares in zip(*on_threads(rank, cp), strict=True)
+    )
 
 
 def assert_right(found, heads, window=None, *, atol=1e-13):

@@ -27,8 +27,11 @@ def assert_float64_parity(actual: dict, expected: dict, *, context: str, bar: fl
     """
     assert actual.keys() == expected.keys(), f"{context}: other parameters"
     floors = _floors(expected)
-    broken = [f"{name}: distance {distance:.3e} of norm {float(expected[name].norm()):.3e} or floor {floors[name]:.3e}"
-              for name, distance in distances(actual, expected).items() if not distance <= bar]
+    broken = [
+        f"{name}: distance {distance:.3e} of norm {float(expected[name].norm()):.3e} or floor {floors[name]:.3e}"
+        for name, distance in distances(actual, expected).items()
+        if not distance <= bar
+    ]
     assert not broken, f"{context}: {len(broken)} of {len(expected)} parameters differ\n" + "\n".join(broken)
     return [name for name, b in expected.items() if float(b.norm()) < floors[name]]
 

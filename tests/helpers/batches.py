@@ -23,13 +23,15 @@ def nasty_documents(seed: int, *, vocabulary: int = 19, count: int = 9) -> list[
             mask = [0] + [t % 3 != 0 for t in range(1, length)]
         if number == 7:
             mask = [0] + [1] * (length - 1)
-        documents.append({
-            "tokens": [rng.randrange(vocabulary) for _ in range(length)],
-            "loss_mask": [int(m) for m in mask],
-            "advantages": [rng.choice((-1, 1)) * rng.uniform(0.2, 2.0)] * length,
-            "old_logprobs": [-rng.uniform(1.5, 3.5) for _ in range(length)],
-            "ref_logprobs": [-rng.uniform(1.5, 3.5) for _ in range(length)],
-        })
+        documents.append(
+            {
+                "tokens": [rng.randrange(vocabulary) for _ in range(length)],
+                "loss_mask": [int(m) for m in mask],
+                "advantages": [rng.choice((-1, 1)) * rng.uniform(0.2, 2.0)] * length,
+                "old_logprobs": [-rng.uniform(1.5, 3.5) for _ in range(length)],
+                "ref_logprobs": [-rng.uniform(1.5, 3.5) for _ in range(length)],
+            }
+        )
     rng.shuffle(documents)
     return documents
 
@@ -46,6 +48,12 @@ def near_policy(documents: list[dict], logprobs: list[list[float]], seed: int, *
     def around(values: list[float]) -> list[float]:
         return [float(np.float32(min(-1e-3, v + rng.gauss(0, spread)))) if v == v else 0.0 for v in values]
 
-    return [document | {"old_logprobs": around(values), "ref_logprobs": around(values),
-                        "advantages": [float(np.float32(a)) for a in document["advantages"]]}
-            for document, values in zip(documents, logprobs, strict=True)]
+    return [
+        document
+        | {
+            "old_logprobs": around(values),
+            "ref_logprobs": around(values),
+            "advantages": [float(np.float32(a)) for a in document["advantages"]],
+        }
+        for document, values in zip(documents, logprobs, strict=True)
+    ]

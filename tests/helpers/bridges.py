@@ -40,20 +40,46 @@ def truth(source, destination, samples, delivery, *, layout="bsh", sequence_para
     """For each rank: what it holds, what it should get, what it brings back, what its gradient should be."""
     values, gradients = problem(source, destination, samples)
     sharded = delivery == "sharded"
-    columns = [oracle.source_parts(values, source),
-               oracle.destination_parts(values, destination, sharded=sharded, over_tp=sequence_parallel),
-               oracle.destination_parts(gradients, destination, sharded=True, over_tp=sequence_parallel) if sharded
-               else oracle.cotangents(gradients, destination), oracle.source_parts(gradients, source)]
-    return [[part.transpose(0, 1).contiguous() if layout == "sbh" else part for part in row]
-            for row in zip(*columns, strict=True)]
+    columns = [
+        oracle.source_parts(values, source),
+        oracle.destination_parts(values, destination, sharded=sharded, over_tp=sequence_parallel),
+        oracle.destination_parts(gradients, destination, sharded=True, over_tp=sequence_parallel)
+        if sharded
+        else oracle.cotangents(gradients, destination),
+        oracle.source_parts(gradients, source),
+    ]
+    return [
+        [part.transpose(0, 1).contiguous() if layout == "sbh" else part for part in row]
+        for row in zip(*columns, strict=True)
+    ]
 
 
-def cross(groups, source, destination, samples, delivery, order, rows, *, layout="bsh", sequence_parallel=False,
-          said=True, checked=False, offset=0):
+def cross(
+    groups,
+    source,
+    destination,
+    samples,
+    delivery,
+    order,
+    rows,
+    *,
+    layout="bsh",
+    sequence_parallel=False,
+    said=True,
+    checked=False,
+    offset=0,
+):
     """On a rank: whether it got what it should, bit for bit, forward and backward, and the path."""
-    bridge = connect(grid(source, offset), grid(destination, offset), groups, layout=layout, delivery=delivery,
-                     order=order, source_order="contiguous" if source[1] > 1 else None,
-                     sequence_parallel=sequence_parallel)
+    bridge = connect(
+        grid(source, offset),
+        grid(destination, offset),
+        groups,
+        layout=layout,
+        delivery=delivery,
+        order=order,
+        source_order="contiguous" if source[1] > 1 else None,
+        sequence_parallel=sequence_parallel,
+    )
     at, found = groups.rank - offset, None
     if 0 <= at < bridge.pair.source.size:
         held, wanted, brought, wanted_gradient = rows[at]
@@ -68,11 +94,20 @@ def cross(groups, source, destination, samples, delivery, order, rows, *, layout
 
 def crosses(source, destination, samples, delivery, order, *, ranks=None, offset=0, **more):
     """Whether all simulated ranks got what they should, and the path."""
-    rows = truth(source, destination, samples, delivery, **{name: more[name] for name in more.keys() & {
-        "layout", "sequence_parallel"}})
+    rows = truth(
+        source,
+        destination,
+        samples,
+        delivery,
+        **{name: more[name] for name in more.keys() & {"layout", "sequence_parallel"}},
+    )
     ranks = ranks or source[0] * source[1] * source[2]
-    everyone = simulate(lambda mesh: cross(GridGroups(mesh["dp"]), source, destination, samples, delivery, order, rows,
-                                           offset=offset, **more), dp=ranks)
+    everyone = simulate(
+        lambda mesh: cross(
+            GridGroups(mesh["dp"]), source, destination, samples, delivery, order, rows, offset=offset, **more
+        ),
+        dp=ranks,
+    )
     found = [one for one in everyone if one is not None]
     [path] = {path for _, path in found}
     return all(right for right, _ in found), path
@@ -107,8 +142,9 @@ def random_sides(seed, ranks=None):
     wanted = [[draw.choice(range(-1, count)) for _ in range(draw.randint(0, 8))] for _ in right]
     seen = {token for mine in wanted for token in mine}
     wanted[0] += [token for token in range(count) if token not in seen]
-    return Side(tuple(source)), Side(tuple(Share(of_share, tokens(mine)) for of_share, mine in
-                                           zip(right, wanted, strict=True)))
+    return Side(tuple(source)), Side(
+        tuple(Share(of_share, tokens(mine)) for of_share, mine in zip(right, wanted, strict=True))
+    )
 
 
 def rows(side, generator):

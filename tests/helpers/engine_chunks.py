@@ -26,22 +26,38 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double().cpu() - expected.double().cpu()).norm() / expected.double().norm().clamp(min=1e-3))
 
 
-def chunk_and_back(make, hidden, weight, bias, targets, temperature, gradients, *, keep="scratch", wanted=EVERYTHING,
-                   first=True, into=None, **head):
+def chunk_and_back(
+    make,
+    hidden,
+    weight,
+    bias,
+    targets,
+    temperature,
+    gradients,
+    *,
+    keep="scratch",
+    wanted=EVERYTHING,
+    first=True,
+    into=None,
+    **head,
+):
     """A chunk forward, and back into memory full of NaN."""
     engine = make(make_head(weight, bias_V=bias, **head))
     gradients = [None if x is None else x.to(hidden.device) for x in gradients]
     chunk = engine.forward(hidden, targets, temperature, wanted=wanted, keep=keep)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     into = into or Accumulators(
-        torch.full_like(hidden, torch.nan), torch.full_like(weight, torch.nan, dtype=wide),
-        None if bias is None else torch.full_like(bias, torch.nan, dtype=wide))
+        torch.full_like(hidden, torch.nan),
+        torch.full_like(weight, torch.nan, dtype=wide),
+        None if bias is None else torch.full_like(bias, torch.nan, dtype=wide),
+    )
     engine.backward(chunk, RowGradients(*gradients), into, slice(0, len(hidden)), first=first)
     return chunk, into
 
 
-def like_a_model(rows: int, width: int, vocabulary: int, dtype: torch.dtype = torch.bfloat16,
-                 seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def like_a_model(
+    rows: int, width: int, vocabulary: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states, a head and targets whose probabilities lie between about 0.05 and 0.95."""
     g = torch.Generator(device=DEVICE).manual_seed(seed)
     weight = (torch.randn(vocabulary, width, device=DEVICE, generator=g) * (1.28 / width**0.5)).to(dtype)
@@ -54,7 +70,11 @@ def like_a_model(rows: int, width: int, vocabulary: int, dtype: torch.dtype = to
 def plain(dtype=torch.float32, rows=21, columns=53, depth=40, seed=9):
     """Arguments of `chunk_and_back`: no bias, one temperature, and a gradient of the log-probability alone."""
     g = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, depth, generator=g).to(DEVICE, dtype),
-            (torch.randn(columns, depth, generator=g) / 3).to(DEVICE, dtype), None,
-            torch.randint(0, columns, (rows,), generator=g).to(DEVICE), 0.7,
-            [torch.randn(rows, generator=g).to(DEVICE), None, None, None])
+    return (
+        torch.randn(rows, depth, generator=g).to(DEVICE, dtype),
+        (torch.randn(columns, depth, generator=g) / 3).to(DEVICE, dtype),
+        None,
+        torch.randint(0, columns, (rows,), generator=g).to(DEVICE),
+        0.7,
+        [torch.randn(rows, generator=g).to(DEVICE), None, None, None],
+    )

@@ -15,15 +15,25 @@ from workbench.sharding.mesh import Mesh
 from workbench.sharding.plan import ShardPlan
 
 TOKENS, BLOCK = 32, 4
-DOCUMENTS = (torch.zeros(TOKENS, dtype=torch.long),
-             torch.tensor([0] * 10 + [1] * 3 + [2] * 15 + [-1] * 4),
-             torch.tensor([0] * 17 + [1] * 15),
-             torch.tensor([0] * 30 + [-1] * 2))
+DOCUMENTS = (
+    torch.zeros(TOKENS, dtype=torch.long),
+    torch.tensor([0] * 10 + [1] * 3 + [2] * 15 + [-1] * 4),
+    torch.tensor([0] * 17 + [1] * 15),
+    torch.tensor([0] * 30 + [-1] * 2),
+)
 
 
-def own_step(mesh: Mesh, plan_of: Callable[[int], ShardPlan], resolution: Resolution, *, source: str = "tiny-qwen3",
-             exact: bool = True, backwards: bool = False, spoil: Callable[[Any], None] = lambda policy: None,
-             **load: Any) -> dict[str, torch.Tensor]:
+def own_step(
+    mesh: Mesh,
+    plan_of: Callable[[int], ShardPlan],
+    resolution: Resolution,
+    *,
+    source: str = "tiny-qwen3",
+    exact: bool = True,
+    backwards: bool = False,
+    spoil: Callable[[Any], None] = lambda policy: None,
+    **load: Any,
+) -> dict[str, torch.Tensor]:
     """Log-probabilities and entropies row by row, whole gradients and norms of one step.
 
     Args:
@@ -76,6 +86,7 @@ def in_order(order: str) -> Callable[[int], ShardPlan]:
 
 def at_random(seed: int) -> Callable[[int], ShardPlan]:
     """Plans that deal whole blocks to anybody, in any order."""
+
     def plan_of(cp: int) -> ShardPlan:
         blocks = torch.randperm(TOKENS // BLOCK, generator=torch.Generator().manual_seed(seed))
         permutation_T = (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()

@@ -56,8 +56,7 @@ def _train(run: RunDirectory, rank: int, world_size: int) -> None:
         if world_size > 1:
             dist.all_reduce(total)
         if rank == 0:
-            run.append_step({"step": step, "ranks/all/sum": total.item(),
-                             "device": os.environ["WORKBENCH_DEVICE"]})
+            run.append_step({"step": step, "ranks/all/sum": total.item(), "device": os.environ["WORKBENCH_DEVICE"]})
     if world_size > 1:
         dist.destroy_process_group()
 

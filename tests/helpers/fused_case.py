@@ -17,8 +17,10 @@ class Case:
 
     def __init__(self, seed=0, dtype=torch.float64):
         g = torch.Generator().manual_seed(seed)
-        self.hidden, self.weight = (torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
-                                    for shape in ((T, D), (V, D)))
+        self.hidden, self.weight = (
+            torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+            for shape in ((T, D), (V, D))
+        )
         self.targets = torch.randint(0, V, (T,), generator=g)
         self.active = torch.rand(T, generator=g) > 0.2
         with torch.no_grad():
@@ -45,7 +47,7 @@ class Case:
         return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
 
     def every_field(self, said, places):
-        return (self.ppo(said, places) - 0.1 * said.entropy_T.sum() + 0.01 * said.logsumexp_T.square().sum())
+        return self.ppo(said, places) - 0.1 * said.entropy_T.sum() + 0.01 * said.logsumexp_T.square().sum()
 
     # -- a document -------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,11 @@ def blocks_of(order, cp, lengths, *, at_once, window=None, block_tokens=128):
     plan = ShardPlan.make(order, num_tokens=sum(lengths), cp=cp, document_lengths=lengths, block_tokens=block_tokens)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     sources = [plan.permutation_T] if at_once else [plan.positions(rank) for rank in range(cp)]
-    return [(plan.positions(rank), keys, block(plan.positions(rank), keys, documents, window))
-            for rank in range(cp) for keys in sources]
+    return [
+        (plan.positions(rank), keys, block(plan.positions(rank), keys, documents, window))
+        for rank in range(cp)
+        for keys in sources
+    ]
 
 
 def heads(count, tokens, d=128, dtype=torch.bfloat16):

@@ -18,10 +18,21 @@ NOBODY = {"pid": 2**22 + 1, "create_time": 1.0}
 """A process that is not there: its number is above what Linux gives out."""
 
 
-def make_run(experiment: Path, name: str, *, state: str = "succeeded", done: int | None = None, at_s: float = 0.0,
-             took_s: float = 3.0, error: Exception | None = None, rank: int = 0, logs: Mapping[int, str] | None = None,
-             records: list[dict[str, Any]] | None = None, fields: Mapping[str, Any] | None = None,
-             **settings: Any) -> RunDirectory:
+def make_run(
+    experiment: Path,
+    name: str,
+    *,
+    state: str = "succeeded",
+    done: int | None = None,
+    at_s: float = 0.0,
+    took_s: float = 3.0,
+    error: Exception | None = None,
+    rank: int = 0,
+    logs: Mapping[int, str] | None = None,
+    records: list[dict[str, Any]] | None = None,
+    fields: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> RunDirectory:
     """A run of an experiment.
 
     Args:
@@ -62,6 +73,11 @@ def make_run(experiment: Path, name: str, *, state: str = "succeeded", done: int
 
 def step_record(number: int) -> dict[str, Any]:
     """A plain step record; every number is known from its step."""
-    return {"step": number, "loss/total/sum": 0.5 ** number + 0.1, "gradient/norm/global": 1.0 / (number + 3),
-            "time/step_ms": 1000.0 if number == 0 else 40.0 + number, "memory/peak_bytes": 242_221_057 + number,
-            "gradient_norms": {"model.norm.weight": 0.1 * (number + 1)}}
+    return {
+        "step": number,
+        "loss/total/sum": 0.5**number + 0.1,
+        "gradient/norm/global": 1.0 / (number + 3),
+        "time/step_ms": 1000.0 if number == 0 else 40.0 + number,
+        "memory/peak_bytes": 242_221_057 + number,
+        "gradient_norms": {"model.norm.weight": 0.1 * (number + 1)},
+    }

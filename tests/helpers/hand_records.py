@@ -8,17 +8,32 @@ import torch
 
 from workbench.compare.diagnose.record import Record, RecordedStep
 
-NAMES = ("model.embed_tokens.weight",
-         "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight",
-         "model.layers.0.self_attn.v_proj.weight", "model.layers.0.self_attn.o_proj.weight",
-         "model.layers.0.input_layernorm.weight", "model.layers.0.mlp.down_proj.weight",
-         "model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight",
-         "model.layers.1.self_attn.v_proj.weight", "model.layers.1.self_attn.o_proj.weight",
-         "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight",
-         "lm_head.weight")
+NAMES = (
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.0.self_attn.v_proj.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.1.self_attn.q_proj.weight",
+    "model.layers.1.self_attn.k_proj.weight",
+    "model.layers.1.self_attn.v_proj.weight",
+    "model.layers.1.self_attn.o_proj.weight",
+    "model.layers.1.input_layernorm.weight",
+    "model.layers.1.mlp.down_proj.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+)
 CONTEXT = {"dp": 3, "cp": 2, "tp": 7, "micro_batches": 5, "temperature": 0.8, "precision": "float64"}
-COUNTS = {"documents": 11.0, "masked_documents": 2.0, "trained_tokens": 130.0, "all_tokens": 170.0,
-          "padded_tokens": 210.0, "micro_batches": 5.0}
+COUNTS = {
+    "documents": 11.0,
+    "masked_documents": 2.0,
+    "trained_tokens": 130.0,
+    "all_tokens": 170.0,
+    "padded_tokens": 210.0,
+    "micro_batches": 5.0,
+}
 
 
 def gradients(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -32,11 +47,18 @@ def tokens() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     index = torch.arange(18)
     logprobs = -torch.rand(18, generator=generator, dtype=torch.float64)
-    return {"documents": index // 6, "positions": index % 6, "trained": (index % 6 > 1) & (index < 17),
-            "rows": torch.zeros(18).long(), "places": index - 1, "shards": (index > 10).long(),
-            "policy_logprobs": logprobs, "old_logprobs": logprobs + 0.1,
-            "entropy_nats": torch.rand(18, generator=generator, dtype=torch.float64),
-            "losses": torch.rand(18, generator=generator, dtype=torch.float64)}
+    return {
+        "documents": index // 6,
+        "positions": index % 6,
+        "trained": (index % 6 > 1) & (index < 17),
+        "rows": torch.zeros(18).long(),
+        "places": index - 1,
+        "shards": (index > 10).long(),
+        "policy_logprobs": logprobs,
+        "old_logprobs": logprobs + 0.1,
+        "entropy_nats": torch.rand(18, generator=generator, dtype=torch.float64),
+        "losses": torch.rand(18, generator=generator, dtype=torch.float64),
+    }
 
 
 def make_record(context=None, *, scale=1.0, changes=None, **step) -> Record:
@@ -49,9 +71,14 @@ def make_record(context=None, *, scale=1.0, changes=None, **step) -> Record:
         step: fields of the step, instead of the usual ones.
     """
     whole = {name: values * scale for name, values in gradients().items()} | (changes or {})
-    fields = {"loss": 0.25, "metrics": {"loss/policy": 0.2, "loss/kl": 0.05, "ratio/policy_old/mean": 1.0},
-              "counts": COUNTS, "gradients": whole, "tokens": tokens(),
-              "gradient_norms": {name: float(values.norm()) for name, values in whole.items()}} | step
+    fields = {
+        "loss": 0.25,
+        "metrics": {"loss/policy": 0.2, "loss/kl": 0.05, "ratio/policy_old/mean": 1.0},
+        "counts": COUNTS,
+        "gradients": whole,
+        "tokens": tokens(),
+        "gradient_norms": {name: float(values.norm()) for name, values in whole.items()},
+    } | step
     return Record(CONTEXT | (context or {}), (RecordedStep(0, **fields),), "made")
 
 

@@ -38,13 +38,22 @@ def named(options: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in options.items() if value != PLAIN[name]) or "plain"
 
 
-def problem(options: dict[str, Any], *, tokens: int = 11, vocabulary: int = 23, width: int = 5, seed: int = 0,
-            dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def problem(
+    options: dict[str, Any],
+    *,
+    tokens: int = 11,
+    vocabulary: int = 23,
+    width: int = 5,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Leaves (hidden, weight, bias) and the keyword arguments of a call, targets among them."""
     g = torch.Generator().manual_seed(seed)
     exists = vocabulary - options["padding"]
-    leaves = [torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
-              for shape in ((tokens, width), (vocabulary, width), (vocabulary,))]
+    leaves = [
+        torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+        for shape in ((tokens, width), (vocabulary, width), (vocabulary,))
+    ]
     targets_T = torch.randint(0, exists, (tokens,), generator=g)
     temperature_T = 0.4 + torch.rand(tokens, generator=g, dtype=torch.float64)
     active_T = torch.rand(tokens, generator=g) < 0.6
@@ -55,11 +64,13 @@ def problem(options: dict[str, Any], *, tokens: int = 11, vocabulary: int = 23, 
     call = {
         "targets_T": targets_T,
         "temperature": {"one": 1.0, "0.7": 0.7, "each": temperature_T}[options["temperature"]],
-        "logit_scale": options["logit_scale"], "soft_cap": options["soft_cap"],
+        "logit_scale": options["logit_scale"],
+        "soft_cap": options["soft_cap"],
         "valid": exists if options["padding"] else None,
         "active_T": {"all": None, "some": active_T, "none": torch.zeros_like(active_T)}[options["active"]],
         "kept": kept if options["kept"] else None,
-        "wanted": options["wanted"], "fp32_head": options["fp32_head"],
+        "wanted": options["wanted"],
+        "fp32_head": options["fp32_head"],
     }
     return leaves if options["bias"] else [*leaves[:2], None], call
 
@@ -71,19 +82,26 @@ def wants(said: TokenLogprobs, seed: int = 1) -> list[torch.Tensor | None]:
     return [None if x_T is None else w_T.to(x_T) for x_T, w_T in zip(said, drawn, strict=True)]
 
 
-def answers(implementation: Any, leaves: list[torch.Tensor | None], call: dict[str, Any], /,
-            **more: Any) -> tuple[TokenLogprobs, list[torch.Tensor | None]]:
+def answers(
+    implementation: Any, leaves: list[torch.Tensor | None], call: dict[str, Any], /, **more: Any
+) -> tuple[TokenLogprobs, list[torch.Tensor | None]]:
     """What an implementation says, detached, and the gradients of a random sum of all of it by leaf."""
     hidden_TD, weight_VD, bias_V = (None if x is None else x.clone().requires_grad_() for x in leaves)
     said = implementation(hidden_TD, weight_VD, bias_V=bias_V, **call, **more)
     loss = sum((x_T * w_T).sum() for x_T, w_T in zip(said, wants(said), strict=True) if x_T is not None)
     loss.backward()
-    return (TokenLogprobs(*(None if x_T is None else x_T.detach() for x_T in said)),
-            [None if x is None else x.grad for x in (hidden_TD, weight_VD, bias_V)])
+    return (
+        TokenLogprobs(*(None if x_T is None else x_T.detach() for x_T in said)),
+        [None if x is None else x.grad for x in (hidden_TD, weight_VD, bias_V)],
+    )
 
 
-def assert_same(found: tuple[TokenLogprobs, list[torch.Tensor | None]],
-                expected: tuple[TokenLogprobs, list[torch.Tensor | None]], *, atol: float = 1e-12) -> None:
+def assert_same(
+    found: tuple[TokenLogprobs, list[torch.Tensor | None]],
+    expected: tuple[TokenLogprobs, list[torch.Tensor | None]],
+    *,
+    atol: float = 1e-12,
+) -> None:
     """Hold numbers and gradients to each other; what one does not say, the other must not say either."""
     for one, other in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
         assert (one is None) == (other is None)

@@ -22,8 +22,12 @@ from workbench.runs.spec import RunSpec
 from workbench.sharding.bridge import Grid, GridGroups, connect
 from workbench.sharding.simulated import simulate
 
-LOSS = {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.3}, "kl": {"coefficient": 0.05},
-        "denominator": "token"}
+LOSS = {
+    "name": "grpo",
+    "surrogate": {"clip_low": 0.2, "clip_high": 0.3},
+    "kl": {"coefficient": 0.05},
+    "denominator": "token",
+}
 LEARNING_RATE = 0.05
 
 
@@ -52,10 +56,16 @@ class Case:
     def spec(self):
         tp, cp, dp = self.destination
         order = "zigzag" if cp > 1 else "contiguous"
-        return RunSpec.model_validate({
-            "model": {"source": "tiny-qwen3", "seed": 3}, "precision": "float64", "loss": LOSS,
-            "layout": {"tp": tp, "cp": cp, "dp": dp, "order": order, **dict(self.layout)},
-            "data": {"micro_batches": self.micro_batches}, "policy": {"temperature": 1.0}})
+        return RunSpec.model_validate(
+            {
+                "model": {"source": "tiny-qwen3", "seed": 3},
+                "precision": "float64",
+                "loss": LOSS,
+                "layout": {"tp": tp, "cp": cp, "dp": dp, "order": order, **dict(self.layout)},
+                "data": {"micro_batches": self.micro_batches},
+                "policy": {"temperature": 1.0},
+            }
+        )
 
 
 TOKENS = {"tiny-siglip": 4, "tiny-clip": 5}
@@ -84,14 +94,16 @@ def _problem(images, vision, shared):
         document["loss_mask"][0] = 0
         document["advantages"] = [document["advantages"][0]] * len(document["tokens"])
         looked_at = image // 2 if shared else image
-        reads[image] = [(looked_at, at - prompt) if prompt <= at < prompt + size else None
-                        for at in range(len(document["tokens"]))]
+        reads[image] = [
+            (looked_at, at - prompt) if prompt <= at < prompt + size else None for at in range(len(document["tokens"]))
+        ]
     generator = torch.Generator().manual_seed(2)
     pixels = torch.randn(images, 3, 8, 8, generator=generator)
     reader = oracle_reader(vision, pixels, documents, reads)
     said = step_oracle.document_logprobs(reader, documents)
-    documents = near_policy(documents, [[float("nan") if v is None else v.item() for v in row] for row in said], 3,
-                            spread=0.2)
+    documents = near_policy(
+        documents, [[float("nan") if v is None else v.item() for v in row] for row in said], 3, spread=0.2
+    )
     return documents, reads, pixels
 
 
@@ -109,7 +121,7 @@ def _whole_encoder(vision):
 
 def truth(case):
     """Loss and gradients of each step on one process, a document at a time, with plain gradient descent in between."""
-    return _truth(case.images, case.vision, case.shared, 2)[:case.steps]
+    return _truth(case.images, case.vision, case.shared, 2)[: case.steps]
 
 
 @functools.cache
@@ -118,8 +130,9 @@ def _truth(images, vision, shared, steps):
     reader = oracle_reader(vision, pixels, documents, reads)
     found = []
     for _ in range(steps):
-        loss, gradients, _ = step_oracle.grpo_step(reader, documents, clip_low=0.2, clip_high=0.3, kl_coefficient=0.05,
-                                                   denominator="token")
+        loss, gradients, _ = step_oracle.grpo_step(
+            reader, documents, clip_low=0.2, clip_high=0.3, kl_coefficient=0.05, denominator="token"
+        )
         found.append((loss, images_oracle.named_as_ours(gradients)))
         with torch.no_grad():
             for name, parameter in reader.named_parameters():
@@ -131,9 +144,15 @@ def batch_of(case, documents, reads):
     """The documents as a batch."""
     size = TOKENS[case.vision]
     numbers = [-1 if read is None else read[0] * size + read[1] for row in reads for read in row]
-    batch = RolloutBatch.from_documents([
-        {name: torch.tensor(values, dtype=torch.float64) if name.endswith(("logprobs", "advantages")) else values
-         for name, values in document.items()} for document in documents])
+    batch = RolloutBatch.from_documents(
+        [
+            {
+                name: torch.tensor(values, dtype=torch.float64) if name.endswith(("logprobs", "advantages")) else values
+                for name, values in document.items()
+            }
+            for document in documents
+        ]
+    )
     return replace(batch, extensions={encoder_step.IMAGE_FEATURES: encoder_step.image_features(torch.tensor(numbers))})
 
 
@@ -156,12 +175,18 @@ def dealt_for(case, documents):
 
 def modules(case, source_mesh, destination_mesh):
     """Encoder and policy of a rank."""
-    encoder = make_encoder(TINY_VISION[case.vision](seed=4), 64, mesh=source_mesh, precision="float64", seed=6,
-                           order=case.source_order)
+    encoder = make_encoder(
+        TINY_VISION[case.vision](seed=4), 64, mesh=source_mesh, precision="float64", seed=6, order=case.source_order
+    )
     spec = case.spec
     if destination_mesh["tp"].size > 1:
-        policy = load_policy("tiny-qwen3", mesh=destination_mesh, precision="float64", seed=3,
-                             sequence_parallel=spec.layout.sequence_parallel)
+        policy = load_policy(
+            "tiny-qwen3",
+            mesh=destination_mesh,
+            precision="float64",
+            seed=3,
+            sequence_parallel=spec.layout.sequence_parallel,
+        )
     else:
         policy = replace(_whole_policy(), model=copy.deepcopy(_whole_policy().model), mesh=destination_mesh)
     return encoder, policy
@@ -183,19 +208,36 @@ def steps_of(case, world, given):
     destination = Grid.of(tp=tp, cp=cp, dp=dp)
     meshes = groups.mesh(source), groups.mesh(destination)
     sequence_parallel = case.spec.layout.sequence_parallel and tp > 1
-    bridge = connect(source, destination, groups, delivery=case.delivery,
-                     order=case.spec.layout.order if case.delivery == "sharded" else case.bridge_order,
-                     source_order=case.source_order,
-                     sequence_parallel=sequence_parallel and case.delivery == "sharded")
+    bridge = connect(
+        source,
+        destination,
+        groups,
+        delivery=case.delivery,
+        order=case.spec.layout.order if case.delivery == "sharded" else case.bridge_order,
+        source_order=case.source_order,
+        sequence_parallel=sequence_parallel and case.delivery == "sharded",
+    )
     encoder, policy = modules(case, *meshes)
     loss = step.make_loss(case.spec.loss)
     parameters = [*encoder.model.parameters(), *policy.model.parameters()]
     found = []
     for _ in range(case.steps):
-        rows, totals = encoder_step.prepare_image_rows(batch, pixels, case.spec, policy.mesh, encoder, bridge,
-                                                       dealt_for(case, documents))
-        found.append(encoder_step.run_image_step(encoder, policy, loss, rows, totals, num_source=batch.num_tokens,
-                                                 keep_gradients=True, level="full", loss_spec=case.spec.loss))
+        rows, totals = encoder_step.prepare_image_rows(
+            batch, pixels, case.spec, policy.mesh, encoder, bridge, dealt_for(case, documents)
+        )
+        found.append(
+            encoder_step.run_image_step(
+                encoder,
+                policy,
+                loss,
+                rows,
+                totals,
+                num_source=batch.num_tokens,
+                keep_gradients=True,
+                level="full",
+                loss_spec=case.spec.loss,
+            )
+        )
         with torch.no_grad():
             for parameter in parameters:
                 parameter -= LEARNING_RATE * parameter.grad

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import sys
 
-INTERRUPTIBLE = [sys.executable, "-IS", "-c", """
+INTERRUPTIBLE = [
+    sys.executable,
+    "-IS",
+    "-c",
+    """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
-"""]
+""",
+]
 """Followed by a command whose first word is a path; the process keeps its number."""
 
 UNINTERRUPTIBLE = [*INTERRUPTIBLE[:3], INTERRUPTIBLE[3].replace("SIG_DFL", "SIG_IGN")]

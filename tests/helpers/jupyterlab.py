@@ -18,8 +18,15 @@ from pathlib import Path
 
 TOKEN = "of-this-test"
 ROOT = Path(__file__).resolve().parents[2]
-_FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "JUPYTERLAB_SETTINGS_DIR",
-            "JUPYTERLAB_WORKSPACES_DIR", "TMPDIR")
+_FOLDERS = (
+    "JUPYTER_CONFIG_DIR",
+    "JUPYTER_DATA_DIR",
+    "JUPYTER_RUNTIME_DIR",
+    "IPYTHONDIR",
+    "JUPYTERLAB_SETTINGS_DIR",
+    "JUPYTERLAB_WORKSPACES_DIR",
+    "TMPDIR",
+)
 _SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     # every cell stays on the page, also those out of sight
@@ -56,9 +63,19 @@ def jupyterlab(served: Path, private: Path, *, start_s: float = 60.0, **environm
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(settings))
     port = _free_port()
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", f"--port={port}",
-               "--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={served}",
-               "--ServerApp.disable_check_xsrf=True"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",
+        f"--IdentityProvider.token={TOKEN}",
+        f"--ServerApp.root_dir={served}",
+        "--ServerApp.disable_check_xsrf=True",
+    ]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     given = os.environ | {name: str(folder) for name, folder in folders.items()} | {"PYTHONPATH": path} | environment
     with (private / "server.log").open("wb") as log:

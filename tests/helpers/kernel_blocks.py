@@ -27,14 +27,16 @@ def by_blocks(kernel, order, cp, heads, window=None, *, at_once):
     for rank in range(cp):
         own = lay.positions(rank)
         blocks = [(keys, block(own, keys, STRETCHES, window)) for keys in sources]
-        found = [kernel.forward(query[:, :, own], key[:, :, keys], value[:, :, keys], its, SCALE)
-                 for keys, its in blocks]
+        found = [
+            kernel.forward(query[:, :, own], key[:, :, keys], value[:, :, keys], its, SCALE) for keys, its in blocks
+        ]
         lse = torch.stack([its_lse for _, its_lse in found]).double().logsumexp(0)
         merged = sum(its_out.double() * (its_lse - lse).exp()[..., None] for its_out, its_lse in found)
         out[:, :, own] = merged
         for keys, its in blocks:
-            gradients = kernel.backward(d_out[:, :, own], query[:, :, own], key[:, :, keys], value[:, :, keys], merged,
-                                        lse, its, SCALE)
+            gradients = kernel.backward(
+                d_out[:, :, own], query[:, :, own], key[:, :, keys], value[:, :, keys], merged, lse, its, SCALE
+            )
             for total, rows, gradient in zip((d_query, d_key, d_value), (own, keys, keys), gradients, strict=True):
                 total[:, :, rows] += gradient
     return tuple(x[0] for x in (out, d_query, d_key, d_value))

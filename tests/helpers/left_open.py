@@ -21,8 +21,12 @@ from pathlib import Path
 
 import pytest
 
-SHARED_PROCESSES = ("forkserver.py", "multiprocessing.forkserver", "multiprocessing.resource_tracker",
-                    "torch/_inductor/compile_worker")
+SHARED_PROCESSES = (
+    "forkserver.py",
+    "multiprocessing.forkserver",
+    "multiprocessing.resource_tracker",
+    "torch/_inductor/compile_worker",
+)
 """What the command line of a process contains that tests share."""
 
 SHARED_FILES = ("/dev/urandom", "/dev/null", ".ttf", ".afm")

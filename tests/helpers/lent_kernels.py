@@ -19,18 +19,21 @@ ops, plain = torch.ops.aten, functional.scaled_dot_product_attention
 def lend_to_cpu() -> TorchRing:
     """Register the kernels in this process, and choose among them as torch does on a GPU. Once; not to be undone."""
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in {"_scaled_dot_product_efficient_attention": _efficient,
-                         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-                         "_scaled_dot_product_flash_attention": _flash,
-                         "_scaled_dot_product_flash_attention_backward": _flash_backward}.items():
+    for name, kernel in {
+        "_scaled_dot_product_efficient_attention": _efficient,
+        "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+        "_scaled_dot_product_flash_attention": _flash,
+        "_scaled_dot_product_flash_attention_backward": _flash_backward,
+    }.items():
         library.impl(name, kernel, "CPU")
     lend_to_cpu.library = library  # it lives as long as this does
     functional.scaled_dot_product_attention = scaled_dot_product_attention
     return TorchRing(torch_ring().enter, torch_ring().place, ("cpu",))
 
 
-def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
-                                 enable_gqa=False):
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """On the ring's tensors flash in half precision, memory-efficient elsewhere; on others what torch does."""
     if type(query) is Tensor:
         return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -75,8 +78,9 @@ def _efficient(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, 
     return out, functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf), nothing, nothing.clone()
 
 
-def _efficient_backward(gradient, query, key, value, attn_bias, out, lse, seed, offset, dropout_p, wanted,
-                        is_causal=False, *, scale=None):
+def _efficient_backward(
+    gradient, query, key, value, attn_bias, out, lse, seed, offset, dropout_p, wanted, is_causal=False, *, scale=None
+):
     return *_backward(gradient, query, key, value, out, lse, is_causal, scale), None
 
 
@@ -86,6 +90,22 @@ def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=
     return out, lse, None, None, query.shape[2], key.shape[2], state, unused, torch.zeros(0)
 
 
-def _flash_backward(gradient, query, key, value, out, lse, starts_q, starts_k, length_q, length_k, dropout_p, is_causal,
-                    seed, offset, *, scale=None):
+def _flash_backward(
+    gradient,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    starts_q,
+    starts_k,
+    length_q,
+    length_k,
+    dropout_p,
+    is_causal,
+    seed,
+    offset,
+    *,
+    scale=None,
+):
     return tuple(_backward(gradient, query, key, value, out, lse, is_causal, scale))

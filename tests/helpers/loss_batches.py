@@ -39,8 +39,16 @@ def nasty_documents(seed, *, low=1e-3, high=1e3, advantages="tokens", rubbish=Tr
     for number, mask in enumerate(masks.values()):
         size = len(mask)
         shared = 0.0 if number == 3 else rng.uniform(0.2, 2.0) * (-1) ** number
-        document = {"mask": list(mask), "policy": [], "old": [], "sampler": [], "ref": [], "advantages": [],
-                    "reward": float(number % 2), "group": number // 2}
+        document = {
+            "mask": list(mask),
+            "policy": [],
+            "old": [],
+            "sampler": [],
+            "ref": [],
+            "advantages": [],
+            "reward": float(number % 2),
+            "group": number // 2,
+        }
         for t in range(size):
             log_ratio = ends[t % 2] if t in (4, 5) else rng.uniform(*ends)
             x = -rng.uniform(0.02, 2.0) + min(0.0, log_ratio)
@@ -65,6 +73,7 @@ def random_weights(documents, seed):
 
 def packed(documents, *, padding=3, dtype=torch.float64, **more):
     """The documents as one row, with padding behind; the policy's log-probabilities are a leaf."""
+
     def row(name, fill):
         return torch.tensor([v for document in documents for v in document[name]] + [fill] * padding, dtype=dtype)
 
@@ -72,11 +81,16 @@ def packed(documents, *, padding=3, dtype=torch.float64, **more):
     numbers = torch.tensor([*range(len(sizes)), -1]).repeat_interleave(torch.tensor([*sizes, padding]))
     rewards, groups = ([document[name] for document in documents] for name in ("reward", "group"))
     fields = {
-        "old_logprobs_T": row("old", math.nan), "sampler_logprobs_T": row("sampler", math.nan),
-        "ref_logprobs_T": row("ref", math.nan), "advantages_T": row("advantages", math.nan),
-        "loss_mask_T": row("mask", 0).bool(), "document_ids_T": numbers,
+        "old_logprobs_T": row("old", math.nan),
+        "sampler_logprobs_T": row("sampler", math.nan),
+        "ref_logprobs_T": row("ref", math.nan),
+        "advantages_T": row("advantages", math.nan),
+        "loss_mask_T": row("mask", 0).bool(),
+        "document_ids_T": numbers,
         "rewards_T": torch.tensor([*rewards, 0.0], dtype=dtype)[numbers],
-        "group_ids_T": torch.tensor([*groups, -1])[numbers], **more}
+        "group_ids_T": torch.tensor([*groups, -1])[numbers],
+        **more,
+    }
     policy_T = row("policy", math.nan).requires_grad_()
     return policy_T, LossInputs(policy_T, **fields)
 

@@ -25,9 +25,12 @@ def nasty_documents(seed: int, *, count: int = 7, infinite: bool = True) -> list
             mask = [(0, 1, 0)[number]] * length
         if number == 3:
             mask = [1, 1, 0, 1, 0, 0, 1, 1, 1]
-        document = {"mask": mask, "advantage": [rng.choice((-1.5, -0.3, 0.0, 0.7))] * length,
-                    "entropy": [rng.uniform(0.1, 3) for _ in range(length)],
-                    "policy": [-rng.uniform(0.1, 4) for _ in range(length)]}
+        document = {
+            "mask": mask,
+            "advantage": [rng.choice((-1.5, -0.3, 0.0, 0.7))] * length,
+            "entropy": [rng.uniform(0.1, 3) for _ in range(length)],
+            "policy": [-rng.uniform(0.1, 4) for _ in range(length)],
+        }
         for who, spread in (("old", 0.3), ("sampler", 0.2), ("ref", 1.0)):
             document[who] = [value + rng.gauss(0, spread) for value in document["policy"]]
         if number == 3:
@@ -61,8 +64,14 @@ def inputs_of(documents: list[dict], places: list[int] | None = None) -> tuple[L
     optional = {f"{who}_logprobs_T": column(who) for who in ("sampler", "ref") if who in documents[0]}
     if "entropy" in documents[0]:
         optional["entropy_T"] = column("entropy")
-    return LossInputs(column("policy"), column("old"), column("advantage"), document_ids_T=ids[index],
-                      lengths_T=lengths[index], **optional), column("mask", torch.bool)
+    return LossInputs(
+        column("policy"),
+        column("old"),
+        column("advantage"),
+        document_ids_T=ids[index],
+        lengths_T=lengths[index],
+        **optional,
+    ), column("mask", torch.bool)
 
 
 def segment_lengths(documents: list[dict], places: list[int] | None = None) -> torch.Tensor:

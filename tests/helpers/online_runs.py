@@ -11,7 +11,9 @@ from workbench.runs.store import RunDirectory
 from workbench.runs.worker import run_here
 
 BASE = {
-    "model": {"source": "tiny-qwen3"}, "precision": "float64", "device": "cpu",
+    "model": {"source": "tiny-qwen3"},
+    "precision": "float64",
+    "device": "cpu",
     "data": {"advantages": {"name": "rloo"}},
     "online": {"task": f"{__file__}:Digits", "prompts": 3, "answers": 3, "max_new_tokens": 6, "prompts_at_once": 1},
     "optimizer": {"learning_rate": 1e-2},

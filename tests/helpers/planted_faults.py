@@ -86,8 +86,9 @@ class Pair:
     def factor_of(self, name: str) -> float:
         """The same factor for one parameter, by its whole name or the end of it."""
         chosen = [key for key in self.right.gradients if key.endswith(name)]
-        wrong, right = (torch.cat([found.gradients[key].flatten() for key in chosen])
-                        for found in (self.wrong, self.right))
+        wrong, right = (
+            torch.cat([found.gradients[key].flatten() for key in chosen]) for found in (self.wrong, self.right)
+        )
         return float(wrong.norm() / right.norm())
 
     def ratio(self, number: str) -> float:
@@ -125,13 +126,26 @@ def _step(settings: str, fault: str | None = None) -> Found:
     def rank(mesh: Mesh) -> Found:
         policy = _policy(mesh, spec)
         rows, totals = flow.prepare_rows(batch, spec, mesh)
-        result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
-                               keep_gradients=True, level=spec.record.metrics, loss_spec=spec.loss,
-                               fused=spec.policy.fused_loss)
+        result = flow.run_step(
+            policy,
+            flow.make_loss(spec.loss),
+            rows,
+            totals,
+            num_source=batch.num_tokens,
+            keep_gradients=True,
+            level=spec.record.metrics,
+            loss_spec=spec.loss,
+            fused=spec.policy.fused_loss,
+        )
         norm = flow.clip_gradients(policy, result.norms, None)
         numbers = {f"loss/{name}": float(scalar) for name, scalar in result.loss.items()} | dict(result.metrics)
-        return Found(dict(result.gradients), numbers | {"gradient/norm/global": norm}, dict(result.norms),
-                     dict(result.tokens), {"tokens": result.totals.tokens, "documents": result.totals.documents})
+        return Found(
+            dict(result.gradients),
+            numbers | {"gradient/norm/global": norm},
+            dict(result.norms),
+            dict(result.tokens),
+            {"tokens": result.totals.tokens, "documents": result.totals.documents},
+        )
 
     with planted([fault] if fault else []):
         return simulate(rank, dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses)[0]
@@ -154,13 +168,22 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     asked, layout = spec.policy, spec.layout
     temperature = asked.temperature or 1.0
     if layout.tp > 1 or spec.model.model_dump() != RunSpec.model_validate(BASE).model.model_dump():
-        return load_policy(spec.model.source, mesh=mesh, precision="float64", temperature=temperature,
-                           implementation=asked.logprobs, chunk_tokens=asked.chunk_tokens, tied=spec.model.tied,
-                           seed=spec.model.seed, sequence_parallel=layout.sequence_parallel)
+        return load_policy(
+            spec.model.source,
+            mesh=mesh,
+            precision="float64",
+            temperature=temperature,
+            implementation=asked.logprobs,
+            chunk_tokens=asked.chunk_tokens,
+            tied=spec.model.tied,
+            seed=spec.model.seed,
+            sequence_parallel=layout.sequence_parallel,
+        )
     whole_policy = _model(mesh["dp_cp"].rank)
     implementation = whole_policy.implementation if asked.logprobs == "auto" else asked.logprobs
-    return replace(whole_policy, mesh=mesh, temperature=temperature, implementation=implementation,
-                   chunk_tokens=asked.chunk_tokens)
+    return replace(
+        whole_policy, mesh=mesh, temperature=temperature, implementation=implementation, chunk_tokens=asked.chunk_tokens
+    )
 
 
 @functools.cache

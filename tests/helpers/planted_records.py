@@ -27,7 +27,13 @@ def record_of(found: Found, spec: RunSpec, name: str) -> Record:
     """A record of what a step found."""
     batch = documents(spec)
     counts, places = arranged(spec, batch, range(batch.num_documents), found.tokens)
-    step = RecordedStep(0, found.numbers["loss/total"],
-                        {key: value for key, value in found.numbers.items() if key != "loss/total"},
-                        found.norms, counts, found.gradients, dict(found.tokens) | places)
+    step = RecordedStep(
+        0,
+        found.numbers["loss/total"],
+        {key: value for key, value in found.numbers.items() if key != "loss/total"},
+        found.norms,
+        counts,
+        found.gradients,
+        dict(found.tokens) | places,
+    )
     return Record(context_of(spec, batch), (step,), name)

@@ -31,6 +31,7 @@ def plant(monkeypatch, module, *, place, loads, backward=False):
     def planted(*given, **named):
         policy = load(*given, **named)
         if len(made) in loads:
+
             def hook(_, __, out):
                 if not backward:
                     return bumped(out, place)

@@ -1,14 +1,14 @@
 """Ranks without torch, for tests of watching: processes that enter and leave made-up collectives as they are told.
 
-    a      enters the collective "a" of all ranks, and leaves it
-    (a     enters it and stays there, for minutes
-    |2     does nothing for two seconds
-    |go    does nothing until the run directory has a file "go"
-    end    says that it ended well, and ends
-    gone   ends with exit code 0 and says nothing
-    raise  writes the exit record of an exception, and ends with exit code 1
-    says   is about to say that it failed, for minutes: its stack is that of writing an exit record
-    deaf   ignores SIGTERM from here on
+a      enters the collective "a" of all ranks, and leaves it
+(a     enters it and stays there, for minutes
+|2     does nothing for two seconds
+|go    does nothing until the run directory has a file "go"
+end    says that it ended well, and ends
+gone   ends with exit code 0 and says nothing
+raise  writes the exit record of an exception, and ends with exit code 1
+says   is about to say that it failed, for minutes: its stack is that of writing an exit record
+deaf   ignores SIGTERM from here on
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from workbench.sharding import flight
 
 
 @contextlib.contextmanager
-def pretended_ranks(folder: Path, *plans: str,
-                    timeout_s: float = 120.0) -> Iterator[tuple[RunDirectory, list[subprocess.Popen[bytes]]]]:
+def pretended_ranks(
+    folder: Path, *plans: str, timeout_s: float = 120.0
+) -> Iterator[tuple[RunDirectory, list[subprocess.Popen[bytes]]]]:
     """A run directory and a process for each plan, which has done all that it can when the block begins.
 
     A plan "-" is a process that knows nothing of all this.
@@ -39,8 +40,11 @@ def pretended_ranks(folder: Path, *plans: str,
     environment = os.environ | {"PYTHONPATH": str(project_root())}
     ranks = []
     for rank, plan in enumerate(plans):
-        command = [sys.executable, "-c", "import time; time.sleep(300)"] if plan == "-" else [
-            sys.executable, "-m", __name__, str(run.path), str(rank), *plan.split()]
+        command = (
+            [sys.executable, "-c", "import time; time.sleep(300)"]
+            if plan == "-"
+            else [sys.executable, "-m", __name__, str(run.path), str(rank), *plan.split()]
+        )
         ranks.append(subprocess.Popen(command, env=environment))
     try:
         deadline = time.monotonic() + 120

@@ -5,9 +5,18 @@ from __future__ import annotations
 from workbench.compare.prove.documents import Document
 from workbench.compare.prove.proof import Counterexample, LawResult, Proof
 
-DOCUMENT = Document(tokens=(3, 5, 7), loss_mask=(False, True, True), advantages=(0.0, 0.5, 0.5),
-                    old_logprobs=(0.0, -1.0, -2.0), sampler_logprobs=(0.0, -1.0, -2.0), ref_logprobs=(0.0, -1.0, -2.0),
-                    weights=(1.0, 1.0, 1.0), reward=1.0, group_id=0, rollout_id=0)
+DOCUMENT = Document(
+    tokens=(3, 5, 7),
+    loss_mask=(False, True, True),
+    advantages=(0.0, 0.5, 0.5),
+    old_logprobs=(0.0, -1.0, -2.0),
+    sampler_logprobs=(0.0, -1.0, -2.0),
+    ref_logprobs=(0.0, -1.0, -2.0),
+    weights=(1.0, 1.0, 1.0),
+    reward=1.0,
+    group_id=0,
+    rollout_id=0,
+)
 
 
 def counterexample(words="gradient 0.5 times that of one rank: 1 / cp"):
@@ -15,11 +24,36 @@ def counterexample(words="gradient 0.5 times that of one rank: 1 / cp"):
 
 
 def make_proof(subject="cp_left_out (engine mean)", broken=True):
-    cp = LawResult("cp_degree", "a row may be cut for any number of ranks", "broken", 4, 0.5, ("gradient", "loss"), 0.5,
-                   "1 / cp", counterexample())
-    order = LawResult("packing_order", "any document may share a row with any other", "declared", 3, 0.125,
-                      ("gradient",), None, "", counterexample("another gradient, no multiple of it"))
-    return Proof(subject, (LawResult("dp_split", "documents may be dealt to any ranks", "holds", 12, 3e-15),
-                           *((cp,) if broken else ()), order,
-                           LawResult("tp", "any number of ranks", "not tried", why="no time was left")), seed=3,
-                 seconds=1.25)
+    cp = LawResult(
+        "cp_degree",
+        "a row may be cut for any number of ranks",
+        "broken",
+        4,
+        0.5,
+        ("gradient", "loss"),
+        0.5,
+        "1 / cp",
+        counterexample(),
+    )
+    order = LawResult(
+        "packing_order",
+        "any document may share a row with any other",
+        "declared",
+        3,
+        0.125,
+        ("gradient",),
+        None,
+        "",
+        counterexample("another gradient, no multiple of it"),
+    )
+    return Proof(
+        subject,
+        (
+            LawResult("dp_split", "documents may be dealt to any ranks", "holds", 12, 3e-15),
+            *((cp,) if broken else ()),
+            order,
+            LawResult("tp", "any number of ranks", "not tried", why="no time was left"),
+        ),
+        seed=3,
+        seconds=1.25,
+    )

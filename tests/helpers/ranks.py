@@ -77,8 +77,10 @@ def run_ranks(function: Any, world: int, folder: Path, *arguments: Any, timeout_
     folder.mkdir(parents=True, exist_ok=True)
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "transformers.models.qwen3.modeling_qwen3"])
-    processes = [context.Process(target=_entry, args=(r, world, str(folder), function, arguments, timeout_s))
-                 for r in range(world)]
+    processes = [
+        context.Process(target=_entry, args=(r, world, str(folder), function, arguments, timeout_s))
+        for r in range(world)
+    ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout_s

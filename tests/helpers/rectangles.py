@@ -9,8 +9,9 @@ from workbench.reduction.evaluate import CORRECTION_WEIGHTS
 from workbench.rollouts.targets import TrainingRow
 
 
-def rectangle(seed: int, *, rows: int = 7, width: int = 9, spread: float = 1.0,
-              per_row: bool = False) -> tuple[TrainingRow, TokenLogprobs]:
+def rectangle(
+    seed: int, *, rows: int = 7, width: int = 9, spread: float = 1.0, per_row: bool = False
+) -> tuple[TrainingRow, TokenLogprobs]:
     """Rows of one width as documents, the last without a trained token; everything that a loss may ask for."""
     draw = torch.Generator().manual_seed(10_000 + seed)
 
@@ -18,8 +19,10 @@ def rectangle(seed: int, *, rows: int = 7, width: int = 9, spread: float = 1.0,
         return low + (high - low) * torch.rand(*shape, generator=draw, dtype=torch.float64)
 
     def near(values: torch.Tensor, by: float) -> torch.Tensor:
-        return torch.minimum(values + by * torch.randn(rows, width, generator=draw, dtype=torch.float64),
-                             torch.tensor(-1e-3, dtype=torch.float64))
+        return torch.minimum(
+            values + by * torch.randn(rows, width, generator=draw, dtype=torch.float64),
+            torch.tensor(-1e-3, dtype=torch.float64),
+        )
 
     lengths = torch.randint(1, width + 1, (rows, 1), generator=draw)
     mask = (torch.arange(width) < lengths) & (torch.rand(rows, width, generator=draw) < 0.85)
@@ -31,14 +34,27 @@ def rectangle(seed: int, *, rows: int = 7, width: int = 9, spread: float = 1.0,
     counted = mask.sum(1, keepdim=True).clamp_min(1).double().expand(rows, width)
     rewards = (uniform(-1, 1, rows, 1) > 0).double().expand(rows, width)
     row = TrainingRow(
-        tokens_T=ids.flatten() * 0, positions_T=ids.flatten() * 0, document_ids_T=ids.flatten(),
-        targets_T=ids.flatten() * 0, loss_mask_T=mask.flatten(), advantages_T=advantages.flatten(),
-        old_logprobs_T=old.flatten(), sampler_logprobs_T=near(old, 0.4 * spread).flatten(),
-        ref_logprobs_T=near(policy, spread).flatten(), source_T=torch.arange(rows * width),
-        lengths_T=counted.flatten(), rewards_T=rewards.flatten(), group_ids_T=(ids // 2).flatten(),
+        tokens_T=ids.flatten() * 0,
+        positions_T=ids.flatten() * 0,
+        document_ids_T=ids.flatten(),
+        targets_T=ids.flatten() * 0,
+        loss_mask_T=mask.flatten(),
+        advantages_T=advantages.flatten(),
+        old_logprobs_T=old.flatten(),
+        sampler_logprobs_T=near(old, 0.4 * spread).flatten(),
+        ref_logprobs_T=near(policy, spread).flatten(),
+        source_T=torch.arange(rows * width),
+        lengths_T=counted.flatten(),
+        rewards_T=rewards.flatten(),
+        group_ids_T=(ids // 2).flatten(),
         rollout_ids_T=ids.flatten(),
-        extensions={CORRECTION_WEIGHTS: uniform(0.3, 2.5, rows * width), "truncated": (ids.flatten() == 3).double(),
-                    "group_tokens": uniform(10, 40, rows, 1).expand(rows, width).flatten()})
-    said = TokenLogprobs(policy.flatten(), uniform(0.2, 3.0, rows * width), uniform(-2, 4, rows * width),
-                         uniform(0, 3, rows * width))
+        extensions={
+            CORRECTION_WEIGHTS: uniform(0.3, 2.5, rows * width),
+            "truncated": (ids.flatten() == 3).double(),
+            "group_tokens": uniform(10, 40, rows, 1).expand(rows, width).flatten(),
+        },
+    )
+    said = TokenLogprobs(
+        policy.flatten(), uniform(0.2, 3.0, rows * width), uniform(-2, 4, rows * width), uniform(0, 3, rows * width)
+    )
     return row, said

@@ -18,15 +18,23 @@ from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import Mesh, make_mesh
 
 
-def train(settings: dict, documents: list[dict], mesh: Mesh | None = None,
-          dealt: list[list[int]] | None = None) -> dict:
+def train(
+    settings: dict, documents: list[dict], mesh: Mesh | None = None, dealt: list[list[int]] | None = None
+) -> dict:
     """All that a run of `settings` finds, step by step, as tensors by name; whole, on every rank."""
     spec = RunSpec.model_validate(settings)
     layout, batch = spec.layout, as_batch(documents)
     mesh = mesh or make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp)
-    policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, tied=spec.model.tied,
-                         seed=spec.model.seed, temperature=spec.policy.temperature or 1.0,
-                         shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing)
+    policy = load_policy(
+        spec.model.source,
+        mesh=mesh,
+        precision=spec.precision,
+        tied=spec.model.tied,
+        seed=spec.model.seed,
+        temperature=spec.policy.temperature or 1.0,
+        shard_parameters=layout.shard_parameters,
+        checkpointing=layout.checkpointing,
+    )
     with as_asked(policy, spec):
         return _steps(policy, spec, batch, mesh, dealt)
 
@@ -35,22 +43,35 @@ def _steps(policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh, dealt
     loss, optimizer, found = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer), {}
     for number in range(spec.steps):
         rows, totals = flow.prepare_rows(batch, spec, mesh, dealt)
-        result = flow.run_step(policy, loss, rows, totals, num_source=batch.num_tokens, keep_gradients=True,
-                               level=spec.record.metrics, loss_spec=spec.loss)
+        result = flow.run_step(
+            policy,
+            loss,
+            rows,
+            totals,
+            num_source=batch.num_tokens,
+            keep_gradients=True,
+            level=spec.record.metrics,
+            loss_spec=spec.loss,
+        )
         marks = mark_gradients(policy)
         norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
         optimizer.step()
         certificate = bytearray.fromhex(certify(policy, result, marks).hash)
-        said = ({"certificate": torch.frombuffer(certificate, dtype=torch.uint8)}
-                | {name: torch.tensor(value, dtype=torch.float64)
-                   for name, value in (result.metrics | result.range | {"norm": norm}).items()}
-                | {f"loss/{name}": torch.tensor(float(value), dtype=torch.float64)
-                   for name, value in result.loss.items()}
-                | {f"norm/{name}": torch.tensor(value, dtype=torch.float64) for name, value in result.norms.items()}
-                | {f"token/{name}": value for name, value in result.tokens.items()}
-                | {f"gradient/{name}": value for name, value in result.gradients.items()}
-                | {f"weight/{name}": value.clone() for name, value in
-                   full_weights(policy.model, policy.shards, mesh).items()})
+        said = (
+            {"certificate": torch.frombuffer(certificate, dtype=torch.uint8)}
+            | {
+                name: torch.tensor(value, dtype=torch.float64)
+                for name, value in (result.metrics | result.range | {"norm": norm}).items()
+            }
+            | {f"loss/{name}": torch.tensor(float(value), dtype=torch.float64) for name, value in result.loss.items()}
+            | {f"norm/{name}": torch.tensor(value, dtype=torch.float64) for name, value in result.norms.items()}
+            | {f"token/{name}": value for name, value in result.tokens.items()}
+            | {f"gradient/{name}": value for name, value in result.gradients.items()}
+            | {
+                f"weight/{name}": value.clone()
+                for name, value in full_weights(policy.model, policy.shards, mesh).items()
+            }
+        )
         found |= {f"{number}/{name}": value.detach().cpu() for name, value in said.items()}
     return found
 

@@ -1,6 +1,6 @@
 """A library for one module of ours only: the test replaces the module's own name for it, and nobody else's.
 
-    monkeypatch.setattr(doctor, "shutil", stand_in(shutil, disk_usage=lambda folder: full))
+monkeypatch.setattr(doctor, "shutil", stand_in(shutil, disk_usage=lambda folder: full))
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ def rectangle(seed, *, rows=4, width=6, empty=True, spread=0.3):
         lengths[2] = 0
     mask = (np.arange(width) < lengths[:, None]) & ((rng.random((rows, width)) < 0.8) | (np.arange(width) == 0))
     old = -rng.gamma(2.0, 0.7, (rows, width)) - 0.01
-    near = {name: np.minimum(old + spread * rng.standard_normal((rows, width)), -1e-3)
-            for name in ("logprobs", "ref_logprobs", "rollout_logprobs")}
+    near = {
+        name: np.minimum(old + spread * rng.standard_normal((rows, width)), -1e-3)
+        for name in ("logprobs", "ref_logprobs", "rollout_logprobs")
+    }
     arrays = {"old_logprobs": old, **near}
     for values in arrays.values():
         values[~mask] = -9.0 * rng.random((~mask).sum())
@@ -31,12 +33,19 @@ def packed(seed, *, lengths=(6, 1, 4, 3, 5), spread=0.3):
         mask[np.flatnonzero(index == document)[0]] = True
     mask[index == 2] = False
     old = -rng.gamma(2.0, 0.7, len(index)) - 0.01
-    near = {name: np.minimum(old + spread * rng.standard_normal(len(index)), -1e-3)
-            for name in ("logprobs", "ref_logprobs", "rollout_logprobs")}
+    near = {
+        name: np.minimum(old + spread * rng.standard_normal(len(index)), -1e-3)
+        for name in ("logprobs", "ref_logprobs", "rollout_logprobs")
+    }
     advantages = rng.standard_normal(len(lengths))
     advantages[1] = 0.0
-    return {"old_logprobs": old, **near, "advantages": advantages[index], "mask": mask.astype(np.float64),
-            "document_index": index}
+    return {
+        "old_logprobs": old,
+        **near,
+        "advantages": advantages[index],
+        "mask": mask.astype(np.float64),
+        "document_index": index,
+    }
 
 
 def with_logits(batch, seed, *, vocabulary=9, spread=0.3, trained="targets"):
@@ -75,8 +84,12 @@ def close(found, expected, bar=1e-9):
 
 def differing(found, expected, leave_out=()):
     """Names of outputs and metrics in which a replay differs from an oracle; metrics that it adds do not count."""
-    wrong = [name for name in expected if name not in ("metrics", *leave_out) and not close(found[name],
-                                                                                         expected[name])]
+    wrong = [
+        name for name in expected if name not in ("metrics", *leave_out) and not close(found[name], expected[name])
+    ]
     metrics = expected.get("metrics", {})
-    return wrong + [f"{name}: {found['metrics'].get(name)} is not {value}" for name, value in metrics.items()
-                    if name not in leave_out and not close(found["metrics"].get(name, np.nan), value)]
+    return wrong + [
+        f"{name}: {found['metrics'].get(name)} is not {value}"
+        for name, value in metrics.items()
+        if name not in leave_out and not close(found["metrics"].get(name, np.nan), value)
+    ]

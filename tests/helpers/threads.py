@@ -44,10 +44,15 @@ def on_threads(function, size):
 
 def axes(size, inner=1, *, timeout_s=120.0):
     """For each rank of a simulated cp axis: cp, cp_inner and cp_outer."""
+
     def line(name, ranks):
         slots, barrier = [None] * len(ranks), threading.Barrier(len(ranks), timeout=timeout_s)
-        return {rank: Axis(name, len(ranks), place, Threads(place, slots, barrier) if len(ranks) > 1 else None,
-                           tuple(ranks)) for place, rank in enumerate(ranks)}
+        return {
+            rank: Axis(
+                name, len(ranks), place, Threads(place, slots, barrier) if len(ranks) > 1 else None, tuple(ranks)
+            )
+            for place, rank in enumerate(ranks)
+        }
 
     made = [line("cp", range(size)), {}, {}]
     for group in range(size // inner):

@@ -15,8 +15,7 @@ from workbench.runs.worker import run_here
 
 FROM_REWARDS = ("groups of one", "equal rewards")
 CASES = ("advantages of zero", "empty loss mask", "one token", *FROM_REWARDS)
-_BASE = {"model": {"source": "tiny-qwen3"}, "precision": "float64", "device": "cpu",
-         "record": {"gradients": "full"}}
+_BASE = {"model": {"source": "tiny-qwen3"}, "precision": "float64", "device": "cpu", "record": {"gradients": "full"}}
 
 
 def rollouts(case: str, documents: int = 8) -> RolloutBatch:
@@ -29,12 +28,19 @@ def rollouts(case: str, documents: int = 8) -> RolloutBatch:
     made = []
     for number in range(1 if case == "one token" else documents):
         mask = [0] * tokens if case == "empty loss mask" else [int(place > 1) for place in range(tokens)]
-        made.append({"tokens": torch.randint(4, 19, (tokens,), generator=drawn).tolist(), "loss_mask": mask,
-                     "advantages": 0.0 if case in ("advantages of zero", *FROM_REWARDS) else 1.0 - 2 * (number % 2),
-                     "old_logprobs": (-torch.rand(tokens, generator=drawn)).tolist()})
+        made.append(
+            {
+                "tokens": torch.randint(4, 19, (tokens,), generator=drawn).tolist(),
+                "loss_mask": mask,
+                "advantages": 0.0 if case in ("advantages of zero", *FROM_REWARDS) else 1.0 - 2 * (number % 2),
+                "old_logprobs": (-torch.rand(tokens, generator=drawn)).tolist(),
+            }
+        )
         if case in FROM_REWARDS:
-            made[-1] |= {"reward": 1.0 if case == "equal rewards" else float(number % 2),
-                         "group_id": number if case == "groups of one" else number // 4}
+            made[-1] |= {
+                "reward": 1.0 if case == "equal rewards" else float(number % 2),
+                "group_id": number if case == "groups of one" else number // 4,
+            }
     return RolloutBatch.from_documents(made, temperature=1.0)
 
 

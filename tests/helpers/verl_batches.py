@@ -34,6 +34,9 @@ def graded(seed, *, binary, holes, groups=3):
     rewards = rng.integers(0, 2, 10) if binary else rng.integers(-900, 900, 10) / 512
     token_rewards = np.zeros((10, 6))
     token_rewards[np.arange(10), lengths - 1] = rewards
-    return {"token_rewards": token_rewards, "rewards": token_rewards.sum(1),
-            "group_ids": np.concatenate([np.arange(2 * groups) % groups, rng.integers(0, groups, 10 - 2 * groups)]),
-            "mask": mask}
+    return {
+        "token_rewards": token_rewards,
+        "rewards": token_rewards.sum(1),
+        "group_ids": np.concatenate([np.arange(2 * groups) % groups, rng.integers(0, groups, 10 - 2 * groups)]),
+        "mask": mask,
+    }

@@ -75,17 +75,27 @@ def test_it_runs_and_leaves_nothing_in_the_tree(path, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
     before = _files()
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3",
-                            resources={"metadata": {"path": str(path.parent)}})
+    client = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
+    )
     client.execute()
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
-    kinds = {kind for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
-             for kind in output.get("data", {})}
+    kinds = {
+        kind
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        for kind in output.get("data", {})
+    }
     assert {"image/svg+xml", "text/html"} <= kinds
     assert _files() == before
 
 
 def _files():
     """What lies in the folders that a notebook could write to, byte code aside."""
-    return {found for folder in ("notebooks", "experiments", "data") for found in (ROOT / folder).rglob("*")
-            if "__pycache__" not in found.parts}
+    return {
+        found
+        for folder in ("notebooks", "experiments", "data")
+        for found in (ROOT / folder).rglob("*")
+        if "__pycache__" not in found.parts
+    }

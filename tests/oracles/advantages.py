@@ -15,8 +15,9 @@ def deviation(values, ddof):
     return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - ddof))
 
 
-def group(rewards, groups, *, baseline="mean", scale="std", ddof=1, epsilon=1e-4, singleton="zero", trained=None,
-          lengths=None):
+def group(
+    rewards, groups, *, baseline="mean", scale="std", ddof=1, epsilon=1e-4, singleton="zero", trained=None, lengths=None
+):
     """One advantage an answer; answers that are not trained are nowhere and get 0."""
     trained = trained or [True] * len(rewards)
     here = [i for i in range(len(rewards)) if trained[i]]
@@ -36,8 +37,9 @@ def group(rewards, groups, *, baseline="mean", scale="std", ddof=1, epsilon=1e-4
             difference = rewards[i] - math.fsum(others) / len(others)
         else:
             difference = rewards[i] - math.fsum(lengths[j] * rewards[j] for j in mine) / sum(lengths[j] for j in mine)
-        population = {"std": values, "leave_one_out_std": others, "batch_std": [rewards[j] for j in here],
-                      "none": []}[scale]
+        population = {"std": values, "leave_one_out_std": others, "batch_std": [rewards[j] for j in here], "none": []}[
+            scale
+        ]
         if scale == "none":
             out[i] = difference
         elif len(population) <= ddof:
@@ -57,8 +59,10 @@ def gpg(rewards, groups, *, trained=None):
 
 
 def gdpo(components, groups, weights, *, ddof=1, epsilon=1e-4, trained=None):
-    parts = [group([row[k] for row in components], groups, ddof=ddof, epsilon=epsilon, trained=trained)
-             for k in range(len(weights))]
+    parts = [
+        group([row[k] for row in components], groups, ddof=ddof, epsilon=epsilon, trained=trained)
+        for k in range(len(weights))
+    ]
     total = [math.fsum(w * part[i] for w, part in zip(weights, parts, strict=True)) for i in range(len(components))]
     return group(total, [0] * len(total), ddof=ddof, epsilon=epsilon, trained=trained)
 
@@ -109,18 +113,23 @@ def optimal_baselines(documents, groups, *, aligned, zero_tail, epsilon=1e-8):
     """
     steps = [[place if aligned == "position" else n for n, (place, *_) in enumerate(own)] for own in documents]
     to_go = [[math.fsum(token[1] for token in own[n:]) for n in range(len(own))] for own in documents]
-    energy = [[math.fsum((1 - 2 * math.exp(x) + squares) * w**2 for _, _, x, squares, w in own[:n + 1])
-               for n in range(len(own))] for own in documents]
+    energy = [
+        [
+            math.fsum((1 - 2 * math.exp(x) + squares) * w**2 for _, _, x, squares, w in own[: n + 1])
+            for n in range(len(own))
+        ]
+        for own in documents
+    ]
     out = []
     for i, own in enumerate(documents):
-        group = [j for j in range(len(documents)) if groups[j] == groups[i]
-                 and (documents[j] or aligned == "position")]
+        group = [j for j in range(len(documents)) if groups[j] == groups[i] and (documents[j] or aligned == "position")]
         others = [len(documents[j]) for j in group if j != i]
         found = []
         for n in range(len(own)):
             at = [(j, m) for j in group for m, step in enumerate(steps[j]) if step == steps[i][n]]
             baseline = math.fsum(to_go[j][m] * energy[j][m] for j, m in at) / (
-                math.fsum(energy[j][m] for j, m in at) + epsilon)
+                math.fsum(energy[j][m] for j, m in at) + epsilon
+            )
             tail = zero_tail and others and len(own) > max(others) and steps[i][n] >= max(others)
             found.append(to_go[i][n] - (baseline if others and not tail else 0.0))
         out.append(found)

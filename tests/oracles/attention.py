@@ -29,7 +29,23 @@ def attention(query, key, value, documents, *, scale, window=None):
 def normaliser(query, key, documents, *, scale, window=None):
     """log sum exp of the scores that each query sees, [Hq, T]."""
     share = query.shape[0] // key.shape[0]
-    return torch.stack([torch.stack([
-        torch.logsumexp(scale * (key[head // share][[other for other in range(len(documents))
-                                                     if sees(at, other, documents, window)]] @ query[head, at]), 0)
-        for at in range(query.shape[1])]) for head in range(query.shape[0])])
+    return torch.stack(
+        [
+            torch.stack(
+                [
+                    torch.logsumexp(
+                        scale
+                        * (
+                            key[head // share][
+                                [other for other in range(len(documents)) if sees(at, other, documents, window)]
+                            ]
+                            @ query[head, at]
+                        ),
+                        0,
+                    )
+                    for at in range(query.shape[1])
+                ]
+            )
+            for head in range(query.shape[0])
+        ]
+    )

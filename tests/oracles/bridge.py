@@ -14,8 +14,12 @@ import torch
 
 def factors(ranks):
     """Every (tp, cp, dp) of so many ranks."""
-    return [(tp, cp, ranks // tp // cp) for tp in range(1, ranks + 1) for cp in range(1, ranks + 1)
-            if ranks % (tp * cp) == 0]
+    return [
+        (tp, cp, ranks // tp // cp)
+        for tp in range(1, ranks + 1)
+        for cp in range(1, ranks + 1)
+        if ranks % (tp * cp) == 0
+    ]
 
 
 def places(layout):
@@ -53,7 +57,7 @@ def zigzag(tokens, cp, rank):
 
 def stretch(tokens, tp, rank):
     """The rank-th of tp equal stretches."""
-    return tokens[rank * len(tokens) // tp:(rank + 1) * len(tokens) // tp]
+    return tokens[rank * len(tokens) // tp : (rank + 1) * len(tokens) // tp]
 
 
 def cut(tensor, samples, tokens):
@@ -121,5 +125,7 @@ def crossed(source_tokens, destination_tokens, values, gradients, consumers, ans
         rows = [named[token] if token >= 0 else none for token in tokens]
         return torch.stack(rows) if rows else torch.zeros(0, *width, dtype=none.dtype)
 
-    return ([rows_of(tokens, row_of) for tokens in destination_tokens],
-            [rows_of(tokens, total) for tokens in source_tokens])
+    return (
+        [rows_of(tokens, row_of) for tokens in destination_tokens],
+        [rows_of(tokens, total) for tokens in source_tokens],
+    )

@@ -10,9 +10,27 @@ from __future__ import annotations
 import math
 
 
-def correction(documents, *, ratio="none", low=None, high=None, outside="truncate", normalize=False, gate="none",
-               gate_level="token", gate_low=None, gate_high=None, opsm=None, opsm_anchor="sampler", m2=None,
-               further=(), log_clamp=math.inf, mean_epsilon=0.0, given_epsilon=0.0, gate_action="reject"):
+def correction(
+    documents,
+    *,
+    ratio="none",
+    low=None,
+    high=None,
+    outside="truncate",
+    normalize=False,
+    gate="none",
+    gate_level="token",
+    gate_low=None,
+    gate_high=None,
+    opsm=None,
+    opsm_anchor="sampler",
+    m2=None,
+    further=(),
+    log_clamp=math.inf,
+    mean_epsilon=0.0,
+    given_epsilon=0.0,
+    gate_action="reject",
+):
     """Weight and verdict of each token of a step.
 
     Args:
@@ -28,8 +46,10 @@ def correction(documents, *, ratio="none", low=None, high=None, outside="truncat
     Returns:
         Per document a list of (raw weight, applied weight, kept), None for tokens that are not trained.
     """
-    raws = [[None if x is None else math.exp(held(x, log_clamp)) for x in exponents(document, ratio, given_epsilon)]
-            for document in documents]
+    raws = [
+        [None if x is None else math.exp(held(x, log_clamp)) for x in exponents(document, ratio, given_epsilon)]
+        for document in documents
+    ]
     gates = [*([(gate, gate_level, gate_low, gate_high)] if gate != "none" else []), *further]
     found = []
     for document, raw in zip(documents, raws, strict=True):
@@ -98,8 +118,10 @@ def held(x, bound):
 
 def exponents(document, ratio, given_epsilon):
     if ratio == "given":
-        return [math.log(w) if counts and w else -math.inf if counts else None
-                for w, counts in zip(document["given"], document["mask"], strict=True)]
+        return [
+            math.log(w) if counts and w else -math.inf if counts else None
+            for w, counts in zip(document["given"], document["mask"], strict=True)
+        ]
     if ratio == "given_document_mean":
         mine = [math.log(document["given"][t] + given_epsilon) for t in trained(document)]
         return [sum(mine) / len(mine) if counts else None for counts in document["mask"]]
@@ -119,13 +141,23 @@ def exponents(document, ratio, given_epsilon):
 
 def statistic(document, t, gate, level, log_clamp):
     def of(mu):
-        return {"ratio": math.exp(mu), "k1": -mu, "k2": mu * mu / 2, "k3": math.exp(mu) - 1 - mu,
-                "inverse_k3": math.exp(-mu) - 1 + mu}[gate]
+        return {
+            "ratio": math.exp(mu),
+            "k1": -mu,
+            "k2": mu * mu / 2,
+            "k3": math.exp(mu) - 1 - mu,
+            "inverse_k3": math.exp(-mu) - 1 + mu,
+        }[gate]
 
     if gate == "binary_kl":
         mine = [binary_kl(document["old"][s], document["sampler"][s]) for s in trained(document)]
-        return {"token": lambda _: binary_kl(document["old"][t], document["sampler"][t]), "document_max": max,
-                "document_min": min, "document_sum": sum, "document_mean": lambda v: sum(v) / len(v)}[level](mine)
+        return {
+            "token": lambda _: binary_kl(document["old"][t], document["sampler"][t]),
+            "document_max": max,
+            "document_min": min,
+            "document_sum": sum,
+            "document_mean": lambda v: sum(v) / len(v),
+        }[level](mine)
     mus = [held(document["old"][s] - document["sampler"][s], log_clamp) for s in trained(document)]
     if level == "token":
         return of(held(document["old"][t] - document["sampler"][t], log_clamp))
@@ -158,8 +190,9 @@ def mean_weight(found, *, over_documents, epsilon):
 
 
 def second_moment_cutoff(documents, threshold):
-    squares = sorted((document["old"][t] - document["sampler"][t]) ** 2
-                     for document in documents for t in trained(document))
+    squares = sorted(
+        (document["old"][t] - document["sampler"][t]) ** 2 for document in documents for t in trained(document)
+    )
     while squares and math.fsum(squares) / len(squares) > threshold:
         worst = squares[-1]
         squares = [square for square in squares if square < worst]

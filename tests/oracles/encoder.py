@@ -29,8 +29,9 @@ class Reader(nn.Module):
     def __init__(self, vision, projector, decoder, pixels, documents, reads):
         super().__init__()
         self.vision, self.decoder = vision.double(), decoder
-        self.projector = nn.ParameterDict({name.replace(".", "_"): nn.Parameter(value.detach().double().clone())
-                                           for name, value in projector.items()})
+        self.projector = nn.ParameterDict(
+            {name.replace(".", "_"): nn.Parameter(value.detach().double().clone()) for name, value in projector.items()}
+        )
         AttentionInterface.register("oracle_images", written_out)
         vision.set_attn_implementation("oracle_images")
         self.pixels, self.documents, self.reads = pixels.double(), documents, reads
@@ -38,7 +39,7 @@ class Reader(nn.Module):
 
     def features(self, image):
         """What the decoder reads of an image."""
-        hidden = self.vision(pixel_values=self.pixels[image:image + 1]).last_hidden_state[0]
+        hidden = self.vision(pixel_values=self.pixels[image : image + 1]).last_hidden_state[0]
         p = self.projector
         centred = hidden - hidden.mean(dim=1, keepdim=True)
         normed = centred / torch.sqrt((centred**2).mean(dim=1, keepdim=True) + 1e-5) * p["norm_weight"] + p["norm_bias"]

@@ -43,9 +43,14 @@ def say(hidden, weight, bias, target, support, *, temperature, scale, cap, valid
     kept = sorted({*support, target}) if support else everything
     normaliser, whole = distribution(z, everything)
     _, among = distribution(z, kept)
-    said = {"logprobs": whole[target], "entropy": entropy(whole), "logsumexp": normaliser,
-            "mean_squared_logit": math.fsum(x * x for x in z if x != -math.inf) / valid,
-            "kept_logprobs": among[target], "kept_entropy": entropy(among)}
+    said = {
+        "logprobs": whole[target],
+        "entropy": entropy(whole),
+        "logsumexp": normaliser,
+        "mean_squared_logit": math.fsum(x * x for x in z if x != -math.inf) / valid,
+        "kept_logprobs": among[target],
+        "kept_entropy": entropy(among),
+    }
     gradient = []
     for v in everything:
         p, q = math.exp(whole[v]), math.exp(among[v]) if v in among else 0.0
@@ -75,9 +80,18 @@ def row(hidden, weight, bias, targets, *, temperatures, scale, cap, valid, activ
     for t, target in enumerate(targets):
         if not active[t] or target < 0:
             continue
-        said, gradient = say(hidden[t], weight, bias, target, kept[t] if kept else None,
-                             temperature=temperatures[t], scale=scale, cap=cap, valid=valid,
-                             wants={name: values[t] for name, values in wants.items()})
+        said, gradient = say(
+            hidden[t],
+            weight,
+            bias,
+            target,
+            kept[t] if kept else None,
+            temperature=temperatures[t],
+            scale=scale,
+            cap=cap,
+            valid=valid,
+            wants={name: values[t] for name, values in wants.items()},
+        )
         for name in wants:
             fields[name][t] = said[name]
         for v, slope in enumerate(gradient):

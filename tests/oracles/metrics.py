@@ -50,9 +50,11 @@ def effective(values):
 
 def estimate(kind, first, second):
     """KL(first || second) from a token sampled by first."""
+
     def value(token):
         d = token[second] - token[first]
         return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1, "abs": abs(d)}[kind]
+
     return value
 
 
@@ -64,8 +66,11 @@ def document_ratios(documents, above="policy", below="old"):
     """exp of the mean log ratio of each document that has trained tokens."""
     ratios = []
     for document in documents:
-        logs = [a - b for a, b, keep in zip(document[above], document[below], document["mask"], strict=True)
-                if keep and math.isfinite(a) and math.isfinite(b)]
+        logs = [
+            a - b
+            for a, b, keep in zip(document[above], document[below], document["mask"], strict=True)
+            if keep and math.isfinite(a) and math.isfinite(b)
+        ]
         if logs:
             ratios.append(math.exp(sum(logs) / len(logs)))
     return ratios
@@ -109,33 +114,47 @@ def canonical(documents, *, lower, upper):
             continue
         name, value = f"ratio/{above}_{below}", ratio(above, below)
         ratios = [value(token) for _, token in counted(documents, above, below)]
-        out |= {f"{name}/mean": token_mean(documents, value, above, below),
-                f"{name}/document_mean": document_mean(documents, value, above, below),
-                f"{name}/std": deviation(ratios), f"{name}/min": min(ratios, default=math.inf),
-                f"{name}/max": max(ratios, default=-math.inf), f"{name}/sum": sum(ratios),
-                f"{name}/squared_sum": sum(r * r for r in ratios),
-                f"{name}/effective_samples": effective(ratios),
-                f"{name}/log_mean": math.log(sum(ratios) / len(ratios)) if ratios else math.nan}
+        out |= {
+            f"{name}/mean": token_mean(documents, value, above, below),
+            f"{name}/document_mean": document_mean(documents, value, above, below),
+            f"{name}/std": deviation(ratios),
+            f"{name}/min": min(ratios, default=math.inf),
+            f"{name}/max": max(ratios, default=-math.inf),
+            f"{name}/sum": sum(ratios),
+            f"{name}/squared_sum": sum(r * r for r in ratios),
+            f"{name}/effective_samples": effective(ratios),
+            f"{name}/log_mean": math.log(sum(ratios) / len(ratios)) if ratios else math.nan,
+        }
         whole = document_ratios(documents, above, below)
-        out |= {f"ratio_document/{above}_{below}/mean": sum(whole) / len(whole) if whole else math.nan,
-                f"ratio_document/{above}_{below}/std": deviation(whole),
-                f"ratio_document/{above}_{below}/min": min(whole, default=math.inf),
-                f"ratio_document/{above}_{below}/max": max(whole, default=-math.inf),
-                f"ratio_document/{above}_{below}/effective_samples": effective(whole)}
+        out |= {
+            f"ratio_document/{above}_{below}/mean": sum(whole) / len(whole) if whole else math.nan,
+            f"ratio_document/{above}_{below}/std": deviation(whole),
+            f"ratio_document/{above}_{below}/min": min(whole, default=math.inf),
+            f"ratio_document/{above}_{below}/max": max(whole, default=-math.inf),
+            f"ratio_document/{above}_{below}/effective_samples": effective(whole),
+        }
     for first in there:
         for second in there:
-            if first != second and (first, second) not in {("ref", "policy"), ("ref", "old"), ("old", "ref"),
-                                                           ("ref", "sampler"), ("sampler", "ref")}:
+            if first != second and (first, second) not in {
+                ("ref", "policy"),
+                ("ref", "old"),
+                ("old", "ref"),
+                ("ref", "sampler"),
+                ("sampler", "ref"),
+            }:
                 for kind in ("k1", "k2", "k3", "abs"):
                     out[f"kl/{first}_{second}/{kind}_mean"] = token_mean(
-                        documents, estimate(kind, first, second), first, second)
+                        documents, estimate(kind, first, second), first, second
+                    )
     out["kl/old_policy/k3_document_mean"] = document_mean(documents, estimate("k3", "old", "policy"), "old", "policy")
     for name, test in regions(lower, upper).items():
         out[f"clip/{name}/fraction"] = token_mean(
-            documents, lambda t, test=test: test(ratio("policy", "old")(t), t["advantage"]), "policy", "old")
+            documents, lambda t, test=test: test(ratio("policy", "old")(t), t["advantage"]), "policy", "old"
+        )
     outside = regions(lower, upper)["region"]
     out["clip/region/document_mean"] = document_mean(
-        documents, lambda t: outside(ratio("policy", "old")(t), t["advantage"]), "policy", "old")
+        documents, lambda t: outside(ratio("policy", "old")(t), t["advantage"]), "policy", "old"
+    )
     return out
 
 
@@ -155,6 +174,7 @@ def regions(lower, upper):
 
 def fast_llm(documents, *, lower, upper, sequence=False, num_documents):
     """Sums of document means, divided by all documents of the step; sums of ratios undivided."""
+
     def mean(value):
         total = 0.0
         for document in documents:
@@ -163,23 +183,34 @@ def fast_llm(documents, *, lower, upper, sequence=False, num_documents):
         return total / num_documents
 
     tokens = [token for _, token in counted(documents)]
-    out = {"new_logprobs": mean(lambda t: t["policy"]), "old_logprobs": mean(lambda t: t["old"]),
-           "advantage": mean(lambda t: t["advantage"]), "entropy": mean(lambda t: t["entropy"]),
-           "max_advantage": max(t["advantage"] for t in tokens), "min_advantage": min(t["advantage"] for t in tokens),
-           "num_tokens": len(tokens)}
+    out = {
+        "new_logprobs": mean(lambda t: t["policy"]),
+        "old_logprobs": mean(lambda t: t["old"]),
+        "advantage": mean(lambda t: t["advantage"]),
+        "entropy": mean(lambda t: t["entropy"]),
+        "max_advantage": max(t["advantage"] for t in tokens),
+        "min_advantage": min(t["advantage"] for t in tokens),
+        "num_tokens": len(tokens),
+    }
     if sequence:
         ratios = document_ratios(documents)
-        out |= {"ratio_new_old": sum(ratios) / num_documents,
-                "kl_new_old": sum(r - math.log(r) - 1 for r in ratios) / num_documents,
-                "clipped_ratio_fraction": sum(r < lower or r > upper for r in ratios) / num_documents,
-                "ratio_new_old_sum": sum(ratios), "ratio_new_old_squared_sum": sum(r * r for r in ratios),
-                "num_segments": len(ratios)}
+        out |= {
+            "ratio_new_old": sum(ratios) / num_documents,
+            "kl_new_old": sum(r - math.log(r) - 1 for r in ratios) / num_documents,
+            "clipped_ratio_fraction": sum(r < lower or r > upper for r in ratios) / num_documents,
+            "ratio_new_old_sum": sum(ratios),
+            "ratio_new_old_squared_sum": sum(r * r for r in ratios),
+            "num_segments": len(ratios),
+        }
     else:
         value = ratio("policy", "old")
-        out |= {"ratio_new_old": mean(value), "kl_new_old": mean(lambda t: value(t) - math.log(value(t)) - 1),
-                "clipped_ratio_fraction": mean(lambda t: value(t) < lower or value(t) > upper),
-                "ratio_new_old_sum": sum(map(value, tokens)),
-                "ratio_new_old_squared_sum": sum(value(t) ** 2 for t in tokens)}
+        out |= {
+            "ratio_new_old": mean(value),
+            "kl_new_old": mean(lambda t: value(t) - math.log(value(t)) - 1),
+            "clipped_ratio_fraction": mean(lambda t: value(t) < lower or value(t) > upper),
+            "ratio_new_old_sum": sum(map(value, tokens)),
+            "ratio_new_old_squared_sum": sum(value(t) ** 2 for t in tokens),
+        }
     return out
 
 
@@ -207,8 +238,9 @@ def trl(documents, *, lower, upper, sequence=False, num_documents):
     out["clip_ratio/low_min"] = min(s / n for s, n in shares["low_mean"])
     out["clip_ratio/high_max"] = max(s / n for s, n in shares["high_mean"])
     if not sequence:
-        out["cispo_clip_ratio"] = token_mean(documents, lambda t: tests["sign_aware_high"](
-            ratio("policy", "old")(t), t["advantage"]))
+        out["cispo_clip_ratio"] = token_mean(
+            documents, lambda t: tests["sign_aware_high"](ratio("policy", "old")(t), t["advantage"])
+        )
     if "sampler" in documents[0]:
         gaps = [abs(t["old"] - t["sampler"]) for _, t in counted(documents)]
         out["sampling/sampling_logp_difference/mean"] = sum(gaps) / len(gaps)
@@ -218,6 +250,7 @@ def trl(documents, *, lower, upper, sequence=False, num_documents):
 
 def verl(documents, *, lower, upper, dual=None, sequence=False):
     """Token means of the actor's metrics; means over all sequences, empty ones too, of the rollout correction's."""
+
     def limited(d):
         return max(-20.0, min(20.0, d))
 
@@ -235,16 +268,20 @@ def verl(documents, *, lower, upper, dual=None, sequence=False):
     def apart(_, token):
         return token["old"] - token["policy"] if sequence else -limited(token["policy"] - token["old"])
 
-    out = {"actor/ppo_kl": mean(apart),
-           "actor/entropy": mean(lambda _, t: t["entropy"]),
-           "actor/pg_clipfrac": mean(lambda n, t: cut(own(n, t), t["advantage"])),
-           "actor/pg_clipfrac_lower": 0.0}
+    out = {
+        "actor/ppo_kl": mean(apart),
+        "actor/entropy": mean(lambda _, t: t["entropy"]),
+        "actor/pg_clipfrac": mean(lambda n, t: cut(own(n, t), t["advantage"])),
+        "actor/pg_clipfrac_lower": 0.0,
+    }
     if dual is not None and not sequence:
         out["actor/pg_clipfrac_lower"] = mean(lambda n, t: own(n, t) > dual and t["advantage"] < 0)
     if "ref" in documents[0]:
+
         def low_var(token):
             d = limited(token["ref"] - token["policy"])
             return max(-10.0, min(10.0, math.exp(d) - d - 1))
+
         out["actor/kl_loss"] = mean(lambda _, t: low_var(t))
     if "sampler" in documents[0]:
         out |= {f"rollout_corr/{name}": value for name, value in _verl_mismatch(documents, limited).items()}
@@ -280,6 +317,7 @@ def _verl_mismatch(documents, limited):
 
 def nemo_rl(documents, *, lower, upper, sequence=False, num_documents, kind="k3"):
     """Token sums over (tokens + 1e-8)."""
+
     def mean(value):
         tokens = counted(documents)
         return sum(value(number, token) for number, token in tokens) / (len(tokens) + 1e-8)
@@ -294,18 +332,28 @@ def nemo_rl(documents, *, lower, upper, sequence=False, num_documents, kind="k3"
         return max(lower, min(upper, r(number, token)))
 
     pairs = counted(documents)
-    out = {"probs_ratio": mean(r), "probs_ratio_clamped": mean(clamped),
-           "probs_ratio_min": min(r(*p) for p in pairs), "probs_ratio_max": max(r(*p) for p in pairs),
-           "probs_ratio_clamped_min": min(clamped(*p) for p in pairs),
-           "probs_ratio_clamped_max": max(clamped(*p) for p in pairs),
-           "num_valid_samples": num_documents, "global_valid_toks": len(pairs), "global_valid_seqs": num_documents}
+    out = {
+        "probs_ratio": mean(r),
+        "probs_ratio_clamped": mean(clamped),
+        "probs_ratio_min": min(r(*p) for p in pairs),
+        "probs_ratio_max": max(r(*p) for p in pairs),
+        "probs_ratio_clamped_min": min(clamped(*p) for p in pairs),
+        "probs_ratio_clamped_max": max(clamped(*p) for p in pairs),
+        "num_valid_samples": num_documents,
+        "global_valid_toks": len(pairs),
+        "global_valid_seqs": num_documents,
+    }
     if "sampler" in documents[0]:
+
         def js(_, t):
             mixture = math.log((math.exp(t["old"]) + math.exp(t["sampler"])) / 2)
             return sum(math.exp(t[who] - mixture) - (t[who] - mixture) - 1 for who in ("old", "sampler")) / 2
-        out |= {"token_mult_prob_error": mean(lambda _, t: math.exp(abs(t["sampler"] - t["old"]))),
-                "gen_kl_error": mean(lambda _, t: estimate(kind, "sampler", "old")(t)),
-                "policy_kl_error": mean(lambda _, t: estimate(kind, "old", "sampler")(t)),
-                "js_divergence_error": mean(js),
-                "approx_entropy": mean(lambda _, t: -math.exp(t["policy"] - t["sampler"]) * t["policy"])}
+
+        out |= {
+            "token_mult_prob_error": mean(lambda _, t: math.exp(abs(t["sampler"] - t["old"]))),
+            "gen_kl_error": mean(lambda _, t: estimate(kind, "sampler", "old")(t)),
+            "policy_kl_error": mean(lambda _, t: estimate(kind, "old", "sampler")(t)),
+            "js_divergence_error": mean(js),
+            "approx_entropy": mean(lambda _, t: -math.exp(t["policy"] - t["sampler"]) * t["policy"]),
+        }
     return out

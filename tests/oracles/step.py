@@ -92,8 +92,9 @@ def exact(model):
     return model.eval()
 
 
-def grpo_step(model, documents, *, clip_low, clip_high, kl_coefficient, denominator, temperature=1.0,
-              clip_decisions=None):
+def grpo_step(
+    model, documents, *, clip_low, clip_high, kl_coefficient, denominator, temperature=1.0, clip_decisions=None
+):
     """Loss and every gradient, accumulated document by document.
 
     Args:
@@ -123,8 +124,9 @@ def grpo_step(model, documents, *, clip_low, clip_high, kl_coefficient, denomina
             ratio = torch.exp(logprob - document["old_logprobs"][t])
             bound = torch.tensor(1 + clip_high if advantage > 0 else 1 - clip_low, dtype=torch.float64)
             if clip_decisions is None:
-                surrogate = torch.minimum(ratio * advantage,
-                                          torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * advantage)
+                surrogate = torch.minimum(
+                    ratio * advantage, torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * advantage
+                )
             else:
                 surrogate = (bound if clip_decisions[number][t] else ratio) * advantage
             penalty = 0.0
@@ -138,8 +140,9 @@ def grpo_step(model, documents, *, clip_low, clip_high, kl_coefficient, denomina
             share = torch.stack(terms).sum()
             share.backward()
             loss += share.item()
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                 for name, p in model.named_parameters()}
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
     return loss, gradients, kept_logprobs
 
 
@@ -148,8 +151,13 @@ def document_logprobs(model, documents, *, temperature=1.0):
     logprobs = []
     for document in documents:
         logits = model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0] / temperature
-        logprobs.append([None] + [logits[t - 1][document["tokens"][t]] - torch.logsumexp(logits[t - 1], dim=0)
-                                  for t in range(1, len(document["tokens"]))])
+        logprobs.append(
+            [None]
+            + [
+                logits[t - 1][document["tokens"][t]] - torch.logsumexp(logits[t - 1], dim=0)
+                for t in range(1, len(document["tokens"]))
+            ]
+        )
     return logprobs
 
 
@@ -177,8 +185,9 @@ def policy_step(model, documents, logprobs, values, *, weight, gradient_weight=N
             driving.append((gradient_weight or weight)(number) * found[number][t])
     if driving:
         torch.stack(driving).sum().backward(retain_graph=True)
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                 for name, p in model.named_parameters()}
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
     return loss, gradients
 
 
@@ -204,6 +213,7 @@ def clipped(ratio, advantage, low, high):
 
 def gspo(low, high):
     """The clipped surrogate of the geometric mean of a document's ratios, on each of its tokens."""
+
     @each_document
     def values(document, logprobs):
         ratios = log_ratios(document, logprobs)
@@ -211,11 +221,13 @@ def gspo(low, high):
             return {}
         ratio = torch.exp(sum(ratios.values()) / len(ratios))
         return {t: clipped(ratio, document["advantages"][t], low, high) for t in ratios}
+
     return values
 
 
 def gspo_with_kl(low, high, coefficient):
     """The same, and k3 of policy against sampler times the document's ratio, which carries its gradient."""
+
     @each_document
     def values(document, logprobs):
         ratios = log_ratios(document, logprobs)
@@ -226,6 +238,7 @@ def gspo_with_kl(low, high, coefficient):
             penalty = coefficient * ratio * (torch.exp(-gap) - 1 + gap)
             found[t] = clipped(ratio, document["advantages"][t], low, high) + penalty
         return found
+
     return values
 
 
@@ -234,6 +247,7 @@ def gspo_of_kept(low, high, smallest, greatest, veto):
 
     A document with a trained token whose w is below the veto has none of them (AReaL's rejection, the fork's veto).
     """
+
     @each_document
     def values(document, logprobs):
         ratios, found = log_ratios(document, logprobs), {}
@@ -248,11 +262,13 @@ def gspo_of_kept(low, high, smallest, greatest, veto):
             else:
                 found[t] = 0.0 * ratios[t]
         return found
+
     return values
 
 
 def gspo_of_segments(low, high):
     """The same with a ratio for each unbroken run of trained tokens."""
+
     @each_document
     def values(document, logprobs):
         ratios, found, run = log_ratios(document, logprobs), {}, []
@@ -265,6 +281,7 @@ def gspo_of_segments(low, high):
                 found[member] = clipped(ratio, document["advantages"][member], low, high)
             run = []
         return found
+
     return values
 
 
@@ -273,20 +290,25 @@ def luspo(low, high):
     plain = gspo(low, high)
     return lambda documents, logprobs: [
         {t: len(trained(document)) * value for t, value in found.items()}
-        for document, found in zip(documents, plain(documents, logprobs), strict=True)]
+        for document, found in zip(documents, plain(documents, logprobs), strict=True)
+    ]
 
 
 def gmpo(low, high):
     """The geometric mean of ratios that were clipped, in logs, one by one."""
+
     @each_document
     def values(document, logprobs):
         ratios = log_ratios(document, logprobs)
         if not ratios:
             return {}
-        kept = [torch.clamp(d, max=high) if document["advantages"][t] > 0 else torch.clamp(d, min=-low)
-                for t, d in ratios.items()]
+        kept = [
+            torch.clamp(d, max=high) if document["advantages"][t] > 0 else torch.clamp(d, min=-low)
+            for t, d in ratios.items()
+        ]
         ratio = torch.exp(sum(kept) / len(kept))
         return {t: -document["advantages"][t] * ratio for t in ratios}
+
     return values
 
 
@@ -296,12 +318,15 @@ def vespo(k_positive, lambda_positive, k_negative, lambda_negative, bound=None):
     Args:
         bound: if given, the ratio has the truncated ratios of old to sampler in it, too.
     """
+
     @each_document
     def values(document, logprobs):
         log_weight = sum(d.item() for d in log_ratios(document, logprobs).values())
         if bound is not None:
-            log_weight += sum(min(document["old_logprobs"][t] - document["sampler_logprobs"][t], math.log(bound))
-                              for t in trained(document))
+            log_weight += sum(
+                min(document["old_logprobs"][t] - document["sampler_logprobs"][t], math.log(bound))
+                for t in trained(document)
+            )
         found = {}
         for t in trained(document):
             advantage = document["advantages"][t]
@@ -309,11 +334,13 @@ def vespo(k_positive, lambda_positive, k_negative, lambda_negative, bound=None):
             phi = math.exp(rate + k * log_weight - rate * math.exp(log_weight))
             found[t] = -phi * advantage * logprobs[t]
         return found
+
     return values
 
 
 def ppo_with_sequence_weight(low, high, bound, mean):
     """The token surrogate times min(W, bound), W the sampler correction of the whole document (a sum or a mean)."""
+
     @each_document
     def values(document, logprobs):
         gaps = [document["old_logprobs"][t] - document["sampler_logprobs"][t] for t in trained(document)]
@@ -322,17 +349,21 @@ def ppo_with_sequence_weight(low, high, bound, mean):
             weight = min(math.exp(sum(gaps) / (len(gaps) if mean else 1)), bound)
             found[t] = weight * clipped(torch.exp(d), document["advantages"][t], low, high)
         return found
+
     return values
 
 
 def inside(document, low, high):
     """Whether old / sampler of each token lies between two bounds, by place; untrained tokens too."""
-    return [low <= math.exp(o - s) <= high
-            for o, s in zip(document["old_logprobs"], document["sampler_logprobs"], strict=True)]
+    return [
+        low <= math.exp(o - s) <= high
+        for o, s in zip(document["old_logprobs"], document["sampler_logprobs"], strict=True)
+    ]
 
 
 def ppo_with_token_gate(low, high, smallest, greatest):
     """The token surrogate times w = old / sampler, and 0 where w is outside its bounds (IcePop, arXiv 2510.18855)."""
+
     @each_document
     def values(document, logprobs):
         kept, found = inside(document, smallest, greatest), {}
@@ -340,23 +371,33 @@ def ppo_with_token_gate(low, high, smallest, greatest):
             weight = math.exp(document["old_logprobs"][t] - document["sampler_logprobs"][t]) if kept[t] else 0.0
             found[t] = weight * clipped(torch.exp(d), document["advantages"][t], low, high)
         return found
+
     return values
 
 
 def ppo_with_normalised_weight(low, high, bound):
     """The token surrogate times min(w, bound) over the mean of that over all trained tokens of the step (verl)."""
+
     def values(documents, logprobs):
-        weights = [{t: min(math.exp(d["old_logprobs"][t] - d["sampler_logprobs"][t]), bound) for t in trained(d)}
-                   for d in documents]
+        weights = [
+            {t: min(math.exp(d["old_logprobs"][t] - d["sampler_logprobs"][t]), bound) for t in trained(d)}
+            for d in documents
+        ]
         mean = sum(sum(w.values()) for w in weights) / sum(map(len, weights))
-        return [{t: weight[t] / mean * clipped(torch.exp(d), document["advantages"][t], low, high)
-                 for t, d in log_ratios(document, said).items()}
-                for document, said, weight in zip(documents, logprobs, weights, strict=True)]
+        return [
+            {
+                t: weight[t] / mean * clipped(torch.exp(d), document["advantages"][t], low, high)
+                for t, d in log_ratios(document, said).items()
+            }
+            for document, said, weight in zip(documents, logprobs, weights, strict=True)
+        ]
+
     return values
 
 
 def dpo(beta):
     """Minus log sigmoid of the margin of the chosen over the rejected document, on every token of both."""
+
     def values(documents, logprobs):
         found = []
         for document in documents:
@@ -365,16 +406,21 @@ def dpo(beta):
                 continue
             pair = [d for d in range(len(documents)) if documents[d]["group_id"] == document["group_id"]]
             chosen, rejected = sorted(pair, key=lambda d: -documents[d]["reward"])
-            margin = (sum(log_ratios(documents[chosen], logprobs[chosen], "ref_logprobs").values())
-                      - sum(log_ratios(documents[rejected], logprobs[rejected], "ref_logprobs").values()))
+            margin = sum(log_ratios(documents[chosen], logprobs[chosen], "ref_logprobs").values()) - sum(
+                log_ratios(documents[rejected], logprobs[rejected], "ref_logprobs").values()
+            )
             loss = torch.log(1 + torch.exp(-beta * margin))
             found.append(dict.fromkeys(trained(document), loss))
         return found
+
     return values
 
 
 def ppo(low, high):
     """The token surrogate."""
-    return each_document(lambda document, logprobs: {
-        t: clipped(torch.exp(d), document["advantages"][t], low, high)
-        for t, d in log_ratios(document, logprobs).items()})
+    return each_document(
+        lambda document, logprobs: {
+            t: clipped(torch.exp(d), document["advantages"][t], low, high)
+            for t, d in log_ratios(document, logprobs).items()
+        }
+    )

@@ -136,23 +136,27 @@ def masked_ratio_slope(x, anchor, a, dropped, ratio_cap, log_clamp=math.inf):
 
 
 def dppo_tv(x, x0, anchor, a, *, threshold_low, threshold_high, **held):
-    return masked_ratio(x, x0, anchor, a, dropped_tv(x0, anchor, a, threshold_low, threshold_high),
-                        **{"ratio_cap": None, **held})
+    return masked_ratio(
+        x, x0, anchor, a, dropped_tv(x0, anchor, a, threshold_low, threshold_high), **{"ratio_cap": None, **held}
+    )
 
 
 def dppo_tv_slope(x, anchor, a, *, threshold_low, threshold_high, **held):
-    return masked_ratio_slope(x, anchor, a, dropped_tv(x, anchor, a, threshold_low, threshold_high),
-                              **{"ratio_cap": None, **held})
+    return masked_ratio_slope(
+        x, anchor, a, dropped_tv(x, anchor, a, threshold_low, threshold_high), **{"ratio_cap": None, **held}
+    )
 
 
 def dppo_kl(x, x0, anchor, a, *, threshold_low, threshold_high, **held):
-    return masked_ratio(x, x0, anchor, a, dropped_kl(x0, anchor, a, threshold_low, threshold_high),
-                        **{"ratio_cap": None, **held})
+    return masked_ratio(
+        x, x0, anchor, a, dropped_kl(x0, anchor, a, threshold_low, threshold_high), **{"ratio_cap": None, **held}
+    )
 
 
 def dppo_kl_slope(x, anchor, a, *, threshold_low, threshold_high, **held):
-    return masked_ratio_slope(x, anchor, a, dropped_kl(x, anchor, a, threshold_low, threshold_high),
-                              **{"ratio_cap": None, **held})
+    return masked_ratio_slope(
+        x, anchor, a, dropped_kl(x, anchor, a, threshold_low, threshold_high), **{"ratio_cap": None, **held}
+    )
 
 
 def ipo(x, x0, anchor, a, *, threshold):
@@ -187,16 +191,22 @@ def each_token(rule, slope):
         out = zeros(documents)
         for d, (document, still) in enumerate(zip(documents, frozen, strict=True)):
             for t in counted(document):
-                out[d][t] = rule(document["policy"][t], still["policy"][t], document[anchor][t],
-                                 document["advantages"][t], **parameters)
+                out[d][t] = rule(
+                    document["policy"][t],
+                    still["policy"][t],
+                    document[anchor][t],
+                    document["advantages"][t],
+                    **parameters,
+                )
         return out
 
     def gradient(documents, weights, *, anchor="old", **parameters):
         out = zeros(documents)
         for d, document in enumerate(documents):
             for t in counted(document):
-                out[d][t] = weights[d][t] * slope(document["policy"][t], document[anchor][t],
-                                                  document["advantages"][t], **parameters)
+                out[d][t] = weights[d][t] * slope(
+                    document["policy"][t], document[anchor][t], document["advantages"][t], **parameters
+                )
         return out
 
     return value, gradient
@@ -266,8 +276,9 @@ def gspo_gradient(documents, weights, *, anchor="old", level="document", advanta
     for d, document in enumerate(documents):
         for part in parts_of(document, level):
             s = math.exp(mean_log_ratio(document, part, anchor))
-            wanted = sum(weights[d][t] * slope_of_ppo(s, advantage_of(document, t, advantage_level), **bounds)
-                         for t in part)
+            wanted = sum(
+                weights[d][t] * slope_of_ppo(s, advantage_of(document, t, advantage_level), **bounds) for t in part
+            )
             for t in part:
                 out[d][t] = wanted / len(part)
     return out
@@ -358,8 +369,10 @@ def gmpo_value(documents, frozen, *, anchor="old", clip_low, clip_high):
 
 
 def gmpo_gradient(documents, weights, *, anchor="old", clip_low, clip_high):
-    values, out = gmpo_value(documents, documents, anchor=anchor, clip_low=clip_low, clip_high=clip_high), \
-        zeros(documents)
+    values, out = (
+        gmpo_value(documents, documents, anchor=anchor, clip_low=clip_low, clip_high=clip_high),
+        zeros(documents),
+    )
     for d, document in enumerate(documents):
         tokens = counted(document)
         wanted = sum(weights[d][t] * values[d][t] for t in tokens)
@@ -402,8 +415,7 @@ def covariances(documents):
     tokens = [(d, t) for d, document in enumerate(documents) for t in counted(document)]
     mean_a = sum(documents[d]["advantages"][t] for d, t in tokens) / len(tokens)
     mean_x = sum(documents[d]["policy"][t] for d, t in tokens) / len(tokens)
-    return [((documents[d]["advantages"][t] - mean_a) * (documents[d]["policy"][t] - mean_x), d, t)
-            for d, t in tokens]
+    return [((documents[d]["advantages"][t] - mean_a) * (documents[d]["policy"][t] - mean_x), d, t) for d, t in tokens]
 
 
 def clip_cov_candidates(documents, *, anchor="old", clip_low, clip_high, cov_low, cov_high):
@@ -437,7 +449,7 @@ def clip_cov_gradient(documents, weights, *, anchor="old", clip_low, clip_high, 
 
 def kl_cov_selected(documents, fraction):
     ordered = sorted(covariances(documents), key=lambda found: (-found[0], found[1], found[2]))
-    return {(d, t) for _, d, t in ordered[:max(1, int(fraction * len(ordered)))]}
+    return {(d, t) for _, d, t in ordered[: max(1, int(fraction * len(ordered)))]}
 
 
 def kl_cov_value(documents, frozen, *, anchor="old", cov_fraction, cov_coefficient):
@@ -544,7 +556,7 @@ def finite_differences(kind, documents, weights, *, step=1e-5, **parameters):
             for shift in (step, -step):
                 moved = list(document["policy"])
                 moved[t] += shift
-                there = [*documents[:d], {**document, "policy": moved}, *documents[d + 1:]]
+                there = [*documents[:d], {**document, "policy": moved}, *documents[d + 1 :]]
                 ends.append(total(kind, there, documents, weights, **parameters))
             out[d][t] = (ends[0] - ends[1]) / (2 * step)
     return out

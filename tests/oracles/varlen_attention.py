@@ -31,8 +31,22 @@ def segments(query_starts, key_starts, longest_query, longest_key):
             yield slice(first, end), slice(first_key, end_key)
 
 
-def forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale,
-            window_size_left, window_size_right):
+def forward(
+    query,
+    key,
+    value,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    return_debug_mask,
+    *,
+    scale,
+    window_size_left,
+    window_size_right,
+):
     """Output [q, Hq, d] and log-normaliser [Hq, q]."""
     assert max_q > 1, "torch reads the rows in another way where every segment has one query"
     assert (dropout_p, return_debug_mask) == (0.0, False)
@@ -49,8 +63,26 @@ def forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is
     return out, lse.float(), None, None, None
 
 
-def backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
-             rng_state, unused, *, scale, window_size_left, window_size_right):
+def backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    logsumexp,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    rng_state,
+    unused,
+    *,
+    scale,
+    window_size_left,
+    window_size_right,
+):
     """Gradients of query, key and value, with probabilities from the log-normaliser that is given."""
     assert max_q > 1
     assert (dropout_p, logsumexp.dtype) == (0.0, torch.float32)

@@ -10,8 +10,9 @@ the group, prompts included: PipelineRL `group_normalization`. raw 1: Tinker. lo
 from __future__ import annotations
 
 
-def document_weight(documents, number, denominator, *, constant=None, documents_counted="trained", kept=None,
-                    rows=None):
+def document_weight(
+    documents, number, denominator, *, constant=None, documents_counted="trained", kept=None, rows=None
+):
     """The weight of each trained token of one document.
 
     Args:
@@ -23,10 +24,10 @@ def document_weight(documents, number, denominator, *, constant=None, documents_
         kept: per document, per token, whether it survives a correction; None: all do.
         rows: per document, the row that holds it (for local_token), rows counted from 0; as (rows, how many).
     """
+
     def counted(other):
         document = documents[other]
-        return sum(1 for t, trains in enumerate(document["loss_mask"])
-                   if trains and (kept is None or kept[other][t]))
+        return sum(1 for t, trains in enumerate(document["loss_mask"]) if trains and (kept is None or kept[other][t]))
 
     everyone = range(len(documents))
     alive = [d for d in everyone if documents_counted == "all" or counted(d) > 0]
@@ -71,7 +72,6 @@ def gradient_weight(documents, number, denominator, *, gradient_divisor=1.0, nor
     """
     weight = document_weight(documents, number, denominator, **settings) / gradient_divisor
     if normalize_by_documents:
-        alive = [d for d in documents
-                 if settings.get("documents_counted") == "all" or any(d["loss_mask"])]
+        alive = [d for d in documents if settings.get("documents_counted") == "all" or any(d["loss_mask"])]
         weight /= len(alive) or 1
     return weight

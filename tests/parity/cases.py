@@ -26,18 +26,37 @@ def step_on(mesh: Mesh, settings: dict, documents: list[dict], frozen_clip=None)
     """The same on a mesh that is there already."""
     spec = RunSpec.model_validate(settings)
     layout = spec.layout
-    policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, tied=spec.model.tied,
-                         seed=spec.model.seed, temperature=spec.policy.temperature or 1.0,
-                         implementation=spec.policy.logprobs, fp32_head=spec.policy.fp32_head,
-                         chunk_tokens=spec.policy.chunk_tokens, keep_bytes=spec.policy.keep_bytes,
-                         shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing,
-                         sequence_parallel=layout.sequence_parallel, fused_loss=spec.policy.fused_loss)
+    policy = load_policy(
+        spec.model.source,
+        mesh=mesh,
+        precision=spec.precision,
+        tied=spec.model.tied,
+        seed=spec.model.seed,
+        temperature=spec.policy.temperature or 1.0,
+        implementation=spec.policy.logprobs,
+        fp32_head=spec.policy.fp32_head,
+        chunk_tokens=spec.policy.chunk_tokens,
+        keep_bytes=spec.policy.keep_bytes,
+        shard_parameters=layout.shard_parameters,
+        checkpointing=layout.checkpointing,
+        sequence_parallel=layout.sequence_parallel,
+        fused_loss=spec.policy.fused_loss,
+    )
     batch = as_batch(documents)
     with planted(spec.faults) if spec.faults else contextlib.nullcontext():
         rows, totals = flow.prepare_rows(batch, spec, mesh)
-        result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
-                               frozen_clip_S=frozen_clip, keep_gradients=True, level=spec.record.metrics,
-                               loss_spec=spec.loss, fused=spec.policy.fused_loss)
+        result = flow.run_step(
+            policy,
+            flow.make_loss(spec.loss),
+            rows,
+            totals,
+            num_source=batch.num_tokens,
+            frozen_clip_S=frozen_clip,
+            keep_gradients=True,
+            level=spec.record.metrics,
+            loss_spec=spec.loss,
+            fused=spec.policy.fused_loss,
+        )
     return {
         "loss": float(result.loss["total"]),
         "gradients": {name: g.double() for name, g in result.gradients.items()},

@@ -100,11 +100,19 @@ class Combination:
             data = {"micro_batch_tokens": 64}
         if packing == "longer":
             data["multiple_of"] = 48 * 4  # more than any layout here asks for, and a multiple of it
-        head = {"auto": {}, "chunked": {"logprobs": "chunked", "chunk_tokens": 16},
-                "fused": {"logprobs": "chunked", "chunk_tokens": 16, "fused_loss": True}}[self.chosen["head"]]
-        return {"model": {"source": "tiny-qwen3", "tied": self.chosen["tied"], "seed": 3}, "precision": "float64",
-                "loss": LOSS | {"denominator": self.chosen["denominator"]}, "layout": self.layout, "data": data,
-                "policy": head | {"temperature": self.chosen["temperature"]}}
+        head = {
+            "auto": {},
+            "chunked": {"logprobs": "chunked", "chunk_tokens": 16},
+            "fused": {"logprobs": "chunked", "chunk_tokens": 16, "fused_loss": True},
+        }[self.chosen["head"]]
+        return {
+            "model": {"source": "tiny-qwen3", "tied": self.chosen["tied"], "seed": 3},
+            "precision": "float64",
+            "loss": LOSS | {"denominator": self.chosen["denominator"]},
+            "layout": self.layout,
+            "data": data,
+            "policy": head | {"temperature": self.chosen["temperature"]},
+        }
 
     @property
     def ask(self) -> tuple:
@@ -180,20 +188,28 @@ def verdict(combination: Combination, answers: list[dict]) -> dict:
     said = {answer.get("refused", "") for answer in answers}
     if expected is not None or said != {""}:
         right = expected is not None and all(expected in words for words in said)
-        return {"combination": str(combination), "verdict": "refused" if right else "wrong", "expected": expected,
-                "said": sorted(said)}
+        return {
+            "combination": str(combination),
+            "verdict": "refused" if right else "wrong",
+            "expected": expected,
+            "said": sorted(said),
+        }
     loss, gradients, logprobs = truth(*combination.ask)[1]
     flat = torch.tensor([value for document in logprobs for value in document], dtype=torch.float64)
     worst = {"loss": 0.0, "gradient": 0.0, "log-probability": 0.0}
     for answer in answers:
         where = answer["tokens"]["trained"]
-        found = {"loss": abs(answer["loss"] - loss) / max(1, abs(loss)),
-                 "gradient": max(distances(answer["gradients"], gradients).values()),
-                 "log-probability": float((answer["tokens"]["policy_logprobs"][where] - flat[where]).abs().max())}
+        found = {
+            "loss": abs(answer["loss"] - loss) / max(1, abs(loss)),
+            "gradient": max(distances(answer["gradients"], gradients).values()),
+            "log-probability": float((answer["tokens"]["policy_logprobs"][where] - flat[where]).abs().max()),
+        }
         assert answer["gradients"].keys() == gradients.keys(), f"{combination}: other parameters"
         # NaN is the worst of all, and max forgets it
-        worst = {name: max(value, found[name]) if found[name] == found[name] else float("inf")
-                 for name, value in worst.items()}
+        worst = {
+            name: max(value, found[name]) if found[name] == found[name] else float("inf")
+            for name, value in worst.items()
+        }
     met = all(value <= BAR for value in worst.values())
     return {"combination": str(combination), "verdict": "met" if met else "wrong", "worst": worst}
 
@@ -224,12 +240,16 @@ def main() -> None:
     record = {
         "what": "combinations of layout, packing and head, drawn from a seed, against the oracle in float64",
         "command": "python -m tests.parity.generated",
-        "drawn": fingerprint(), "combinations": len(verdicts), "met": len(met),
-        "refused": sum(v["verdict"] == "refused" for v in verdicts), "bar": BAR,
+        "drawn": fingerprint(),
+        "combinations": len(verdicts),
+        "met": len(met),
+        "refused": sum(v["verdict"] == "refused" for v in verdicts),
+        "bar": BAR,
         "worst": {name: max(v["worst"][name] for v in met) for name in met[0]["worst"]},
         "ranks": {str(world): count for world, count in COUNTS.items()},
         "pairs_of_choices_met": len(pairs([c for c in ALL if refusal(c) is None])),
-        "torch": torch.__version__, "minutes": round((time.monotonic() - started) / 60, 1),
+        "torch": torch.__version__,
+        "minutes": round((time.monotonic() - started) / 60, 1),
     }
     for v in verdicts:
         if v["verdict"] == "wrong":

@@ -18,8 +18,12 @@ MORE = {
     "clip_cov": {"name": "clip_cov", "surrogate": {"cov_fraction": 0.2}},
     "kl_cov": {"name": "kl_cov", "surrogate": {"cov_fraction": 0.2}},
     "local_token": {"name": "bnpo"},
-    "entropy_and_logits": {"name": "ppo", "entropy_coefficient": 0.02, "squared_logit_coefficient": 1e-3,
-                           "mean_squared_logit_coefficient": 1e-3},
+    "entropy_and_logits": {
+        "name": "ppo",
+        "entropy_coefficient": 0.02,
+        "squared_logit_coefficient": 1e-3,
+        "mean_squared_logit_coefficient": 1e-3,
+    },
     "weight_of_rows": {"name": "ppo", "correction": {"kind": "batch_normalized", "population": "micro_batch"}},
 }
 """Losses that take a statistic of a row, and those that look at more than log-probabilities."""
@@ -72,10 +76,18 @@ class Draw:
         if chosen["loss"] in CASES:
             loss = loss | {name: value for name, value in CASES[chosen["loss"]][2].items() if name != "kept"}
         return {
-            "model": {"source": "tiny-qwen3", "tied": chosen["tied"], "seed": 3}, "precision": precision, "loss": loss,
-            "policy": {"temperature": chosen["temperature"]}, "record": {"metrics": "full"}, "steps": 2,
-            "optimizer": {"name": chosen["optimizer"], "learning_rate": 1e-3, "weight_decay": 0.1,
-                          "max_grad_norm": 0.05},
+            "model": {"source": "tiny-qwen3", "tied": chosen["tied"], "seed": 3},
+            "precision": precision,
+            "loss": loss,
+            "policy": {"temperature": chosen["temperature"]},
+            "record": {"metrics": "full"},
+            "steps": 2,
+            "optimizer": {
+                "name": chosen["optimizer"],
+                "learning_rate": 1e-3,
+                "weight_decay": 0.1,
+                "max_grad_norm": 0.05,
+            },
             "reproducible": {"block_tokens": BLOCK, "weight_chunks": 2, "bits": chosen["bits"]},
         }
 
@@ -101,8 +113,9 @@ class Draw:
         return [list(self.rows[at]) for at in (self.order if laid_out else range(ROWS))]
 
     def __str__(self) -> str:
-        return json.dumps({"number": self.number, "shape": self.shape, "rows": self.rows, "order": self.order}
-                          | self.chosen)
+        return json.dumps(
+            {"number": self.number, "shape": self.shape, "rows": self.rows, "order": self.order} | self.chosen
+        )
 
 
 def drawn(number: int) -> Draw:
@@ -115,8 +128,9 @@ def drawn(number: int) -> Draw:
     documents = list(range(len(oracle().documents)))
     rng.shuffle(documents)
     cuts = sorted(rng.randrange(len(documents) + 1) for _ in range(ROWS - 1))
-    rows = tuple(tuple(sorted(documents[start:stop]))
-                 for start, stop in zip([0, *cuts], [*cuts, len(documents)], strict=True))
+    rows = tuple(
+        tuple(sorted(documents[start:stop])) for start, stop in zip([0, *cuts], [*cuts, len(documents)], strict=True)
+    )
     order = list(range(ROWS))
     rng.shuffle(order)
     return Draw(number, shape, chosen, rows, tuple(order))

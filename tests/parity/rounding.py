@@ -64,8 +64,12 @@ def weights(seed: int, folder: Path) -> Path:
 def ratios(seed: int, folder: Path) -> dict[str, tuple[list[float], list[float]]]:
     """By layout: distances to the truth in one rank's, of whole gradients and of parameters, over all steps."""
     model = {"source": str(weights(seed, folder / "policy"))}
-    base = {"model": model, "steps": STEPS, "optimizer": {"name": "adamw", "learning_rate": 1e-4}, "loss": {
-        "name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}, "kl": {"coefficient": 0.05}}}
+    base = {
+        "model": model,
+        "steps": STEPS,
+        "optimizer": {"name": "adamw", "learning_rate": 1e-4},
+        "loss": {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}, "kl": {"coefficient": 0.05}},
+    }
     asked = {"truth": {"precision": "float64"}, "one_rank": {"frozen_clip": "truth"}}
     asked |= {name: {"layout": layout, "frozen_clip": "truth"} for name, layout in LAYOUTS.items()}
     subjects = []
@@ -74,25 +78,40 @@ def ratios(seed: int, folder: Path) -> dict[str, tuple[list[float], list[float]]
         run_here(run, PROJECT)
         subjects.append(Subject(name, run, "one_rank" if name in LAYOUTS else "", "truth"))
     comparison = compare_runs(subjects, experiment="float32 rounding", question="How far does rounding alone go?")
-    return {name: ([step["distance"] / step["budget"] * WHOLE_FACTOR for step in comparison[name].whole_gradient],
-                   [row.distance / row.budget * PARAMETER_FACTOR for row in comparison[name].parameters])
-            for name in LAYOUTS}
+    return {
+        name: (
+            [step["distance"] / step["budget"] * WHOLE_FACTOR for step in comparison[name].whole_gradient],
+            [row.distance / row.budget * PARAMETER_FACTOR for row in comparison[name].parameters],
+        )
+        for name in LAYOUTS
+    }
 
 
 def summary(values: list[float]) -> dict:
     logs = [math.log(value) for value in values]
-    return {"comparisons": len(values), "mean_log": statistics.mean(logs), "sd_log": statistics.stdev(logs),
-            "median": statistics.median(values), "largest": max(values)}
+    return {
+        "comparisons": len(values),
+        "mean_log": statistics.mean(logs),
+        "sd_log": statistics.stdev(logs),
+        "median": statistics.median(values),
+        "largest": max(values),
+    }
 
 
 def record(found: dict[str, list[tuple[list[float], list[float]]]]) -> dict:
     """What is saved of the ratios of all seeds, by layout."""
-    made = {"command": "python -m tests.parity.rounding", "seeds": len(SEEDS), "steps": STEPS, "layouts": LAYOUTS,
-            "unit": "distance to the float64 truth in one rank's, as workbench.compare.align counts it"}
+    made = {
+        "command": "python -m tests.parity.rounding",
+        "seeds": len(SEEDS),
+        "steps": STEPS,
+        "layouts": LAYOUTS,
+        "unit": "distance to the float64 truth in one rank's, as workbench.compare.align counts it",
+    }
     for at, kind in enumerate(("whole_gradient", "parameter")):
         by_layout = {name: [value for both in seeds for value in both[at]] for name, seeds in found.items()}
         made[kind] = summary([value for values in by_layout.values() for value in values]) | {
-            "median_by_layout": {name: statistics.median(values) for name, values in by_layout.items()}}
+            "median_by_layout": {name: statistics.median(values) for name, values in by_layout.items()}
+        }
     return made
 
 

@@ -47,9 +47,15 @@ def documents_of(case):
         if case == "one busy rank" and number == 0:
             mask = [int(0 < t < 12) for t in range(length)]  # the first chunk of the first row
         around = [[-rng.uniform(2.7, 3.2) for _ in range(length)] for _ in range(2)]
-        documents.append({"tokens": [rng.randrange(19) for _ in range(length)], "loss_mask": mask,
-                          "advantages": [(-1) ** number * rng.uniform(0.2, 2.0)] * length,
-                          "old_logprobs": around[0], "ref_logprobs": around[1]})
+        documents.append(
+            {
+                "tokens": [rng.randrange(19) for _ in range(length)],
+                "loss_mask": mask,
+                "advantages": [(-1) ** number * rng.uniform(0.2, 2.0)] * length,
+                "old_logprobs": around[0],
+                "ref_logprobs": around[1],
+            }
+        )
     return documents
 
 
@@ -59,10 +65,13 @@ def as_rows(documents):
     def rows(name, fill, dtype):
         return torch.tensor([d[name] + [fill] * (T - len(d["tokens"])) for d in documents], dtype=dtype)
 
-    return {"tokens": rows("tokens", 5, torch.long), "mask": rows("loss_mask", 0, torch.bool),
-            "old_logprobs": rows("old_logprobs", float("nan"), torch.float64),
-            "ref_logprobs": rows("ref_logprobs", float("nan"), torch.float64),
-            "advantages": rows("advantages", float("nan"), torch.float64)}
+    return {
+        "tokens": rows("tokens", 5, torch.long),
+        "mask": rows("loss_mask", 0, torch.bool),
+        "old_logprobs": rows("old_logprobs", float("nan"), torch.float64),
+        "ref_logprobs": rows("ref_logprobs", float("nan"), torch.float64),
+        "advantages": rows("advantages", float("nan"), torch.float64),
+    }
 
 
 def train_once(mesh, engine, spec, documents, micro_batches):
@@ -79,7 +88,7 @@ def train_once(mesh, engine, spec, documents, micro_batches):
             fully_shard(layer, mesh=mesh._flatten())
         fully_shard(model, mesh=mesh._flatten())
     align = align_loss(mesh, engine=ENGINES[engine])
-    mine = documents[mesh["dp"].get_local_rank() * 3:][:3]
+    mine = documents[mesh["dp"].get_local_rank() * 3 :][:3]
     cuts = [mine] if micro_batches == 1 else [mine[:2], mine[2:]]
     batches = [as_rows(cut) for cut in cuts]
     counts = align.row_counts([batch["mask"] for batch in batches])
@@ -113,8 +122,12 @@ def gradient_of_pairs():
     import torch.distributed as dist
 
     align = align_loss(cp=dist.group.WORLD, engine="sum")
-    completions = PAIRS | {engine: lambda partial, axis, engine=engine: local_to_whole(
-        partial, (axis,), align_loss(cp=axis, engine=engine).factor) for engine in ("sum", "mean")}
+    completions = PAIRS | {
+        engine: lambda partial, axis, engine=engine: local_to_whole(
+            partial, (axis,), align_loss(cp=axis, engine=engine).factor
+        )
+        for engine in ("sum", "mean")
+    }
     found = {}
     for name, complete in completions.items():
         weight = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
@@ -127,9 +140,16 @@ def gradient_of_pairs():
 def test_an_adjoint_belongs_to_an_engine(tmp_path):
     """An adjoint and an engine that do not belong together are off by the number of ranks; ours are not."""
     ranks, truth = 4, 2 * 0.7 * 6**2
-    expected = {("all-reduce backward", "sum"): ranks, ("all-reduce backward", "mean"): 1,
-                ("identity backward", "sum"): 1, ("identity backward", "mean"): 1 / ranks,
-                ("sum", "sum"): 1, ("mean", "mean"): 1, ("sum", "mean"): 1 / ranks, ("mean", "sum"): ranks}
+    expected = {
+        ("all-reduce backward", "sum"): ranks,
+        ("all-reduce backward", "mean"): 1,
+        ("identity backward", "sum"): 1,
+        ("identity backward", "mean"): 1 / ranks,
+        ("sum", "sum"): 1,
+        ("mean", "mean"): 1,
+        ("sum", "mean"): 1 / ranks,
+        ("mean", "sum"): ranks,
+    }
     for found in run_ranks(gradient_of_pairs, ranks, tmp_path):
         assert {pair: gradient / truth for pair, gradient in found.items()} == pytest.approx(expected, rel=1e-14)
 
@@ -141,22 +161,37 @@ def truth(name, documents):
         return paper.grpo_step(model, documents, **settings, denominator=LOSSES[name].denominator)[:2]
     lengths = [sum(document["loss_mask"]) for document in documents]
     trained = sum(length > 0 for length in lengths)
-    return paper.policy_step(model, documents, paper.document_logprobs(model, documents), paper.gspo(0.05, 0.08),
-                             weight=lambda number: 1 / (trained * max(lengths[number], 1)))
+    return paper.policy_step(
+        model,
+        documents,
+        paper.document_logprobs(model, documents),
+        paper.gspo(0.05, 0.08),
+        weight=lambda number: 1 / (trained * max(lengths[number], 1)),
+    )
 
 
 def test_a_trainer_that_is_aligned_has_the_papers_gradients(tmp_path):
     """Each engine with each loss once or twice; micro-batches and the busy rank on all engines."""
-    combinations = [("plain sum", "grpo by token", "all", 1), ("DDP", "grpo by token", "all", 2),
-                    ("FSDP2", "grpo by token", "all", 2), ("plain sum", "gspo", "all", 2),
-                    ("DDP", "gspo", "all", 1), ("FSDP2", "grpo by document", "all", 1),
-                    ("plain sum", "grpo by document", "one busy rank", 2),
-                    ("DDP", "grpo by token", "one busy rank", 1), ("FSDP2", "gspo", "one busy rank", 1)]
+    combinations = [
+        ("plain sum", "grpo by token", "all", 1),
+        ("DDP", "grpo by token", "all", 2),
+        ("FSDP2", "grpo by token", "all", 2),
+        ("plain sum", "gspo", "all", 2),
+        ("DDP", "gspo", "all", 1),
+        ("FSDP2", "grpo by document", "all", 1),
+        ("plain sum", "grpo by document", "one busy rank", 2),
+        ("DDP", "grpo by token", "one busy rank", 1),
+        ("FSDP2", "gspo", "one busy rank", 1),
+    ]
     documents = {case: documents_of(case) for case in ("all", "one busy rank")}
     truths = {key: truth(key[0], documents[key[1]]) for key in {(name, case) for _, name, case, _ in combinations}}
     assert max(float(g.norm()) for g in truths["gspo", "all"][1].values()) > 1e-2
-    answers = run_ranks(train, DP * CP, tmp_path,
-                        [(engine, LOSSES[name], documents[case], cut) for engine, name, case, cut in combinations])
+    answers = run_ranks(
+        train,
+        DP * CP,
+        tmp_path,
+        [(engine, LOSSES[name], documents[case], cut) for engine, name, case, cut in combinations],
+    )
     for number, (engine, name, case, cut) in enumerate(combinations):
         expected_loss, expected = truths[name, case]
         for rank, found in enumerate(answers):

@@ -31,10 +31,19 @@ def all_ways(source, destination):
     """Each way of delivery, with samples that both deal evenly and with others; one setting each of the rest."""
     draw = random.Random(f"{source} {destination}")
     for delivery, order in WAYS:
-        samples = draw.choice([even_samples(source, destination), 2 * even_samples(source, destination),
-                               draw.randint(1, 7)])
-        yield samples, delivery, order, {"layout": draw.choice(["bsh", "sbh"]), "said": draw.random() < 0.5,
-                                         "sequence_parallel": delivery == "sharded" and draw.random() < 0.5}
+        samples = draw.choice(
+            [even_samples(source, destination), 2 * even_samples(source, destination), draw.randint(1, 7)]
+        )
+        yield (
+            samples,
+            delivery,
+            order,
+            {
+                "layout": draw.choice(["bsh", "sbh"]),
+                "said": draw.random() < 0.5,
+                "sequence_parallel": delivery == "sharded" and draw.random() < 0.5,
+            },
+        )
 
 
 @pytest.mark.parametrize(("source", "destination"), SOME, ids=str)
@@ -48,9 +57,12 @@ def test_a_pair_is_what_global_tensors_say(source, destination):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", range(1, 17))
 def test_every_pair_is_what_global_tensors_say(ranks):
-    wrong = [(source, destination, *way) for source, destination in pairs(ranks)
-             for way in all_ways(source, destination)
-             if not crosses(source, destination, *way[:3], **way[3])[0]]
+    wrong = [
+        (source, destination, *way)
+        for source, destination in pairs(ranks)
+        for way in all_ways(source, destination)
+        if not crosses(source, destination, *way[:3], **way[3])[0]
+    ]
     assert wrong == []
 
 
@@ -68,9 +80,13 @@ def test_grids_may_begin_at_any_rank():
 def named_on_gloo():
     """On a real rank: every named pair, in both layouts of the tensor, with and without being asked."""
     groups = GridGroups(world_axis())
-    return {name: [cross(groups, *problem, truth(*problem[:4], layout=layout), layout=layout, said=said,
-                         checked=said) for layout, said in (("bsh", True), ("sbh", False))]
-            for name, (*problem, _) in NAMED.items()}
+    return {
+        name: [
+            cross(groups, *problem, truth(*problem[:4], layout=layout), layout=layout, said=said, checked=said)
+            for layout, said in (("bsh", True), ("sbh", False))
+        ]
+        for name, (*problem, _) in NAMED.items()
+    }
 
 
 def test_real_ranks_are_what_global_tensors_say(tmp_path):
@@ -86,8 +102,9 @@ def declared_on_gloo(seed):
     sides = random_sides(seed, world.size)
     generator = torch.Generator().manual_seed(seed)
     values, gradients = (rows(side, generator) for side in sides)
-    source, destination = (declare(side.share_of[world.rank].tokens_t, world, alike=side.number_of[world.rank])
-                           for side in sides)
+    source, destination = (
+        declare(side.share_of[world.rank].tokens_t, world, alike=side.number_of[world.rank]) for side in sides
+    )
     own = values[world.rank].clone().requires_grad_()
     out = Crossing.make(source, destination).cross(own, world, checked=True)
     out.backward(gradients[world.rank])

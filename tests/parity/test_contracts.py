@@ -17,12 +17,17 @@ OTHER = [("trl", "grpo, bnpo, dr_grpo, sapo, luspo"), ("pipelinerl", "deepspeed"
 def found(tmp_path_factory):
     """The oracle, and each contract on dp = 2, cp = 2 with two micro-batches a rank."""
     documents = documents_near(11)
-    cases = {mode: settings(LAYOUTS["dp2_cp2"], data={"micro_batches": 2},
-                            denominator="document" if mode[0] == "trl" else "token") for mode in EXACT + OTHER}
+    cases = {
+        mode: settings(
+            LAYOUTS["dp2_cp2"], data={"micro_batches": 2}, denominator="document" if mode[0] == "trl" else "token"
+        )
+        for mode in EXACT + OTHER
+    }
     for mode, case in cases.items():
         case["loss"]["scaling"] = scaling_contract(*mode).model_dump()
-    answers = run_ranks(many_steps, 4, tmp_path_factory.mktemp("contracts"),
-                        [(case, documents) for case in cases.values()])[0]
+    answers = run_ranks(
+        many_steps, 4, tmp_path_factory.mktemp("contracts"), [(case, documents) for case in cases.values()]
+    )[0]
     return {d: oracle(documents, denominator=d) for d in ("token", "document")}, dict(zip(cases, answers, strict=True))
 
 

@@ -21,20 +21,32 @@ SIMULATED = {
     "micro-batches whose images are fewer than ranks": (Case((1, 1, 4), (1, 2, 2), micro_batches=4), "general"),
     "images read by several documents": (Case((1, 1, 2), (1, 2, 1), shared=True), "general"),
     "sequence parallelism into shards": (Case((2, 1, 1), (2, 1, 1), layout=(("sequence_parallel", True),)), "general"),
-    "sequence parallelism, whole": (Case((2, 1, 1), (2, 1, 1), delivery="whole", steps=2,
-                                         layout=(("sequence_parallel", True),)), "equal"),
+    "sequence parallelism, whole": (
+        Case((2, 1, 1), (2, 1, 1), delivery="whole", steps=2, layout=(("sequence_parallel", True),)),
+        "equal",
+    ),
     "a class token, and no plan": (Case((2, 1, 1), (1, 2, 1), vision="tiny-clip"), "general"),
 }
-REAL = {f"{name}, {count} micro-batches": Case(*layouts, images=16, delivery="whole", micro_batches=count, steps=2)
-        for name, layouts in (("fan-in", FAN_IN), ("fan-out", FAN_OUT), ("equal", EQUAL)) for count in (1, 4)}
-REAL |= {f"{name}, {count} micro-batches": Case(*layouts, images=7, micro_batches=count, steps=2, **more)
-         for name, layouts, more in (
-             ("uneven, into shards", FAN_IN, {}), ("source cp", ((2, 2, 2), (1, 2, 4)), {"source_order": "zigzag"}),
-             ("source cp, whole", ((2, 2, 2), (1, 2, 4)), {"delivery": "whole"}),
-             ("uneven, whole", FAN_IN, {"delivery": "whole"}),
-             ("images read twice", FAN_OUT, {"shared": True})) for count in (1, 4)}
-SIX = {f"dp 3 and 2, {count} micro-batches": Case((2, 1, 3), (1, 3, 2), images=7, micro_batches=count, steps=2)
-       for count in (1, 4)}
+REAL = {
+    f"{name}, {count} micro-batches": Case(*layouts, images=16, delivery="whole", micro_batches=count, steps=2)
+    for name, layouts in (("fan-in", FAN_IN), ("fan-out", FAN_OUT), ("equal", EQUAL))
+    for count in (1, 4)
+}
+REAL |= {
+    f"{name}, {count} micro-batches": Case(*layouts, images=7, micro_batches=count, steps=2, **more)
+    for name, layouts, more in (
+        ("uneven, into shards", FAN_IN, {}),
+        ("source cp", ((2, 2, 2), (1, 2, 4)), {"source_order": "zigzag"}),
+        ("source cp, whole", ((2, 2, 2), (1, 2, 4)), {"delivery": "whole"}),
+        ("uneven, whole", FAN_IN, {"delivery": "whole"}),
+        ("images read twice", FAN_OUT, {"shared": True}),
+    )
+    for count in (1, 4)
+}
+SIX = {
+    f"dp 3 and 2, {count} micro-batches": Case((2, 1, 3), (1, 3, 2), images=7, micro_batches=count, steps=2)
+    for count in (1, 4)
+}
 
 
 def hold(case, results, name):

@@ -23,8 +23,11 @@ TOKEN_LEVEL = ["local_denominator", "micro_batch_denominator", "missing_cp_facto
 def answers(tmp_path_factory):
     """The oracle's gradients, and those of each fault at cp=2, both orders."""
     documents = documents_near(11)
-    cases = {(fault, order): (settings(LAYOUTS[f"cp2_{order}"], faults=[fault], **NEEDS.get(fault, {})), documents)
-             for fault in TOKEN_LEVEL for order in ("contiguous", "zigzag")}
+    cases = {
+        (fault, order): (settings(LAYOUTS[f"cp2_{order}"], faults=[fault], **NEEDS.get(fault, {})), documents)
+        for fault in TOKEN_LEVEL
+        for order in ("contiguous", "zigzag")
+    }
     found = run_ranks(many_steps, 2, tmp_path_factory.mktemp("faults"), list(cases.values()))[0]
     return documents, oracle(documents), dict(zip(cases, found, strict=True))
 
@@ -61,8 +64,10 @@ def test_token_counts_of_micro_batches_make_a_mean_of_means(answers):
     assert_float64_parity(right["gradients"], expected, context="counts of the whole step")
     with pytest.raises(AssertionError, match="parameters differ"):
         assert_float64_parity(broken["gradients"], expected, context="tokens of each micro-batch")
-    ratio = (sum(g.square().sum() for g in broken["gradients"].values())
-             / sum(g.square().sum() for g in right["gradients"].values())) ** 0.5
+    ratio = (
+        sum(g.square().sum() for g in broken["gradients"].values())
+        / sum(g.square().sum() for g in right["gradients"].values())
+    ) ** 0.5
     assert 1.5 < float(ratio) < 4, "three micro-batches"
     silent = one_step(settings({}, **by_documents, faults=["micro_batch_denominator"]), documents)
     unharmed = one_step(settings({}, **by_documents), documents)

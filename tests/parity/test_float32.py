@@ -67,8 +67,11 @@ def answers(truths, tmp_path_factory):
     """By layout: its float32 step on every seed."""
     found = {}
     for world, names in HELD.items():
-        cases = [(settings((LAYOUTS | RING)[name], precision="float32"), documents, exact["tokens"]["clipped"])
-                 for name in names for documents, exact, _, _ in truths]
+        cases = [
+            (settings((LAYOUTS | RING)[name], precision="float32"), documents, exact["tokens"]["clipped"])
+            for name in names
+            for documents, exact, _, _ in truths
+        ]
         steps = iter(run_ranks(many_steps, world, tmp_path_factory.mktemp("ranks"), cases)[0])
         found |= {name: [next(steps) for _ in truths] for name in names}
     return found
@@ -79,11 +82,14 @@ def test_layout_is_as_accurate_as_one_rank(name, truths, answers):
     ratios, per_parameter = [], {parameter: [] for parameter in truths[0][1]["gradients"]}
     for answer, (_, exact, plain, _) in zip(answers[name], truths, strict=True):
         truth = exact["gradients"]
-        ratios.append(distance(whole(answer["gradients"]), whole(truth))
-                      / distance(whole(plain["gradients"]), whole(truth)))
+        ratios.append(
+            distance(whole(answer["gradients"]), whole(truth)) / distance(whole(plain["gradients"]), whole(truth))
+        )
         for parameter, values in per_parameter.items():
-            values.append(distance(answer["gradients"][parameter], truth[parameter])
-                          / distance(plain["gradients"][parameter], truth[parameter]))
+            values.append(
+                distance(answer["gradients"][parameter], truth[parameter])
+                / distance(plain["gradients"][parameter], truth[parameter])
+            )
     assert statistics.median(ratios) <= 1.5, f"{name}: {ratios}"
     over = {p: values for p, values in per_parameter.items() if statistics.median(values) > 2}
     assert not over, f"{name}: {over}"
@@ -94,7 +100,8 @@ def test_the_factors_of_one_run_follow_from_the_measured_spread(kind, factor):
     """The smallest multiple of a half that right layouts keep in all but 1 of 100 reports."""
     record = json.loads(rounding.RECORD.read_text())
     measured = record[kind]
-    wanted = rounding.required(measured, rounding.COMPARISONS * measured["comparisons"]
-                               // record["whole_gradient"]["comparisons"])
+    wanted = rounding.required(
+        measured, rounding.COMPARISONS * measured["comparisons"] // record["whole_gradient"]["comparisons"]
+    )
     assert factor - 0.5 < wanted <= factor
     assert all(median < 1.2 for median in measured["median_by_layout"].values()), "nothing less exact than one rank"

@@ -24,15 +24,22 @@ from workbench.runs.worker import make_optimizer
 from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import make_mesh
 
-LAYOUTS = {"dp2": {"dp": 2}, "cp2": {"cp": 2, "order": "zigzag"}, "dp2_cp2": {"dp": 2, "cp": 2, "order": "zigzag"},
-           "dp2_tp2": {"dp": 2, "tp": 2}, "cp2_tp2": {"cp": 2, "tp": 2, "order": "zigzag"},
-           "dp2_tp2_sp": {"dp": 2, "tp": 2, "sequence_parallel": True}}
+LAYOUTS = {
+    "dp2": {"dp": 2},
+    "cp2": {"cp": 2, "order": "zigzag"},
+    "dp2_cp2": {"dp": 2, "cp": 2, "order": "zigzag"},
+    "dp2_tp2": {"dp": 2, "tp": 2},
+    "cp2_tp2": {"cp": 2, "tp": 2, "order": "zigzag"},
+    "dp2_tp2_sp": {"dp": 2, "tp": 2, "sequence_parallel": True},
+}
 SHARDED, AGAIN = {"shard_parameters": True}, {"shard_parameters": True, "checkpointing": True}
 HOW = {"replicated": {}, "sharded": SHARDED, "sharded, computed again": AGAIN}
 CLIP = 0.05
 """Far below the norm of the gradients here: every step is clipped."""
-OPTIMIZERS = {"adamw": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": CLIP},
-              "sgd": {"name": "sgd", "learning_rate": 0.5, "max_grad_norm": CLIP}}
+OPTIMIZERS = {
+    "adamw": {"name": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": CLIP},
+    "sgd": {"name": "sgd", "learning_rate": 0.5, "max_grad_norm": CLIP},
+}
 
 
 def train(given, documents):
@@ -40,21 +47,44 @@ def train(given, documents):
     spec = RunSpec.model_validate(given)
     layout = spec.layout
     mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp)
-    policy = load_policy(spec.model.source, mesh=mesh, precision="float64", tied=spec.model.tied, seed=spec.model.seed,
-                         shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing,
-                         sequence_parallel=layout.sequence_parallel, fused_loss=spec.policy.fused_loss)
+    policy = load_policy(
+        spec.model.source,
+        mesh=mesh,
+        precision="float64",
+        tied=spec.model.tied,
+        seed=spec.model.seed,
+        shard_parameters=layout.shard_parameters,
+        checkpointing=layout.checkpointing,
+        sequence_parallel=layout.sequence_parallel,
+        fused_loss=spec.policy.fused_loss,
+    )
     optimizer, steps = make_optimizer(policy, spec.optimizer), []
     for _ in range(2):
         rows, totals = flow.prepare_rows(as_batch(documents), spec, mesh)
-        found = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, keep_gradients=True,
-                              loss_spec=spec.loss, fused=spec.policy.fused_loss)
+        found = flow.run_step(
+            policy,
+            flow.make_loss(spec.loss),
+            rows,
+            totals,
+            keep_gradients=True,
+            loss_spec=spec.loss,
+            fused=spec.policy.fused_loss,
+        )
         norm = flow.clip_gradients(policy, found.norms, spec.optimizer.max_grad_norm)
         optimizer.step()
-        steps.append((float(found.loss["total"]), dict(found.gradients), norm,
-                      sum(int(local.row.loss_mask_T.sum()) for local in rows)))
-    return {"steps": steps, "weights": full_weights(policy.model, policy.shards, mesh),
-            "held": sum(p.to_local().numel() if layout.shard_parameters else p.numel()
-                        for p in policy.model.parameters())}
+        steps.append(
+            (
+                float(found.loss["total"]),
+                dict(found.gradients),
+                norm,
+                sum(int(local.row.loss_mask_T.sum()) for local in rows),
+            )
+        )
+    return {
+        "steps": steps,
+        "weights": full_weights(policy.model, policy.shards, mesh),
+        "held": sum(p.to_local().numel() if layout.shard_parameters else p.numel() for p in policy.model.parameters()),
+    }
 
 
 def train_all(cases):
@@ -97,10 +127,19 @@ def cases():
 
 
 SAMPLE = {
-    2: [("dp2", "tied", "sharded"), ("dp2", "idle_rank", "sharded"), ("cp2", "untied", "replicated"),
-        ("cp2", "untied", "sharded, computed again"), ("cp2", "fused", "sharded")],
-    4: [("dp2_cp2", "tied", "sharded"), ("dp2_tp2", "untied", "replicated"), ("dp2_tp2", "untied", "sharded"),
-        ("dp2_tp2_sp", "fused", "sharded")],
+    2: [
+        ("dp2", "tied", "sharded"),
+        ("dp2", "idle_rank", "sharded"),
+        ("cp2", "untied", "replicated"),
+        ("cp2", "untied", "sharded, computed again"),
+        ("cp2", "fused", "sharded"),
+    ],
+    4: [
+        ("dp2_cp2", "tied", "sharded"),
+        ("dp2_tp2", "untied", "replicated"),
+        ("dp2_tp2", "untied", "sharded"),
+        ("dp2_tp2_sp", "fused", "sharded"),
+    ],
 }
 """Ranks -> what they train in every run of the suite: layout, case, how."""
 

@@ -36,7 +36,7 @@ def check(layout, folder):
     world = layout.get("dp", 1) * layout.get("cp", 1) * layout.get("tp", 1)
     for rank, answers in enumerate(run_ranks(many_steps, world, folder, asked)):
         for number, name in enumerate(chosen):
-            without, found = answers[2 * number: 2 * number + 2]
+            without, found = answers[2 * number : 2 * number + 2]
             context = f"{layout}, {name}, rank {rank}"
             assert abs(found["loss"] - without["loss"]) <= 1e-12 * max(1, abs(without["loss"])), context
             assert_float64_parity(found["gradients"], without["gradients"], context=context)
@@ -47,8 +47,10 @@ def check(layout, folder):
             says = {"gspo": layout.get("cp", 1) > 1, "kl_cov": found["trained_here"] > 7}.get(name, False)
             assert bool(found["fallbacks"]) == says, (context, found["fallbacks"])
             if name == "gspo" and says:
-                assert "whose tokens lie on 2 cp ranks: it is evaluated between forward and backward, 4 products" in (
-                    found["fallbacks"][0])
+                assert (
+                    "whose tokens lie on 2 cp ranks: it is evaluated between forward and backward, 4 products"
+                    in (found["fallbacks"][0])
+                )
 
 
 @pytest.mark.parametrize("name", ["cp2_zigzag", "tp2"])

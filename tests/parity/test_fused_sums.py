@@ -38,20 +38,38 @@ def policy(rank, fused_loss):
 def step(loss, *, fused, layout=CP2, make=flow.make_loss, made_from_spec=True, chunk_tokens=CHUNK):
     """One step on simulated ranks, and the products of each for every token that trains on it."""
     head = {"fused_loss": True, "chunk_tokens": chunk_tokens} if fused else {}
-    spec = RunSpec.model_validate({"model": {"source": "tiny-qwen3", "seed": 3}, "precision": "float64", "loss": loss,
-                                   "layout": layout, "policy": head, "data": {"micro_batches": 2}})
+    spec = RunSpec.model_validate(
+        {
+            "model": {"source": "tiny-qwen3", "seed": 3},
+            "precision": "float64",
+            "loss": loss,
+            "layout": layout,
+            "policy": head,
+            "data": {"micro_batches": 2},
+        }
+    )
     batch = as_batch(oracle().documents)
     weights_T = 0.5 + torch.arange(batch.num_tokens, dtype=torch.float64) % 7 / 4
-    batch = replace(batch, extensions=batch.extensions | {
-        CORRECTION_WEIGHTS: Extension(weights_T, "token", "1", "of another program")})
+    batch = replace(
+        batch,
+        extensions=batch.extensions | {CORRECTION_WEIGHTS: Extension(weights_T, "token", "1", "of another program")},
+    )
 
     def rank(mesh):
         held = replace(policy(mesh["dp_cp"].rank, fused), mesh=mesh, chunk_tokens=spec.policy.chunk_tokens)
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         with count_products(this_thread=True) as count:
-            found = flow.run_step(held, make(spec.loss), rows, totals, num_source=batch.num_tokens,
-                                  keep_gradients=True, level="full", loss_spec=spec.loss if made_from_spec else None,
-                                  fused=fused)
+            found = flow.run_step(
+                held,
+                make(spec.loss),
+                rows,
+                totals,
+                num_source=batch.num_tokens,
+                keep_gradients=True,
+                level="full",
+                loss_spec=spec.loss if made_from_spec else None,
+                fused=fused,
+            )
         return found, count.rows / sum(int(local.row.loss_mask_T.sum()) for local in rows)
 
     return simulate(rank, dp=layout.get("dp", 1), cp=layout.get("cp", 1), tp=layout.get("tp", 1))
@@ -61,8 +79,9 @@ def assert_same(found, expected, context):
     assert float(found.loss["total"]) == pytest.approx(float(expected.loss["total"]), rel=1e-12, abs=1e-13), context
     assert_float64_parity(found.gradients, expected.gradients, context=context)
     trained = expected.tokens["trained"]
-    torch.testing.assert_close(found.tokens["policy_logprobs"][trained], expected.tokens["policy_logprobs"][trained],
-                               rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        found.tokens["policy_logprobs"][trained], expected.tokens["policy_logprobs"][trained], rtol=0, atol=1e-12
+    )
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-9, abs=1e-12, nan_ok=True), context
 
 
@@ -104,12 +123,20 @@ def test_a_selection_of_the_row_with_a_weight_of_documents_takes_what_the_select
         assert_same(found, expected, "kl_cov")
 
 
-@pytest.mark.parametrize("loss", [
-    {"name": "gspo"}, {"name": "grpo", "correction": {"kind": "opsm", "opsm_threshold": 0.01}},
-    {"name": "grpo", "correction": {"kind": "sequence_tis_sum"},
-     "kl": {"coefficient": 0.1, "importance": "old", "importance_level": "document"}},
-    {"name": "grpo", "correction": {"kind": "sequence_tis_sum", "ratio_high": 1.1}, "old_policy": "current"},
-], ids=["gspo", "opsm", "kl", "current"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"name": "gspo"},
+        {"name": "grpo", "correction": {"kind": "opsm", "opsm_threshold": 0.01}},
+        {
+            "name": "grpo",
+            "correction": {"kind": "sequence_tis_sum"},
+            "kl": {"coefficient": 0.1, "importance": "old", "importance_level": "document"},
+        },
+        {"name": "grpo", "correction": {"kind": "sequence_tis_sum", "ratio_high": 1.1}, "old_policy": "current"},
+    ],
+    ids=["gspo", "opsm", "kl", "current"],
+)
 def test_what_the_policy_enters_is_evaluated_between_forward_and_backward(loss):
     """opsm compares the live policy without a gradient, and "current" makes it the old one."""
     for (expected, _), (found, products) in zip(step(loss, fused=False), step(loss, fused=True), strict=True):
@@ -120,19 +147,27 @@ def test_what_the_policy_enters_is_evaluated_between_forward_and_backward(loss):
 
 def own(value_of):
     """A token loss times a sum over documents that somebody wrote on the spot."""
+
     def make(spec):
         def loss(inputs):
-            return {"policy": Term(-inputs.advantages_T * inputs.counted_logprobs_T
-                                   * inputs.document_sums.document(value_of(inputs)))}
+            return {
+                "policy": Term(
+                    -inputs.advantages_T * inputs.counted_logprobs_T * inputs.document_sums.document(value_of(inputs))
+                )
+            }
+
         return loss
+
     return make
 
 
 OWN = {
     "only_a_gradient": (lambda i: 1 + i.policy_logprobs_T - i.policy_logprobs_T.detach(), "at once"),
     "only_a_value": (lambda i: i.policy_logprobs_T.detach(), "at once"),
-    "here_and_not_there": (lambda i: (i.policy_logprobs_T.detach() - i.old_logprobs_T - 0.01).abs().lt(0.009).double(),
-                           "late"),
+    "here_and_not_there": (
+        lambda i: (i.policy_logprobs_T.detach() - i.old_logprobs_T - 0.01).abs().lt(0.009).double(),
+        "late",
+    ),
     "data": (lambda i: i.sampler_logprobs_T.exp(), "never"),
 }
 """What is summed, and when it shows that the policy enters it."""
@@ -142,8 +177,7 @@ OWN = {
 def test_a_loss_that_nobody_knows_comes_out_right(name):
     """One sum is the same for both policies that the loss is asked about, and not for the real one."""
     value_of, shows = OWN[name]
-    results = [step({"name": "grpo"}, fused=fused, make=own(value_of), made_from_spec=False)
-               for fused in (False, True)]
+    results = [step({"name": "grpo"}, fused=fused, make=own(value_of), made_from_spec=False) for fused in (False, True)]
     for (expected, _), (found, products) in zip(*results, strict=True):
         assert bool(found.fallbacks) == (shows != "never")
         assert products == {"at once": 4, "never": 3}.get(shows, products)
@@ -159,9 +193,14 @@ def test_products_of_simulated_tp_ranks_are_their_own():
     def rank(mesh):
         held = load_policy("tiny-qwen3", mesh=mesh, precision="float64", seed=3, fused_loss=True, chunk_tokens=CHUNK)
         rows, _ = flow.prepare_rows(batch, spec, mesh)
-        found = fused_loss(rows[0].hidden_states(held), targets_T=rows[0].row.targets_T,
-                           loss_fn=lambda said, places: said.logprobs_T.sum(), active_T=rows[0].row.loss_mask_T,
-                           implementation="chunked", **held.head_arguments())
+        found = fused_loss(
+            rows[0].hidden_states(held),
+            targets_T=rows[0].row.targets_T,
+            loss_fn=lambda said, places: said.logprobs_T.sum(),
+            active_T=rows[0].row.loss_mask_T,
+            implementation="chunked",
+            **held.head_arguments(),
+        )
         return found.products, found.fallback
 
     assert simulate(rank, tp=2) == [(3.0, None)] * 2

@@ -61,11 +61,13 @@ def test_one_rank_that_is_wrong_is_enough():
     right = answer(combination)
     assert verdict(combination, [right, right])["verdict"] == "met"
     name = next(iter(right["gradients"]))
-    for wrong in (right | {"loss": right["loss"] + 1e-11},
-                  right | {"gradients": right["gradients"] | {name: right["gradients"][name] * (1 + 1e-11)}},
-                  right | {"gradients": right["gradients"] | {name: right["gradients"][name] * float("nan")}},
-                  right | {"tokens": right["tokens"] | {"policy_logprobs": right["tokens"]["policy_logprobs"] + 1e-11}},
-                  {"refused": "heads"}):
+    for wrong in (
+        right | {"loss": right["loss"] + 1e-11},
+        right | {"gradients": right["gradients"] | {name: right["gradients"][name] * (1 + 1e-11)}},
+        right | {"gradients": right["gradients"] | {name: right["gradients"][name] * float("nan")}},
+        right | {"tokens": right["tokens"] | {"policy_logprobs": right["tokens"]["policy_logprobs"] + 1e-11}},
+        {"refused": "heads"},
+    ):
         assert verdict(combination, [right, wrong])["verdict"] == "wrong"
 
 

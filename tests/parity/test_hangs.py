@@ -24,14 +24,22 @@ from workbench.sharding import flight
 from workbench.sharding.mesh import Axis, single_process_mesh
 
 PROJECT = Path(__file__).parents[2]
-SMALL = {"steps": 3, "device": "cpu", "model": {"source": "tiny-qwen3"}, "data": {"documents_per_step": 4},
-         "record": {"gradients": "none", "tokens": False}}
+SMALL = {
+    "steps": 3,
+    "device": "cpu",
+    "model": {"source": "tiny-qwen3"},
+    "data": {"documents_per_step": 4},
+    "record": {"gradients": "none", "tokens": False},
+}
 
 
 @pytest.mark.parametrize("where", ["torchx", "processes"])
 def test_the_rank_that_skipped_a_collective_is_named(where, tmp_path):
-    ablation = AblationSpec(reference="hang", base=SMALL | {"layout": {"cp": 2}, "faults": ["skipped_collective"]},
-                            configurations={"hang": {}})
+    ablation = AblationSpec(
+        reference="hang",
+        base=SMALL | {"layout": {"cp": 2}, "faults": ["skipped_collective"]},
+        configurations={"hang": {}},
+    )
     [run] = launch(ablation, tmp_path, where=where, project=PROJECT).wait(timeout_s=120)
     ended_s = time.time()
     assert run.status == "failed"
@@ -60,8 +68,13 @@ def test_the_straggler_comes_late_once(monkeypatch):
     slept, calls = [], []
     monkeypatch.setattr(straggler, "time", stand_in(time, sleep=lambda seconds: slept.append((len(calls), seconds))))
     monkeypatch.setattr(step, "sum_gradients", lambda *arguments: calls.append(arguments))
-    meshes = [replace(single_process_mesh(), axes=single_process_mesh().axes | {
-        name: Axis(name, 3, rank) for name in ("dp", "dp_cp")}) for rank in range(3)]
+    meshes = [
+        replace(
+            single_process_mesh(),
+            axes=single_process_mesh().axes | {name: Axis(name, 3, rank) for name in ("dp", "dp_cp")},
+        )
+        for rank in range(3)
+    ]
     with planted(["straggler"]):
         for mesh in meshes * 3:
             step.sum_gradients("model", "shards", mesh)

@@ -27,8 +27,12 @@ LAYOUTS = {
 def settings(layout, **more):
     loss = LOSS | {"denominator": more.pop("denominator", "token")}
     tied = more.pop("tied", True)
-    return {"model": {"source": "tiny-qwen3", "tied": tied, "seed": 3}, "precision": "float64", "loss": loss,
-            "layout": layout} | more
+    return {
+        "model": {"source": "tiny-qwen3", "tied": tied, "seed": 3},
+        "precision": "float64",
+        "loss": loss,
+        "layout": layout,
+    } | more
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +85,7 @@ def test_trained_tokens_are_the_same_set_in_every_layout(truth, tmp_path):
 def test_metrics_are_those_of_one_rank(truth, tmp_path):
     documents, _, _ = truth["token"]
     expected = one_step(settings({}), documents)["metrics"]
-    answers = run_ranks(many_steps, 4, tmp_path,
-                        [(settings(LAYOUTS["dp2_cp2"], data={"micro_batches": 2}), documents)])
+    answers = run_ranks(many_steps, 4, tmp_path, [(settings(LAYOUTS["dp2_cp2"], data={"micro_batches": 2}), documents)])
     assert expected["tokens/trained/sum"] == sum(sum(d["loss_mask"]) for d in documents)
     for rank, answer in enumerate(answers):
         assert answer[0]["metrics"] == pytest.approx(expected, rel=1e-10), f"rank {rank}"

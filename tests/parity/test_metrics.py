@@ -10,8 +10,11 @@ from tests.parity.cases import many_steps
 from tests.parity.sequence_cases import Oracle
 from workbench.policy.tiny import tiny_qwen3
 
-PPO = {"name": "ppo", "surrogate": {"clip_low": 0.1, "clip_high": 0.15},
-       "correction": {"kind": "tis", "ratio_high": 1.02}}
+PPO = {
+    "name": "ppo",
+    "surrogate": {"clip_low": 0.1, "clip_high": 0.15},
+    "correction": {"kind": "tis", "ratio_high": 1.02},
+}
 GSPO = {"name": "gspo", "surrogate": {"clip_low": 0.05, "clip_high": 0.08}}
 LAYOUTS = {
     "cp2_zigzag": {"cp": 2, "order": "zigzag"},
@@ -22,8 +25,13 @@ LAYOUTS = {
 
 
 def spec(loss, layout=None, **more):
-    return {"model": {"source": "tiny-qwen3", "tied": True, "seed": 3}, "precision": "float64", "loss": loss,
-            "layout": layout or {}, "record": {"metrics": "full"}} | more
+    return {
+        "model": {"source": "tiny-qwen3", "tied": True, "seed": 3},
+        "precision": "float64",
+        "loss": loss,
+        "layout": layout or {},
+        "record": {"metrics": "full"},
+    } | more
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +47,17 @@ def truth(documents):
     for document, logprobs in zip(documents, document_logprobs(model, documents), strict=True):
         logits = model(input_ids=torch.tensor([document["tokens"]]), use_cache=False).logits[0].detach()
         entropies = [0.0] + [-sum(float(p) * float(p.log()) for p in torch.softmax(line, 0)) for line in logits[:-1]]
-        rows.append({"mask": document["loss_mask"], "advantage": document["advantages"], "entropy": entropies,
-                     "policy": [0.0 if v is None else v.item() for v in logprobs], "old": document["old_logprobs"],
-                     "sampler": document["sampler_logprobs"], "ref": document["ref_logprobs"]})
+        rows.append(
+            {
+                "mask": document["loss_mask"],
+                "advantage": document["advantages"],
+                "entropy": entropies,
+                "policy": [0.0 if v is None else v.item() for v in logprobs],
+                "old": document["old_logprobs"],
+                "sampler": document["sampler_logprobs"],
+                "ref": document["ref_logprobs"],
+            }
+        )
     return rows
 
 

@@ -34,9 +34,15 @@ def documents_near(seed, *, tied=True, temperature=1.0):
 def test_one_rank_step_equals_the_paper(denominator, tied, temperature):
     documents = documents_near(11, tied=tied, temperature=temperature)
     expected_loss, expected, logprobs = oracle(documents, denominator=denominator, tied=tied, temperature=temperature)
-    actual = one_step({"model": {"source": "tiny-qwen3", "tied": tied, "seed": 3}, "precision": "float64",
-                       "policy": {"temperature": temperature},
-                       "loss": LOSS | {"denominator": denominator}}, documents)
+    actual = one_step(
+        {
+            "model": {"source": "tiny-qwen3", "tied": tied, "seed": 3},
+            "precision": "float64",
+            "policy": {"temperature": temperature},
+            "loss": LOSS | {"denominator": denominator},
+        },
+        documents,
+    )
     assert abs(actual["loss"] - expected_loss) <= 1e-12 * max(1, abs(expected_loss))
     assert_float64_parity(actual["gradients"], expected, context="one rank against the oracle")
     flat = torch.tensor([value for document in logprobs for value in document], dtype=torch.float64)
@@ -51,8 +57,9 @@ def test_the_oracle_sees_one_token_of_advantage():
     touched = next(d for d in documents if sum(d["loss_mask"]) > 3)
     at = touched["loss_mask"].index(1)
     touched["advantages"] = [a * (1.0001 if t == at else 1) for t, a in enumerate(touched["advantages"])]
-    actual = one_step({"model": {"source": "tiny-qwen3", "tied": True, "seed": 3}, "precision": "float64",
-                       "loss": LOSS}, documents)
+    actual = one_step(
+        {"model": {"source": "tiny-qwen3", "tied": True, "seed": 3}, "precision": "float64", "loss": LOSS}, documents
+    )
     with pytest.raises(AssertionError, match="parameters differ"):
         assert_float64_parity(actual["gradients"], expected, context="perturbed")
     assert abs(actual["loss"] - expected_loss) > 1e-9

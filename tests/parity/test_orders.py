@@ -26,16 +26,20 @@ def truth():
     documents = documents_near(23)
     lonely = [d for d in documents if sum(d["loss_mask"]) == 0] + [max(documents, key=lambda d: len(d["tokens"]))]
     return {
-        "document": (documents, {"denominator": "document", "data": {"micro_batches": 2}},
-                     oracle(documents, denominator="document")),
+        "document": (
+            documents,
+            {"denominator": "document", "data": {"micro_batches": 2}},
+            oracle(documents, denominator="document"),
+        ),
         "filled": (documents, {"data": {"micro_batch_tokens": 64}}, oracle(documents)),
         # One trained document for all ranks: with dp=2 one rank has a row of padding.
         "idle_rank": (lonely, {"data": {"micro_batches": 2}}, oracle(lonely)),
     }
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=() if mesh == "dp2_cp2" else pytest.mark.slow)
-                                  for mesh in MESHES])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=() if mesh == "dp2_cp2" else pytest.mark.slow) for mesh in MESHES]
+)
 def test_an_order_gives_the_oracles_gradients(mesh, truth, tmp_path):
     asked = [(order, case) for order in ORDERS for case in truth]
     cases = [(settings(MESHES[mesh] | ORDERS[order], **truth[case][1]), truth[case][0]) for order, case in asked]
@@ -54,14 +58,17 @@ def test_an_order_gives_the_oracles_gradients(mesh, truth, tmp_path):
 def test_metrics_trained_tokens_and_losses_on_documents_are_those_of_one_rank(truth, tmp_path):
     documents = truth["document"][0]
     full = {"record": {"metrics": "full"}}
-    losses = [full, full | {"loss": {"name": "gspo"}},
-              full | {"loss": {"name": "grpo", "surrogate": {"kind": "cispo", "level": "segment"}}}]
+    losses = [
+        full,
+        full | {"loss": {"name": "gspo"}},
+        full | {"loss": {"name": "grpo", "surrogate": {"kind": "cispo", "level": "segment"}}},
+    ]
     asked = [(loss, layout) for loss in losses for layout in ORDERS.values()]
     cases = [(settings({"cp": 2} | layout) | loss, documents) for loss, layout in asked]
     answers = run_ranks(many_steps, 2, tmp_path, cases)[1]
     for number, loss in enumerate(losses):
         whole = one_step(settings({}) | loss, documents)
-        for (_, layout), actual in list(zip(asked, answers, strict=True))[number * len(ORDERS):][:len(ORDERS)]:
+        for (_, layout), actual in list(zip(asked, answers, strict=True))[number * len(ORDERS) :][: len(ORDERS)]:
             assert_float64_parity(actual["gradients"], whole["gradients"], context=f"{loss}, {layout}")
             assert actual["metrics"] == pytest.approx(whole["metrics"], rel=1e-9, abs=1e-12), (loss, layout)
             assert torch.equal(actual["tokens"]["trained"], whole["tokens"]["trained"])

@@ -45,8 +45,13 @@ def train(model, folder):
 
     seen, said = [], []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    recorder = wb.Recorder(folder / "record", model, optimizer, gradients="full", context={
-        "dp": 1, "micro_batches": MICRO_BATCHES, "temperature": 1.0, "trainer": "trl"})
+    recorder = wb.Recorder(
+        folder / "record",
+        model,
+        optimizer,
+        gradients="full",
+        context={"dp": 1, "micro_batches": MICRO_BATCHES, "temperature": 1.0, "trainer": "trl"},
+    )
 
     class Recorded(GRPOTrainer):
         def _get_per_token_logps_and_entropies(self, *arguments, **named):
@@ -62,14 +67,28 @@ def train(model, folder):
             before = sum(int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in seen)
             begins_B = before + lengths_B.cumsum(0) - trained_BC.sum(1)
             source_BC = (begins_B[:, None] + torch.arange(trained_BC.shape[1])).where(trained_BC, -1)
-            recorder.note(loss, counts={
-                "documents": len(trained_BC), "trained_tokens": int(trained_BC.sum()),
-                "all_tokens": int(lengths_B.sum()), "padded_tokens": trained_BC.numel() + prompts_BP.numel(),
-            }, tokens={"policy_logprobs": logprobs_BC, "entropy_nats": entropies_BC, "trained": trained_BC,
-                       "source": source_BC})
-            seen.append({name: inputs[name] for name in ("prompt_ids", "prompt_mask", "completion_ids",
-                                                         "completion_mask", "advantages")}
-                        | {"old_per_token_logps": logprobs_BC.detach()})
+            recorder.note(
+                loss,
+                counts={
+                    "documents": len(trained_BC),
+                    "trained_tokens": int(trained_BC.sum()),
+                    "all_tokens": int(lengths_B.sum()),
+                    "padded_tokens": trained_BC.numel() + prompts_BP.numel(),
+                },
+                tokens={
+                    "policy_logprobs": logprobs_BC,
+                    "entropy_nats": entropies_BC,
+                    "trained": trained_BC,
+                    "source": source_BC,
+                },
+            )
+            seen.append(
+                {
+                    name: inputs[name]
+                    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+                }
+                | {"old_per_token_logps": logprobs_BC.detach()}
+            )
             return loss
 
         def _clip_grad_norm(self, model):
@@ -77,13 +96,35 @@ def train(model, folder):
             return super()._clip_grad_norm(model)
 
     arguments = GRPOConfig(
-        output_dir=str(folder / "trl"), max_steps=2, per_device_train_batch_size=EACH, learning_rate=RATE,
-        gradient_accumulation_steps=MICRO_BATCHES, num_generations=3, max_completion_length=LENGTH, max_grad_norm=1.0,
-        lr_scheduler_type="constant", temperature=1.0, bf16=False, use_cpu=True, report_to="none", save_strategy="no",
-        disable_tqdm=True, dataloader_pin_memory=False, logging_steps=1, seed=3, **OPTIONS)
+        output_dir=str(folder / "trl"),
+        max_steps=2,
+        per_device_train_batch_size=EACH,
+        learning_rate=RATE,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        num_generations=3,
+        max_completion_length=LENGTH,
+        max_grad_norm=1.0,
+        lr_scheduler_type="constant",
+        temperature=1.0,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        logging_steps=1,
+        seed=3,
+        **OPTIONS,
+    )
     prompts = Dataset.from_list([{"prompt": f"{number}+{2 * number}="} for number in (3, 4, 12, 41)])
-    trainer = Recorded(model=model, reward_funcs=odd_digits, args=arguments, train_dataset=prompts,
-                       processing_class=make_tokenizer(), optimizers=(optimizer, None))
+    trainer = Recorded(
+        model=model,
+        reward_funcs=odd_digits,
+        args=arguments,
+        train_dataset=prompts,
+        processing_class=make_tokenizer(),
+        optimizers=(optimizer, None),
+    )
     trainer.train()
     return seen, [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
 
@@ -95,19 +136,28 @@ def unpadded(prompt_ids, prompt_mask, completion_ids, completion_mask, advantage
         trained = completion_mask[number].bool()
         completion, logprobs = completion_ids[number][trained].tolist(), old_per_token_logps[number][trained].tolist()
         nothing = [0.0] * len(prompt)
-        yield {"tokens": prompt + completion, "loss_mask": [False] * len(prompt) + [True] * len(completion),
-               "advantages": nothing + [advantage] * len(completion), "old_logprobs": nothing + logprobs}
+        yield {
+            "tokens": prompt + completion,
+            "loss_mask": [False] * len(prompt) + [True] * len(completion),
+            "advantages": nothing + [advantage] * len(completion),
+            "old_logprobs": nothing + logprobs,
+        }
 
 
 def ours(seen, weights, folder, options=OPTIONS):
     """The same batches, saved as a recording and trained on here from the same weights."""
     documents = [document for batch in seen for document in unpadded(**batch)]
     files.save(wb.RolloutBatch.from_documents(documents, temperature=1.0), folder / "rollouts", provenance={})
-    spec = RunSpec.model_validate({
-        "steps": 2, "model": {"source": str(weights)},
-        "data": {"path": str(folder / "rollouts"), "documents_per_step": MICRO_BATCHES * EACH},
-        "loss": loss_spec("trl", options), "record": {"tokens": True, "gradients": "full"},
-        "optimizer": {"name": "sgd", "learning_rate": RATE, "weight_decay": 0.0, "max_grad_norm": 1.0}})
+    spec = RunSpec.model_validate(
+        {
+            "steps": 2,
+            "model": {"source": str(weights)},
+            "data": {"path": str(folder / "rollouts"), "documents_per_step": MICRO_BATCHES * EACH},
+            "loss": loss_spec("trl", options),
+            "record": {"tokens": True, "gradients": "full"},
+            "optimizer": {"name": "sgd", "learning_rate": RATE, "weight_decay": 0.0, "max_grad_norm": 1.0},
+        }
+    )
     run = RunDirectory.create(folder / "runs", "ours", spec)
     run_here(run, folder)
     return run

@@ -37,14 +37,19 @@ LAYOUTS = {
 }
 ASKED = {
     "tied": {"precision": "float32"},
-    "untied": {"precision": "float32", "model": {"source": "tiny-qwen3", "tied": False, "seed": 3},
-               "optimizer": {"name": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.05}},
+    "untied": {
+        "precision": "float32",
+        "model": {"source": "tiny-qwen3", "tied": False, "seed": 3},
+        "optimizer": {"name": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.05},
+    },
     "bfloat16": {"precision": "bfloat16"},
     "whole_documents": {"precision": "float32", "loss": {"name": "gspo"}, "data": {"keep_groups": True}},
     "done_again": {"precision": "float32", "reproducible": {"block_tokens": BLOCK, "weight_chunks": 2, "bits": 58}},
 }
-SAMPLE = {2: [("dp2", "whole_documents"), ("cp2_zigzag_sharded", "done_again"), ("tp2", "bfloat16")],
-          4: [("dp4_sharded", "tied"), ("cp2_tp2", "untied"), ("dp2_cp2_sharded", "bfloat16")]}
+SAMPLE = {
+    2: [("dp2", "whole_documents"), ("cp2_zigzag_sharded", "done_again"), ("tp2", "bfloat16")],
+    4: [("dp4_sharded", "tied"), ("cp2_tp2", "untied"), ("dp2_cp2_sharded", "bfloat16")],
+}
 """Ranks -> what they train in every run of the suite: layout, what is asked."""
 
 
@@ -54,10 +59,14 @@ def size(layout):
 
 def settings(layout, asked="tied", **more):
     """Five steps that are all clipped, of four rows."""
-    given = {"model": {"source": "tiny-qwen3", "tied": True, "seed": 3}, "steps": 5, "record": {"metrics": "full"},
-             "loss": {"name": "grpo", "kl": {"coefficient": 0.05}},
-             "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.05},
-             "reproducible": {"block_tokens": BLOCK, "weight_chunks": 2}} | ASKED[asked]
+    given = {
+        "model": {"source": "tiny-qwen3", "tied": True, "seed": 3},
+        "steps": 5,
+        "record": {"metrics": "full"},
+        "loss": {"name": "grpo", "kl": {"coefficient": 0.05}},
+        "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.05},
+        "reproducible": {"block_tokens": BLOCK, "weight_chunks": 2},
+    } | ASKED[asked]
     data = given.get("data", {}) | {"micro_batches": ROWS // layout.get("dp", 1)}
     return given | {"layout": layout, "data": data} | more
 
@@ -96,8 +105,10 @@ def test_five_steps_of_every_layout_are_the_same_bits(layout, one_rank, tmp_path
 def test_every_step_was_clipped_and_moved_the_weights(one_rank):
     found = one_rank("tied")
     assert all(float(found[f"{step}/norm"]) > 0.1 for step in range(5))
-    moved = [not same_bits(found[f"{step}/weight/model.norm.weight"], found[f"{step - 1}/weight/model.norm.weight"])
-             for step in range(1, 5)]
+    moved = [
+        not same_bits(found[f"{step}/weight/model.norm.weight"], found[f"{step - 1}/weight/model.norm.weight"])
+        for step in range(1, 5)
+    ]
     assert all(moved)
 
 
@@ -105,8 +116,12 @@ def generated(number):
     draw = drawn(number)
     dp, cp, tp = draw.shape
     expected = on_one_rank(number)
-    answers = simulate(lambda mesh: train(draw.settings(laid_out=True), oracle().documents, mesh,
-                                          draw.dealt(laid_out=True)), dp=dp, cp=cp, tp=tp)
+    answers = simulate(
+        lambda mesh: train(draw.settings(laid_out=True), oracle().documents, mesh, draw.dealt(laid_out=True)),
+        dp=dp,
+        cp=cp,
+        tp=tp,
+    )
     for rank, answer in enumerate(answers):
         assert differing(answer, expected) == [], f"rank {rank} of {draw}"
 
@@ -137,8 +152,9 @@ def test_the_ordinary_mode_fails_the_same_comparison(layout):
 
 def test_other_blocks_give_other_bits(one_rank):
     """What is compared is not so coarse that anything would pass."""
-    other = train(settings({}, reproducible={"block_tokens": 2 * BLOCK, "weight_chunks": 2}, steps=1),
-                  oracle().documents)
+    other = train(
+        settings({}, reproducible={"block_tokens": 2 * BLOCK, "weight_chunks": 2}, steps=1), oracle().documents
+    )
     first = {name: value for name, value in one_rank("tied").items() if name.startswith("0/")}
     assert sum("gradient/" in name for name in differing(other, first)) > 10
 

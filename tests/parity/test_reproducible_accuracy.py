@@ -29,13 +29,22 @@ def step(documents, seed, frozen=None, **more):
     """The whole gradient as one vector, and which tokens this run alone would clip."""
     given = settings({}) | more
     spec = RunSpec.model_validate(given | {"model": given["model"] | {"seed": seed}})
-    policy = load_policy(spec.model.source, mesh=single_process_mesh(), precision=spec.precision,
-                         tied=spec.model.tied, seed=seed)
+    policy = load_policy(
+        spec.model.source, mesh=single_process_mesh(), precision=spec.precision, tied=spec.model.tied, seed=seed
+    )
     batch = as_batch(documents)
     with as_asked(policy, spec):
         rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
-        found = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
-                              frozen_clip_S=frozen, keep_gradients=True, loss_spec=spec.loss)
+        found = flow.run_step(
+            policy,
+            flow.make_loss(spec.loss),
+            rows,
+            totals,
+            num_source=batch.num_tokens,
+            frozen_clip_S=frozen,
+            keep_gradients=True,
+            loss_spec=spec.loss,
+        )
     gradient = torch.cat([value.double().flatten() for value in found.gradients.values()])
     return gradient, found.tokens["would_clip"]
 

@@ -60,9 +60,11 @@ def test_the_batch_exercises_the_loss(name, oracle, truths):
 
 
 CUT = {"data": {"micro_batches": 2}}
-SHARES = {"cp2_contiguous": [(name, CUT) for name in LOSSES] + [(name, {}) for name in CORRECTIONS],
-          "cp2_zigzag": [(name, {}) for name in DENOMINATORS] + [(name, CUT) for name in CORRECTIONS],
-          "cp4_zigzag": [(name, {}) for name in LOSSES]}
+SHARES = {
+    "cp2_contiguous": [(name, CUT) for name in LOSSES] + [(name, {}) for name in CORRECTIONS],
+    "cp2_zigzag": [(name, {}) for name in DENOMINATORS] + [(name, CUT) for name in CORRECTIONS],
+    "cp4_zigzag": [(name, {}) for name in LOSSES],
+}
 """What each layout does in every run; together they do everything."""
 
 
@@ -191,8 +193,10 @@ def test_a_pair_is_never_parted(oracle):
     assert sum(map(len, parted)) > 4, "rows that are dealt without looking at groups part a pair of this batch"
 
 
-@pytest.mark.parametrize(("change", "found"), [
-    ({"reward": 0.5}, r"2 document\(s\) with rewards \[0.5, 0.5\]"), ({"group_id": 0}, r"8 document\(s\)")])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [({"reward": 0.5}, r"2 document\(s\) with rewards \[0.5, 0.5\]"), ({"group_id": 0}, r"8 document\(s\)")],
+)
 def test_what_is_no_pair_is_refused_before_any_rank_starts(oracle, change, found):
     documents = [d | change for d in oracle.documents]
     spec = RunSpec.model_validate(settings({}, LOSSES["dpo"]))

@@ -39,8 +39,9 @@ def test_a_zigzag_order_is_not_taken_for_two_documents():
 def test_a_causal_flag_on_a_subset_of_rows_would_align_top_left():
     """Rank 1 of 2 contiguous has rows 4..7 of 8: `is_causal` would let row 4 see key 0 only."""
     q, k = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 8, 4)
-    shard = AttentionShard.make(ShardPlan.make("contiguous", num_tokens=8, cp=2), torch.zeros(8, dtype=torch.int64),
-                                Axis("cp", 2, 1))
+    shard = AttentionShard.make(
+        ShardPlan.make("contiguous", num_tokens=8, cp=2), torch.zeros(8, dtype=torch.int64), Axis("cp", 2, 1)
+    )
     explicit = torch.nn.functional.scaled_dot_product_attention(q, k, k, attn_mask=shard.block().allowed_qk)
     flagged = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True)
     assert shard.block().allowed_qk.sum(1).tolist() == [5, 6, 7, 8]
@@ -60,8 +61,9 @@ def test_no_cache_is_kept():
     policy = load_policy("tiny-qwen3")
     kept = []
     policy.model.model.register_forward_hook(lambda _, __, out: kept.append(out.past_key_values))
-    shard = AttentionShard.make(ShardPlan.make("contiguous", num_tokens=8, cp=1), torch.zeros(8, dtype=torch.int64),
-                                Axis("cp"))
+    shard = AttentionShard.make(
+        ShardPlan.make("contiguous", num_tokens=8, cp=1), torch.zeros(8, dtype=torch.int64), Axis("cp")
+    )
     policy.hidden_states(TOKENS, torch.arange(8), shard)
     assert kept == [None]
 

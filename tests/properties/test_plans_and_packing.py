@@ -22,9 +22,14 @@ def batches(draw):
     documents = []
     for length in lengths:
         mask = [0, *draw(st.lists(st.integers(0, 1), min_size=length - 1, max_size=length - 1))]
-        documents.append({
-            "tokens": draw(st.lists(st.integers(0, 18), min_size=length, max_size=length)), "loss_mask": mask,
-            "advantages": draw(st.floats(-2, 2, width=32)), "old_logprobs": [-1.0 - t / 64 for t in range(length)]})
+        documents.append(
+            {
+                "tokens": draw(st.lists(st.integers(0, 18), min_size=length, max_size=length)),
+                "loss_mask": mask,
+                "advantages": draw(st.floats(-2, 2, width=32)),
+                "old_logprobs": [-1.0 - t / 64 for t in range(length)],
+            }
+        )
     return RolloutBatch.from_documents(documents)
 
 
@@ -87,7 +92,7 @@ def test_packing_loses_and_invents_nothing(batch, rows, multiple, document_multi
         assert not row.loss_mask_T[~real].any()
         lengths = document_lengths(row.document_ids_T, document_multiple)
         assert sum(lengths) == row.num_tokens
-        assert all(length % document_multiple == 0 for length in lengths[:row.num_documents])
+        assert all(length % document_multiple == 0 for length in lengths[: row.num_documents])
         assert torch.isfinite(row.old_logprobs_T).all()
 
 

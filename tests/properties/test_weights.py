@@ -36,10 +36,18 @@ def documents(draw, min_size=1):
 
 
 def as_batch(found):
-    batch = RolloutBatch.from_documents([
-        {"tokens": [1] * len(d["loss_mask"]), "loss_mask": d["loss_mask"], "advantages": 1.0,
-         "old_logprobs": [-1.0] * len(d["loss_mask"]), "group_id": d["group_id"]}
-        for d in found])
+    batch = RolloutBatch.from_documents(
+        [
+            {
+                "tokens": [1] * len(d["loss_mask"]),
+                "loss_mask": d["loss_mask"],
+                "advantages": 1.0,
+                "old_logprobs": [-1.0] * len(d["loss_mask"]),
+                "group_id": d["group_id"],
+            }
+            for d in found
+        ]
+    )
     ids = Extension(torch.tensor([d["rollout_id"] for d in found]), "document", "rollout index", "Whose sample.")
     return replace(batch, extensions={"rollout_ids": ids})
 
@@ -71,13 +79,15 @@ def test_documents_in_which_nothing_counts_do_not_matter(found, denominator, mas
     idle = [d | {"loss_mask": [0] * len(d["loss_mask"])} for d in masked]
     more = as_batch(found + idle)
     with_idle = by_source([more], spec, more.num_tokens)
-    assert torch.equal(with_idle[:batch.num_tokens], by_source([batch], spec, batch.num_tokens))
-    assert not with_idle[batch.num_tokens:].any()
+    assert torch.equal(with_idle[: batch.num_tokens], by_source([batch], spec, batch.num_tokens))
+    assert not with_idle[batch.num_tokens :].any()
 
 
 def test_laws_that_a_spec_declares_broken_are_broken():
-    found = [{"loss_mask": [0, 1, 1, 1], "group_id": 0, "rollout_id": 0},
-             {"loss_mask": [0, 1], "group_id": 0, "rollout_id": 0}]
+    found = [
+        {"loss_mask": [0, 1, 1, 1], "group_id": 0, "rollout_id": 0},
+        {"loss_mask": [0, 1], "group_id": 0, "rollout_id": 0},
+    ]
     batch = as_batch(found)
     local = spec_of("local_token")
     assert {"micro_batch", "packing", "dp"} == set(local.breaks)
@@ -109,8 +119,13 @@ def test_the_gradient_weight_is_the_loss_weight_over_what_the_spec_says(found, d
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))
 def test_with_equal_lengths_token_document_and_prompt_mean_are_one(groups, answers, length):
-    batch = as_batch([{"loss_mask": [0] + [1] * length, "group_id": g, "rollout_id": g}
-                      for g in range(groups) for _ in range(answers)])
+    batch = as_batch(
+        [
+            {"loss_mask": [0] + [1] * length, "group_id": g, "rollout_id": g}
+            for g in range(groups)
+            for _ in range(answers)
+        ]
+    )
     token = by_source([batch], spec_of("token"), batch.num_tokens)
     for denominator in ("document", "prompt_group", "rollout"):
         other = by_source([batch], spec_of(denominator), batch.num_tokens)

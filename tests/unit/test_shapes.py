@@ -11,10 +11,12 @@ def test_sizes_come_back_by_letter():
 
 def test_every_mismatch_is_named_at_once():
     with pytest.raises(ShapeError) as caught:
-        check_shapes("token_logprobs", hidden_TD=torch.zeros(3, 2), weight_VD=torch.zeros(5, 4),
-                     targets_T=torch.zeros(3, 1))
+        check_shapes(
+            "token_logprobs", hidden_TD=torch.zeros(3, 2), weight_VD=torch.zeros(5, 4), targets_T=torch.zeros(3, 1)
+        )
     assert str(caught.value) == (
         "token_logprobs: shapes disagree\n"
         "  found: weight_VD has D=4, but D=2 was seen before; targets_T has shape (3, 1), which is not [T]\n"
         "  rule: the capitals that end a name are its logical shape\n"
-        "  do: pass tensors whose shapes agree")
+        "  do: pass tensors whose shapes agree"
+    )

@@ -14,8 +14,7 @@ from workbench.runs.store import project_root
 LIGHT = ("torch", "pandas", "matplotlib", "transformers", "torchx", "pydantic", "IPython")
 
 
-@pytest.mark.parametrize("statement", [
-    "import workbench", "import workbench.cli", "import workbench.launch.run"])
+@pytest.mark.parametrize("statement", ["import workbench", "import workbench.cli", "import workbench.launch.run"])
 def test_importing_it_imports_nothing_heavy(statement):
     heavy = LIGHT if statement == "import workbench" else ("torch", "pandas", "matplotlib", "transformers")
     code = f"{statement}; import sys; sys.exit(','.join(m for m in {heavy!r} if m in sys.modules) or 0)"

@@ -63,7 +63,8 @@ class ArealSettings(Settings):
     c_clip: float | None = Field(None, gt=1)
     """Dual clip: bound of the ratio for negative advantages; None: none."""
     importance_sampling_level: Literal["token", "sequence"] = Field(
-        "token", validation_alias=AliasChoices("importance_sampling_level", "level"))
+        "token", validation_alias=AliasChoices("importance_sampling_level", "level")
+    )
     """Ratio of tokens, or of sequences (GSPO)."""
     rejection_sampling: RejectionSettings | None = None
     """What is done about the sampler's mismatch; None: nothing."""
@@ -89,39 +90,66 @@ def translate(settings: ArealSettings) -> Translation:
     notes = ["rejected tokens stay in the denominator"] if settings.rejection_sampling else []
     rejection = settings.rejection_sampling
     if settings.m2_threshold is not None:
-        raise SpecError("AReaL: m2_threshold", found=settings.m2_threshold,
-                        rule="its filter changes the mask before the loss counts its tokens, and sorts a micro-batch; "
-                        "here a correction rejects and the count is of the whole step",
-                        fix="leave it out, and set correction.m2_threshold of our spec")
+        raise SpecError(
+            "AReaL: m2_threshold",
+            found=settings.m2_threshold,
+            rule="its filter changes the mask before the loss counts its tokens, and sorts a micro-batch; "
+            "here a correction rejects and the count is of the whole step",
+            fix="leave it out, and set correction.m2_threshold of our spec",
+        )
     if settings.use_cispo_loss:
         surrogate = _cispo(settings)
     elif settings.use_sapo_loss:
         if rejection is not None:
-            raise SpecError("AReaL: use_sapo_loss with rejection_sampling", rule="its SAPO takes no correction",
-                            fix="drop one of them")
-        surrogate = {"kind": "sapo", "tau_positive": settings.sapo_tau_pos, "tau_negative": settings.sapo_tau_neg,
-                     "level": "document" if sequence else "token",
-                     "advantage_level": "document" if sequence else "token"}
+            raise SpecError(
+                "AReaL: use_sapo_loss with rejection_sampling",
+                rule="its SAPO takes no correction",
+                fix="drop one of them",
+            )
+        surrogate = {
+            "kind": "sapo",
+            "tau_positive": settings.sapo_tau_pos,
+            "tau_negative": settings.sapo_tau_neg,
+            "level": "document" if sequence else "token",
+            "advantage_level": "document" if sequence else "token",
+        }
     else:
         high = settings.eps_clip if settings.eps_clip_higher is None else settings.eps_clip_higher
-        surrogate = {"kind": "gspo" if sequence else "ppo", "clip_low": settings.eps_clip, "clip_high": high,
-                     "dual_clip": settings.c_clip}
+        surrogate = {
+            "kind": "gspo" if sequence else "ppo",
+            "clip_low": settings.eps_clip,
+            "clip_high": high,
+            "dual_clip": settings.c_clip,
+        }
         if sequence:
             surrogate["advantage_level"] = "document"
     if sequence and not settings.use_cispo_loss:
         notes += ["advantages are averaged over the sequence", "a sequence weighs by its length"]
-    spec = LossSpec(name="grpo", surrogate=surrogate, denominator="token", scaling=CONTRACTS["areal"]["fsdp"],
-                    correction={} if rejection is None else correction(rejection, sequence))
+    spec = LossSpec(
+        name="grpo",
+        surrogate=surrogate,
+        denominator="token",
+        scaling=CONTRACTS["areal"]["fsdp"],
+        correction={} if rejection is None else correction(rejection, sequence),
+    )
     return Translation(spec, tuple(notes))
 
 
 def _cispo(settings: ArealSettings) -> dict[str, Any]:
     if settings.use_sapo_loss or settings.importance_sampling_level == "sequence":
-        raise SpecError("AReaL: use_cispo_loss", found="use_sapo_loss or a ratio of sequences",
-                        rule="CISPO is a loss of its own, of tokens", fix="drop one of them")
+        raise SpecError(
+            "AReaL: use_cispo_loss",
+            found="use_sapo_loss or a ratio of sequences",
+            rule="CISPO is a loss of its own, of tokens",
+            fix="drop one of them",
+        )
     if settings.eps_clip_higher is None or settings.eps_clip_higher == 0:
-        raise SpecError("AReaL: use_cispo_loss", found=f"eps_clip_higher = {settings.eps_clip_higher}",
-                        rule="its upper bound has no default", fix="give eps_clip_higher")
+        raise SpecError(
+            "AReaL: use_cispo_loss",
+            found=f"eps_clip_higher = {settings.eps_clip_higher}",
+            rule="its upper bound has no default",
+            fix="give eps_clip_higher",
+        )
     return {"kind": "cispo", "clip_low": settings.eps_clip, "clip_high": settings.eps_clip_higher}
 
 
@@ -141,8 +169,13 @@ def correction(rejection: RejectionSettings, of_sequences: bool) -> dict[str, An
         low, high = -rejection.upper, None if rejection.lower is None else -rejection.lower
         level = {"document_max": "document_min"}.get(level, level)
     whole = rejection.level == "sequence" and rejection.metric == "ratio"
-    found = {"ratio": "document_mean" if whole else "token", "gate": GATES[rejection.metric], "gate_level": level,
-             "gate_low": low, "gate_high": high}
+    found = {
+        "ratio": "document_mean" if whole else "token",
+        "gate": GATES[rejection.metric],
+        "gate_level": level,
+        "gate_low": low,
+        "gate_high": high,
+    }
     if rejection.action == "clamp":
         return {**found, "gate_action": "truncate", **bounds}
     return {**found, "surrogate_over": "kept"} if of_sequences else found
@@ -155,13 +188,18 @@ def back(spec: LossSpec) -> dict[str, Any]:
         raise refuse("AReaL", f"the surrogate {surrogate.kind!r}", "its losses are PPO, GSPO, SAPO and CISPO")
     settings: dict[str, Any] = {
         "importance_sampling_level": "sequence" if surrogate.level == "document" else "token",
-        "use_sapo_loss": surrogate.kind == "sapo", "use_cispo_loss": surrogate.kind == "cispo",
-        "rejection_sampling": rejection_of(spec)}
+        "use_sapo_loss": surrogate.kind == "sapo",
+        "use_cispo_loss": surrogate.kind == "cispo",
+        "rejection_sampling": rejection_of(spec),
+    }
     if surrogate.kind == "sapo":
         settings |= {"sapo_tau_pos": surrogate.tau_positive, "sapo_tau_neg": surrogate.tau_negative}
     else:
-        settings |= {"eps_clip": 1.0 if surrogate.clip_low is None else surrogate.clip_low,
-                     "eps_clip_higher": surrogate.clip_high, "c_clip": surrogate.dual_clip}
+        settings |= {
+            "eps_clip": 1.0 if surrogate.clip_low is None else surrogate.clip_low,
+            "eps_clip_higher": surrogate.clip_high,
+            "c_clip": surrogate.dual_clip,
+        }
     return checked_back("AReaL", spec, ArealSettings, translate, settings)
 
 
@@ -171,17 +209,24 @@ def rejection_of(spec: LossSpec) -> dict[str, Any] | None:
     if not ours.acts:
         return None
     if ours.gate == "none":
-        return {"action": "clamp", "upper": 5.0 if ours.ratio_high is None else ours.ratio_high,
-                "lower": ours.ratio_low}
+        return {
+            "action": "clamp",
+            "upper": 5.0 if ours.ratio_high is None else ours.ratio_high,
+            "lower": ours.ratio_low,
+        }
     metric = next((theirs for theirs, name in GATES.items() if name == ours.gate), "ratio")
     low, high, level = ours.gate_low, ours.gate_high, ours.gate_level
     if metric == "kl_k1":
         low, high = None if high is None else -high, None if low is None else -low
         level = {"document_min": "document_max"}.get(level, level)
-    return {"level": "token" if level == "token" else "sequence",
-            "agg": "mean" if level == "token" else level.removeprefix("document_"),
-            "action": "clamp" if ours.gate_action == "truncate" else "mask", "metric": metric,
-            "upper": 5.0 if high is None else high, "lower": low}
+    return {
+        "level": "token" if level == "token" else "sequence",
+        "agg": "mean" if level == "token" else level.removeprefix("document_"),
+        "action": "clamp" if ours.gate_action == "truncate" else "mask",
+        "metric": metric,
+        "upper": 5.0 if high is None else high,
+        "lower": low,
+    }
 
 
 def case_settings(case: Case) -> dict[str, Any]:
@@ -232,9 +277,15 @@ def critic(case: Case) -> dict[str, Any]:
     settings = parse_settings(CriticSettings, case.config, where="areal")
     leaf = case["values"].clone().requires_grad_()
     row = case.row()
-    term = value_loss(leaf.reshape(-1), case["returns"].reshape(-1), row.loss_mask_T,
-                      old_values_T=case["old_values"].reshape(-1), clip=settings.value_eps_clip,
-                      kind=settings.loss_fn_type, delta=settings.huber_delta)
+    term = value_loss(
+        leaf.reshape(-1),
+        case["returns"].reshape(-1),
+        row.loss_mask_T,
+        old_values_T=case["old_values"].reshape(-1),
+        clip=settings.value_eps_clip,
+        kind=settings.loss_fn_type,
+        delta=settings.huber_delta,
+    )
     (weights,), _ = step_weights([row], LossSpec(name="grpo"))
     total = reduce_terms({"value": term}, weights, row.loss_mask_T)["total"].value
     total.backward()
@@ -244,12 +295,26 @@ def critic(case: Case) -> dict[str, Any]:
 def normalization(case: Case) -> dict[str, Any]:
     """Values centred and scaled; where the mask is 0, what the value 0 becomes."""
     settings = parse_settings(NormalizationSettings, case.config, where="areal")
-    return {"result": standardize(case["values"], None if case.get("mask") is None else case["mask"].bool(),
-                                  dims=settings.dim, ddof=int(settings.unbiased), epsilon=settings.eps)}
+    return {
+        "result": standardize(
+            case["values"],
+            None if case.get("mask") is None else case["mask"].bool(),
+            dims=settings.dim,
+            ddof=int(settings.unbiased),
+            epsilon=settings.eps,
+        )
+    }
 
 
 SYSTEM = System(
-    name="areal", title="AReaL", version="cbff54d6", settings=ArealSettings, translate=translate, back=back,
-    scaling=CONTRACTS["areal"], case_settings=case_settings, outputs=outputs,
+    name="areal",
+    title="AReaL",
+    version="cbff54d6",
+    settings=ArealSettings,
+    translate=translate,
+    back=back,
+    scaling=CONTRACTS["areal"],
+    case_settings=case_settings,
+    outputs=outputs,
     replays={"value_loss": critic, "normalization": normalization},
 )

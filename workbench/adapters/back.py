@@ -16,8 +16,13 @@ FACTORS = ("multiplied_by", "divided_by", "replicated", "engine_multiplies", "en
 """Settings of a scaling contract that are factors."""
 
 
-def checked_back(title: str, spec: LossSpec, model: type[Settings], translate: Callable[[Any], Translation],
-                 settings: Mapping[str, Any]) -> dict[str, Any]:
+def checked_back(
+    title: str,
+    spec: LossSpec,
+    model: type[Settings],
+    translate: Callable[[Any], Translation],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
     """The options, if they translate to the spec's loss in every layout, and take the same penalty off the reward.
 
     Two specs are the same loss where they have one form (`workbench.losses.canonical`).
@@ -39,9 +44,12 @@ def checked_back(title: str, spec: LossSpec, model: type[Settings], translate: C
     apart = [] if same else list(differences(spec, reached))
     if apart:
         said = "; ".join(f"{path} = {mine!r} (there {theirs!r})" for path, mine, theirs in apart[:5])
-        raise SpecError(f"options of {title} for this loss", found=said,
-                        rule=f"{title} has no option that makes this so", fix="change the spec there, or take another "
-                        "system")
+        raise SpecError(
+            f"options of {title} for this loss",
+            found=said,
+            rule=f"{title} has no option that makes this so",
+            fix="change the spec there, or take another system",
+        )
     return dict(settings)
 
 

@@ -65,16 +65,19 @@ class Case:
     inputs: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, system: str, kind: str, function: str, config: Mapping[str, Any],
-           inputs: Mapping[str, Any]) -> Case:
+    def of(cls, system: str, kind: str, function: str, config: Mapping[str, Any], inputs: Mapping[str, Any]) -> Case:
         """Take numpy arrays, tensors or lists."""
         cast = {name: _as_tensor(value) for name, value in inputs.items() if value is not None}
         return cls(system, kind, function, dict(config), cast)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.inputs:
-            raise SpecError(f"{self.system}, {self.kind}: input {name!r}", found=", ".join(self.inputs),
-                            rule="this kind of case needs it", fix="give the array")
+            raise SpecError(
+                f"{self.system}, {self.kind}: input {name!r}",
+                found=", ".join(self.inputs),
+                rule="this kind of case needs it",
+                fix="give the array",
+            )
         return self.inputs[name]
 
     def get(self, name: str) -> Tensor | None:
@@ -87,8 +90,12 @@ class Case:
         for name in TOKEN_SHAPED:
             if name in self.inputs:
                 return self.inputs[name].shape
-        raise SpecError(f"{self.system}, {self.kind}: the shape of its tokens", found=", ".join(self.inputs),
-                        rule=f"one of {', '.join(TOKEN_SHAPED)} says it", fix="give that array")
+        raise SpecError(
+            f"{self.system}, {self.kind}: the shape of its tokens",
+            found=", ".join(self.inputs),
+            rule=f"one of {', '.join(TOKEN_SHAPED)} says it",
+            fix="give that array",
+        )
 
     @cached_property
     def document_ids_T(self) -> Tensor:
@@ -126,9 +133,12 @@ class Case:
         try:
             return value.expand(self.shape)
         except RuntimeError:
-            raise ShapeError(f"{self.system}, {self.kind}: input {name!r}",
-                             found=f"shape {list(self[name].shape)}, tokens {list(self.shape)}",
-                             rule="one value a token or one a row", fix="reshape the array") from None
+            raise ShapeError(
+                f"{self.system}, {self.kind}: input {name!r}",
+                found=f"shape {list(self[name].shape)}, tokens {list(self.shape)}",
+                rule="one value a token or one a row",
+                fix="reshape the array",
+            ) from None
 
     def of_documents(self, name: str) -> Tensor:
         """[T] an input that has one value a document, or one a token, on every token."""
@@ -168,13 +178,20 @@ class Case:
         ids_T, counts_T = self.document_ids_T, self.loss_mask_T
         nothing_T = torch.zeros(ids_T.shape, dtype=torch.float64)
         fields: dict[str, Any] = {
-            "tokens_T": torch.zeros_like(ids_T), "positions_T": torch.zeros_like(ids_T), "document_ids_T": ids_T,
+            "tokens_T": torch.zeros_like(ids_T),
+            "positions_T": torch.zeros_like(ids_T),
+            "document_ids_T": ids_T,
             "targets_T": self.targets_T if "targets" in self.inputs else torch.zeros_like(ids_T),
-            "loss_mask_T": counts_T, "advantages_T": _or(self.tokens("advantages"), nothing_T),
+            "loss_mask_T": counts_T,
+            "advantages_T": _or(self.tokens("advantages"), nothing_T),
             "old_logprobs_T": _or(self.tokens("old_logprobs"), nothing_T),
-            "sampler_logprobs_T": self.tokens("rollout_logprobs"), "ref_logprobs_T": self.tokens("ref_logprobs"),
-            "source_T": torch.arange(ids_T.numel()), "lengths_T": self._lengths(),
-            "rewards_T": self.everywhere("rewards"), "group_ids_T": self.everywhere("group_ids")}
+            "sampler_logprobs_T": self.tokens("rollout_logprobs"),
+            "ref_logprobs_T": self.tokens("ref_logprobs"),
+            "source_T": torch.arange(ids_T.numel()),
+            "lengths_T": self._lengths(),
+            "rewards_T": self.everywhere("rewards"),
+            "group_ids_T": self.everywhere("group_ids"),
+        }
         given_T = self.tokens("is_weights")
         extensions = {} if given_T is None else {CORRECTION_WEIGHTS: given_T}
         return TrainingRow(**(fields | {"extensions": extensions} | changes))

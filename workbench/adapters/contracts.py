@@ -24,24 +24,32 @@ CONTRACTS: Mapping[str, Mapping[str, ScalingSpec]] = {
         "dtensor": ScalingSpec(multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
         # Log-probabilities are gathered, so every cp rank has the whole row and the gather's backward adds; Megatron's
         # schedule multiplies by cp / micro-batches, which is undone; gradients are added (calculate_per_token_loss).
-        "megatron": ScalingSpec(replicated=True, divided_by=("cp", "cp"), multiplied_by=("micro_batches",),
-                                engine_multiplies=("cp",), engine_divides=("micro_batches",)),
+        "megatron": ScalingSpec(
+            replicated=True,
+            divided_by=("cp", "cp"),
+            multiplied_by=("micro_batches",),
+            engine_multiplies=("cp",),
+            engine_divides=("micro_batches",),
+        ),
     },
     "verl": {
         # Ulysses: the gather of log-probabilities adds over its ranks on the way back.
         "fsdp": ScalingSpec(multiplied_by=("dp",), replicated=True, engine_divides=("dp_cp",)),
-        "megatron": ScalingSpec(multiplied_by=("dp", "micro_batches"), engine_multiplies=("cp",),
-                                engine_divides=("micro_batches", "dp_cp")),
+        "megatron": ScalingSpec(
+            multiplied_by=("dp", "micro_batches"), engine_multiplies=("cp",), engine_divides=("micro_batches", "dp_cp")
+        ),
         # Without global_batch_info a micro-batch counts for itself, and the actor divides by accumulation steps.
-        "local counts": ScalingSpec(counts="micro_batch", divided_by=("micro_batches",), replicated=True,
-                                    engine_divides=("dp_cp",)),
+        "local counts": ScalingSpec(
+            counts="micro_batch", divided_by=("micro_batches",), replicated=True, engine_divides=("dp_cp",)
+        ),
     },
     "trl": {
         # num_items_in_batch is counted over the generation batch and divided by the number of processes. Exact if a
         # generation batch is one optimizer step. TRL refuses context parallelism.
         "dapo, cispo, vespo": ScalingSpec(multiplied_by=("dp",), engine_divides=("dp",)),
-        "grpo, bnpo, dr_grpo, sapo, luspo": ScalingSpec(counts="micro_batch", divided_by=("micro_batches",),
-                                                        engine_divides=("dp",)),
+        "grpo, bnpo, dr_grpo, sapo, luspo": ScalingSpec(
+            counts="micro_batch", divided_by=("micro_batches",), engine_divides=("dp",)
+        ),
     },
     "liger": {
         # A kernel: what its caller does comes on top.
@@ -56,8 +64,9 @@ CONTRACTS: Mapping[str, Mapping[str, ScalingSpec]] = {
     "prime_rl": {
         # Every cp rank counts the whole row, and the gather's backward adds over them: both cancel. FSDP's division is
         # undone.
-        "fsdp": ScalingSpec(replicated=True, divided_by=("cp",), engine_multiplies=("dp_cp",),
-                            engine_divides=("dp_cp",)),
+        "fsdp": ScalingSpec(
+            replicated=True, divided_by=("cp",), engine_multiplies=("dp_cp",), engine_divides=("dp_cp",)
+        ),
     },
     "openrlhf": {
         # Counts are divided by accumulation steps, which DeepSpeed divides by once more.
@@ -98,8 +107,11 @@ def scaling_contract(system: str, mode: str | None = None) -> ScalingSpec:
     if mode is None:
         return next(iter(modes.values()))
     if mode not in modes:
-        raise SpecError(f"scaling contract {mode!r} of {system}", rule=f"one of {', '.join(map(repr, modes))}",
-                        fix="choose one of them")
+        raise SpecError(
+            f"scaling contract {mode!r} of {system}",
+            rule=f"one of {', '.join(map(repr, modes))}",
+            fix="choose one of them",
+        )
     return modes[mode]
 
 
@@ -124,8 +136,12 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
 
     given = {"dp": dp, "cp": cp, "micro_batches": micro_batches, "accumulation": accumulation}
     if min(given.values()) < 1:
-        raise SpecError("contract_table", found=", ".join(f"{name} = {size}" for name, size in given.items()),
-                        rule="ranks and passes are at least 1", fix="correct the number")
+        raise SpecError(
+            "contract_table",
+            found=", ".join(f"{name} = {size}" for name, size in given.items()),
+            rule="ranks and passes are at least 1",
+            fix="correct the number",
+        )
     passes = micro_batches * accumulation
     sizes = {"dp": dp, "cp": cp, "dp_cp": dp * cp, "micro_batches": passes}
 
@@ -137,12 +153,19 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
         for mode, scaling in modes.items():
             factor = scaling_factor(scaling, dp=dp, cp=cp, micro_batches=passes)
             parts = {"step": 1, "pass": passes, "micro_batch": dp * passes}[scaling.counts]
-            lines.append({
-                "system": system, "mode": mode,
-                "sums": "whole rows on every cp rank" if scaling.replicated else "its own tokens",
-                "counts": scaling.counts.replace("_", "-"), "multiplies": said(scaling.multiplied_by),
-                "divides": said(scaling.divided_by), "engine": _engine(scaling, said), "factor": factor * parts,
-                "breaks": ", ".join(scaling.breaks)})
+            lines.append(
+                {
+                    "system": system,
+                    "mode": mode,
+                    "sums": "whole rows on every cp rank" if scaling.replicated else "its own tokens",
+                    "counts": scaling.counts.replace("_", "-"),
+                    "multiplies": said(scaling.multiplied_by),
+                    "divides": said(scaling.divided_by),
+                    "engine": _engine(scaling, said),
+                    "factor": factor * parts,
+                    "breaks": ", ".join(scaling.breaks),
+                }
+            )
     return pd.DataFrame(lines).set_index(["system", "mode"])
 
 

@@ -36,11 +36,30 @@ APART = 1e-7
 count can do."""
 PROBES = (0.25, 1.5, 4.0, 0, 2)
 """Numbers that are put into an option to see what it decides."""
-CLIPS = ("clip_low", "clip_high", "dual_clip", "delta", "bounds", "log_clamp", "log_cap", "ratio_cap", "threshold",
-         "threshold_low", "threshold_high")
+CLIPS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "delta",
+    "bounds",
+    "log_clamp",
+    "log_cap",
+    "ratio_cap",
+    "threshold",
+    "threshold_low",
+    "threshold_high",
+)
 """Settings of a surrogate that bound its ratio or drop tokens."""
-DENOMINATORS = ("denominator", "denominator_constant", "documents_counted", "gradient_divisor",
-                "normalize_by_documents", "scaling", "truncated", "entropy_denominator")
+DENOMINATORS = (
+    "denominator",
+    "denominator_constant",
+    "documents_counted",
+    "gradient_divisor",
+    "normalize_by_documents",
+    "scaling",
+    "truncated",
+    "entropy_denominator",
+)
 """Settings and groups that say what is divided by what."""
 TEMPERATURE = "policy.temperature"
 """A setting of ours that is none of the loss; it tells apart two systems that both begin at logits."""
@@ -128,11 +147,15 @@ class Explanation:
         lines = [f"{first} | {second}: {self.verdict}" + self._in_what()]
         if self.witness is not None:
             w = self.witness
-            lines.append(f"  batch {w.seed}: loss {w.losses[0]:.10g} | {w.losses[1]:.10g}, "
-                         f"gradient norm {w.gradient_norms[0]:.10g} | {w.gradient_norms[1]:.10g}")
+            lines.append(
+                f"  batch {w.seed}: loss {w.losses[0]:.10g} | {w.losses[1]:.10g}, "
+                f"gradient norm {w.gradient_norms[0]:.10g} | {w.gradient_norms[1]:.10g}"
+            )
         for d in self.differences:
-            said = " | ".join(f"{_short(value)}{f' ({option})' if option else ''}"
-                              for value, option in zip(d.values, d.options, strict=True))
+            said = " | ".join(
+                f"{_short(value)}{f' ({option})' if option else ''}"
+                for value, option in zip(d.values, d.options, strict=True)
+            )
             lines.append(f"  {'' if d.acts else '(no difference here) '}{d.topic}, {d.setting}: {said}")
         lines += [f"  {title}: {note}" for title, notes in zip(self.systems, self.notes, strict=True) for note in notes]
         return "\n".join(lines)
@@ -171,8 +194,10 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
         'same'
     """
     systems = load_system(system_a), load_system(system_b)
-    settings = tuple(parse_settings(system.settings, given, where=system.name)
-                     for system, given in zip(systems, (settings_a, settings_b), strict=True))
+    settings = tuple(
+        parse_settings(system.settings, given, where=system.name)
+        for system, given in zip(systems, (settings_a, settings_b), strict=True)
+    )
     found = tuple(translated(system, each) for system, each in zip(systems, settings, strict=True))
     specs = found[0].spec, found[1].spec
     temperatures = tuple(system.temperature(each) for system, each in zip(systems, settings, strict=True))
@@ -180,13 +205,22 @@ def explain(system_a: str, settings_a: Mapping[str, Any], system_b: str, setting
     verdict, same_loss, same_gradient, witness = compare(*specs, temperatures if heated else None)
     titles = systems[0].title, systems[1].title
     differences = _differences(systems, settings, found, verdict, temperatures if heated else None)
-    return Explanation(titles, specs, verdict, same_loss, same_gradient,
-                       scale_alike(*specs) if verdict == "same" else None,
-                       differences, (found[0].notes, found[1].notes), witness)
+    return Explanation(
+        titles,
+        specs,
+        verdict,
+        same_loss,
+        same_gradient,
+        scale_alike(*specs) if verdict == "same" else None,
+        differences,
+        (found[0].notes, found[1].notes),
+        witness,
+    )
 
 
-def compare(one: LossSpec, other: LossSpec, temperatures: tuple[float, float] | None = None
-            ) -> tuple[Verdict, bool | None, bool | None, Witness | None]:
+def compare(
+    one: LossSpec, other: LossSpec, temperatures: tuple[float, float] | None = None
+) -> tuple[Verdict, bool | None, bool | None, Witness | None]:
     """The verdict on two specs, on loss and gradient each, and the batch that tells them apart.
 
     Args:
@@ -215,8 +249,11 @@ def compare(one: LossSpec, other: LossSpec, temperatures: tuple[float, float] | 
 
 def scale_alike(one: LossSpec, other: LossSpec) -> bool:
     """Whether two specs that are the same loss on one micro-batch stay so when a step is cut into several."""
-    return one.scaling.counts == other.scaling.counts and one.scaling.powers == other.scaling.powers \
+    return (
+        one.scaling.counts == other.scaling.counts
+        and one.scaling.powers == other.scaling.powers
         and one.breaks == other.breaks
+    )
 
 
 @functools.lru_cache(maxsize=8192)
@@ -227,14 +264,21 @@ def _outcome(spec: str, seed: int, temperature: float | None) -> Outcome:
 # ---- setting by setting ----------------------------------------------------------------------------------------
 
 
-def _differences(systems: tuple[System, System], settings: tuple[Any, ...], found: tuple[Translation, ...],
-                 verdict: Verdict, temperatures: tuple[float, float] | None) -> tuple[Difference, ...]:
+def _differences(
+    systems: tuple[System, System],
+    settings: tuple[Any, ...],
+    found: tuple[Translation, ...],
+    verdict: Verdict,
+    temperatures: tuple[float, float] | None,
+) -> tuple[Difference, ...]:
     """Those that act first."""
     flat = [_flat(each.spec) for each in found]
     forms = [canonical(each.spec) for each in found]
     acting = {path for path in {*forms[0], *forms[1]} if forms[0].get(path) != forms[1].get(path)}
-    roots = {"surrogate.upper": ("surrogate.clip_high", "surrogate.bounds", "surrogate.delta"),
-             "surrogate.lower": ("surrogate.clip_low", "surrogate.bounds")}
+    roots = {
+        "surrogate.upper": ("surrogate.clip_high", "surrogate.bounds", "surrogate.delta"),
+        "surrogate.lower": ("surrogate.clip_low", "surrogate.bounds"),
+    }
     acting |= {root for path in acting for root in roots.get(path, ())}
     scaling = found[0].spec.scaling, found[1].spec.scaling
     cancelled = [f"scaling.{name}" for name in FACTORS] if scaling[0].powers == scaling[1].powers else []
@@ -247,10 +291,15 @@ def _differences(systems: tuple[System, System], settings: tuple[Any, ...], foun
         if values[0] == values[1] or path in ("name", "correction.kind") or path in cancelled:
             continue
         options = tuple(_said(each, decided.get(path, ())) for each, decided in zip(settings, deciding, strict=True))
-        silent = tuple(not any(_is_said(each, name) for name in decided.get(path, ()))
-                       for each, decided in zip(settings, deciding, strict=True))
-        rows.append(Difference(path, _topic(path), _meaning(path), values, options, silent,
-                               verdict != "same" and path in acting))
+        silent = tuple(
+            not any(_is_said(each, name) for name in decided.get(path, ()))
+            for each, decided in zip(settings, deciding, strict=True)
+        )
+        rows.append(
+            Difference(
+                path, _topic(path), _meaning(path), values, options, silent, verdict != "same" and path in acting
+            )
+        )
     return tuple(sorted(rows, key=lambda row: not row.acts))
 
 
@@ -308,8 +357,11 @@ def _other_values(annotation: Any, value: Any) -> Iterator[Any]:
 
 
 def _said(settings: Settings, names: tuple[str, ...]) -> str:
-    return ", ".join(f"{name}={_short(functools.reduce(getattr, name.split('.'), settings))}"
-                     f"{'' if _is_said(settings, name) else ', its default'}" for name in names)
+    return ", ".join(
+        f"{name}={_short(functools.reduce(getattr, name.split('.'), settings))}"
+        f"{'' if _is_said(settings, name) else ', its default'}"
+        for name in names
+    )
 
 
 def _is_said(settings: Settings, name: str) -> bool:

@@ -103,12 +103,26 @@ def translate(settings: FastLLMSettings) -> Translation:
     given = ("divisor", "num_documents_in_batch", "num_segments", "grad_output")
     scaling = CONTRACTS["fast_llm"]["main"]
     if settings.type == "grpo":
-        return Translation(LossSpec(name="grpo", surrogate={"kind": "ppo", **clip}, scaling=scaling),
-                           ("there is no KL term, entropy bonus, dual clip or sampler correction",), given)
-    spec = LossSpec(name="gspo", surrogate={"kind": "gspo", "advantage_level": "document", **clip},
-                    denominator="document_sum", documents_counted="all", scaling=scaling)
-    return Translation(spec, ("a document weighs by its length: its clipped term is counted once for each token",
-                              "advantages are averaged over the document"), given)
+        return Translation(
+            LossSpec(name="grpo", surrogate={"kind": "ppo", **clip}, scaling=scaling),
+            ("there is no KL term, entropy bonus, dual clip or sampler correction",),
+            given,
+        )
+    spec = LossSpec(
+        name="gspo",
+        surrogate={"kind": "gspo", "advantage_level": "document", **clip},
+        denominator="document_sum",
+        documents_counted="all",
+        scaling=scaling,
+    )
+    return Translation(
+        spec,
+        (
+            "a document weighs by its length: its clipped term is counted once for each token",
+            "advantages are averaged over the document",
+        ),
+        given,
+    )
 
 
 def back(spec: LossSpec) -> dict[str, Any]:
@@ -116,9 +130,18 @@ def back(spec: LossSpec) -> dict[str, Any]:
     kind = spec.surrogate.kind
     if kind not in ("ppo", "gspo"):
         raise refuse("Fast-LLM", f"the surrogate {kind!r}", "its policy losses are grpo and gspo")
-    return checked_back("Fast-LLM", spec, FastLLMSettings, translate, {
-        "type": "grpo" if kind == "ppo" else "gspo", "epsilon_low": spec.surrogate.clip_low,
-        "epsilon_high": spec.surrogate.clip_high, "weight": spec.surrogate.coefficient})
+    return checked_back(
+        "Fast-LLM",
+        spec,
+        FastLLMSettings,
+        translate,
+        {
+            "type": "grpo" if kind == "ppo" else "gspo",
+            "epsilon_low": spec.surrogate.clip_low,
+            "epsilon_high": spec.surrogate.clip_high,
+            "weight": spec.surrogate.coefficient,
+        },
+    )
 
 
 def counts(settings: FastLLMSettings) -> GivenCounts | None:
@@ -144,10 +167,15 @@ def registered(replayed: Replayed) -> dict[str, float]:
     documents = replayed.settings.num_documents_in_batch
     if documents is None:
         return {}
-    values = aliases.as_named_by("fast_llm", replayed.inputs, replayed.row.loss_mask_T,
-                                 terms=replayed.evaluated.terms, loss_spec=replayed.translation.spec,
-                                 slots=replayed.slots,
-                                 settings=peer_settings(replayed)._replace(num_documents=documents))
+    values = aliases.as_named_by(
+        "fast_llm",
+        replayed.inputs,
+        replayed.row.loss_mask_T,
+        terms=replayed.evaluated.terms,
+        loss_spec=replayed.translation.spec,
+        slots=replayed.slots,
+        settings=peer_settings(replayed)._replace(num_documents=documents),
+    )
     return {f"registered.{name}": value.finish() for name, value in values.items()}
 
 
@@ -161,11 +189,16 @@ def entropy_loss(case: Case) -> dict[str, Any]:
     leaf = case["logits"].clone().requires_grad_()
     mask, target = case.get("mask"), case["target"]
     scale = settings.logits_scale_factor
-    term = divergence(_flat(leaf), target.reshape(-1) if settings.target_format == "labels" else _flat(target),
-                      kind=kind, target_format=settings.target_format,
-                      loss_mask_T=None if mask is None else mask.reshape(-1).bool(), logit_scale=scale,
-                      target_scale=scale / settings.temperature,
-                      label_floor=0.0 if kind == "cross_entropy" else LABEL_FLOOR)
+    term = divergence(
+        _flat(leaf),
+        target.reshape(-1) if settings.target_format == "labels" else _flat(target),
+        kind=kind,
+        target_format=settings.target_format,
+        loss_mask_T=None if mask is None else mask.reshape(-1).bool(),
+        logit_scale=scale,
+        target_scale=scale / settings.temperature,
+        label_floor=0.0 if kind == "cross_entropy" else LABEL_FLOOR,
+    )
     return _mean_over_all(case, term, leaf, settings.grad_output)
 
 
@@ -173,8 +206,11 @@ def z_loss_case(case: Case) -> dict[str, Any]:
     """The squared log normaliser: the mean over all tokens, masked ones as 0."""
     settings = parse_settings(ZLossSettings, case.config, where="fast_llm")
     leaf, mask = case["logits"].clone().requires_grad_(), case.get("mask")
-    term = z_loss(_flat(leaf), loss_mask_T=None if mask is None else mask.reshape(-1).bool(),
-                  logit_scale=settings.logits_scale_factor)
+    term = z_loss(
+        _flat(leaf),
+        loss_mask_T=None if mask is None else mask.reshape(-1).bool(),
+        logit_scale=settings.logits_scale_factor,
+    )
     return _mean_over_all(case, term, leaf, settings.grad_output)
 
 
@@ -205,12 +241,22 @@ def dpo_packed(case: Case) -> dict[str, Any]:
     leaf = case["logits"].clone().requires_grad_()
     targets_T = case["targets"].reshape(-1).clamp_min(0)
     both = [chosen + rejected for chosen, rejected in zip(settings.chosen_spans, settings.rejected_spans, strict=True)]
-    chosen_T, rejected_T, either_T = (_inside(case["targets"], spans) for spans in (
-        settings.chosen_spans, settings.rejected_spans, both))
-    pair = Case.of(case.system, case.kind, case.function, case.config, {
-        "mask": either_T, "document_index": rejected_T, "rewards": chosen_T.double(),
-        "group_ids": torch.zeros_like(targets_T),
-        "ref_logprobs": token_logprobs_from_logits(_flat(case["ref_logits"]), targets_T).logprobs_T})
+    chosen_T, rejected_T, either_T = (
+        _inside(case["targets"], spans) for spans in (settings.chosen_spans, settings.rejected_spans, both)
+    )
+    pair = Case.of(
+        case.system,
+        case.kind,
+        case.function,
+        case.config,
+        {
+            "mask": either_T,
+            "document_index": rejected_T,
+            "rewards": chosen_T.double(),
+            "group_ids": torch.zeros_like(targets_T),
+            "ref_logprobs": token_logprobs_from_logits(_flat(case["ref_logits"]), targets_T).logprobs_T,
+        },
+    )
     said = token_logprobs_from_logits(_flat(leaf), targets_T, temperature=_divisor(settings))
     replayed = evaluate_as(pair, said, settings, Translation(LossSpec(name="dpo", surrogate={"beta": settings.beta})))
     return _outputs(case, replayed.evaluated.scalars["total"].value, leaf, settings.grad_output)
@@ -230,8 +276,17 @@ def _divisor(settings: Any) -> float:
 
 
 SYSTEM = System(
-    name="fast_llm", title="Fast-LLM", version="7d61a1ba", settings=FastLLMSettings, translate=translate, back=back,
-    counts=counts, case_settings=case_settings, temperature=_divisor, peer_settings=peer_settings, metrics=registered,
+    name="fast_llm",
+    title="Fast-LLM",
+    version="7d61a1ba",
+    settings=FastLLMSettings,
+    translate=translate,
+    back=back,
+    counts=counts,
+    case_settings=case_settings,
+    temperature=_divisor,
+    peer_settings=peer_settings,
+    metrics=registered,
     scaling=CONTRACTS["fast_llm"],
     replays={"cross_entropy_family": entropy_loss, "z_loss": z_loss_case, "dpo_packed": dpo_packed},
 )

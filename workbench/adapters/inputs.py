@@ -25,8 +25,16 @@ _TOKENS: Mapping[str, tuple[str, ...]] = {
     "openrlhf": ("old_logprobs", "rollout_logprobs"),
     "slime": (*_LOGPROBS, "entropies", "sample_denominators"),
     "areal": _LOGPROBS,
-    "pipelinerl": ("old_logprobs", "ref_logprobs", "rewards", "group_tokens", "label_counts", "num_labels", "overflow",
-                   "token_ids"),
+    "pipelinerl": (
+        "old_logprobs",
+        "ref_logprobs",
+        "rewards",
+        "group_tokens",
+        "label_counts",
+        "num_labels",
+        "overflow",
+        "token_ids",
+    ),
     "nous_torchtitan": _LOGPROBS,
 }
 """System -> what its policy loss takes beside the policy itself, advantages and a mask."""
@@ -52,8 +60,16 @@ _FURTHER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "kl_estimator": (*_BATCH, "cotangent"),
         "aggregation": _VALUES,
         "value_loss": _VALUES,
-        "advantage": (*_BATCH, "token_rewards", "rewards", "group_ids", "values", "baselines", "sum_pi_squared",
-                      "is_weights"),
+        "advantage": (
+            *_BATCH,
+            "token_rewards",
+            "rewards",
+            "group_ids",
+            "values",
+            "baselines",
+            "sum_pi_squared",
+            "is_weights",
+        ),
         "is_correction": _BATCH,
     },
     "trl": {
@@ -68,8 +84,12 @@ _FURTHER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "openrlhf": {
         "value_loss": _VALUES,
-        "dpo_from_sums": ("chosen_logprob_sums", "rejected_logprob_sums", "ref_chosen_logprob_sums",
-                          "ref_rejected_logprob_sums"),
+        "dpo_from_sums": (
+            "chosen_logprob_sums",
+            "rejected_logprob_sums",
+            "ref_chosen_logprob_sums",
+            "ref_rejected_logprob_sums",
+        ),
         "kl_estimator": _ESTIMATOR,
         "reward_shaping": ("rewards", "kl", "mask"),
     },
@@ -108,11 +128,18 @@ def inputs_of(system: str, kind: str) -> tuple[str, ...]:
         return ("logits", "targets", "cotangent_logprobs", "cotangent_entropy")
     tokens = (*_ALWAYS, *_TOKENS[system])
     before = ("grad_logits_in",) if system == "fast_llm" else ()
-    policy = {"policy_loss": ("logprobs",), "policy_loss_packed": ("logprobs",),
-              "policy_loss_logits": ("logits", "targets", *before), "fused_linear_policy_loss": _HEAD}
+    policy = {
+        "policy_loss": ("logprobs",),
+        "policy_loss_packed": ("logprobs",),
+        "policy_loss_logits": ("logits", "targets", *before),
+        "fused_linear_policy_loss": _HEAD,
+    }
     if kind not in policy:
-        raise SpecError(f"arrays of {kind!r} of {system}",
-                        rule=f"one of {', '.join([*policy, 'logprobs', *further])}", fix="choose one of them")
+        raise SpecError(
+            f"arrays of {kind!r} of {system}",
+            rule=f"one of {', '.join([*policy, 'logprobs', *further])}",
+            fix="choose one of them",
+        )
     return (*policy[kind], *tokens)
 
 
@@ -130,10 +157,15 @@ def refuse_unused(case: Case) -> None:
     unused = [name for name in case.inputs if name not in taken]
     if not unused:
         return
-    near = [f"did you mean {match!r} for {name!r}?" for name in unused
-            for match in difflib.get_close_matches(name, [each for each in taken if each not in case.inputs], n=1)]
+    near = [
+        f"did you mean {match!r} for {name!r}?"
+        for name in unused
+        for match in difflib.get_close_matches(name, [each for each in taken if each not in case.inputs], n=1)
+    ]
     reasons = [_INSTEAD[case.system, name] for name in unused if (case.system, name) in _INSTEAD]
-    raise SpecError(f"replay of {case.kind} of {case.system} with {', '.join(map(repr, unused))}",
-                    found=f"nothing in this replay uses {', '.join(unused)}: the numbers would be those without",
-                    rule=f"its arrays are {', '.join(taken)}",
-                    fix="; ".join([*reasons, *near]) or "leave the array out, or give it under the name of one of them")
+    raise SpecError(
+        f"replay of {case.kind} of {case.system} with {', '.join(map(repr, unused))}",
+        found=f"nothing in this replay uses {', '.join(unused)}: the numbers would be those without",
+        rule=f"its arrays are {', '.join(taken)}",
+        fix="; ".join([*reasons, *near]) or "leave the array out, or give it under the name of one of them",
+    )

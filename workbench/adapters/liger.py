@@ -84,8 +84,18 @@ class LigerSettings(Settings):
 class DPOSettings(Settings):
     """Options of `LigerFusedLinearDPOLoss` (Liger-Kernel 0.8.5)."""
 
-    loss_type: Literal["sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero",
-                       "apo_down", "discopop"] = "sigmoid"
+    loss_type: Literal[
+        "sigmoid",
+        "hinge",
+        "exo_pair",
+        "nca_pair",
+        "robust",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "discopop",
+    ] = "sigmoid"
     """Which loss of a pair."""
     beta: float = 0.1
     """Inverse temperature of the implied reward."""
@@ -126,8 +136,14 @@ def translate(settings: LigerSettings) -> Translation:
         correction = {"ratio": "given" if settings.vllm_is == "token" else "given_document_mean"}
         if kind == "vespo":
             correction["enters"] = "sequence_weight"
-    spec = LossSpec(name="grpo", surrogate=_surrogate(settings), correction=correction, kl=kl,
-                    scaling=CONTRACTS["liger"][contract], **divided)
+    spec = LossSpec(
+        name="grpo",
+        surrogate=_surrogate(settings),
+        correction=correction,
+        kl=kl,
+        scaling=CONTRACTS["liger"][contract],
+        **divided,
+    )
     return Translation(spec, tuple(_notes(settings)), ("vllm_is", "num_items_in_batch"))
 
 
@@ -138,18 +154,28 @@ def _is_counted(settings: LigerSettings) -> bool:
 def _surrogate(settings: LigerSettings) -> dict[str, Any]:
     if settings.loss_type in CLIPPED:
         kind = "gspo" if settings.importance_sampling_level == "sequence" else "ppo"
-        return {"kind": kind, "clip_low": settings.epsilon_low, "clip_high": settings.epsilon_high,
-                "delta": settings.delta}
+        return {
+            "kind": kind,
+            "clip_low": settings.epsilon_low,
+            "clip_high": settings.epsilon_high,
+            "delta": settings.delta,
+        }
     if settings.loss_type == "cispo":
         return {"kind": "cispo", "bounds": "absolute", "clip_high": settings.epsilon_high}
     if settings.loss_type == "sapo":
-        return {"kind": "sapo", "tau_positive": settings.sapo_temperature_pos,
-                "tau_negative": settings.sapo_temperature_neg}
+        return {
+            "kind": "sapo",
+            "tau_positive": settings.sapo_temperature_pos,
+            "tau_negative": settings.sapo_temperature_neg,
+        }
     given = settings.vespo or {}
-    return {"kind": "vespo", "k_positive": given.get("k_pos", settings.vespo_k_pos),
-            "lambda_positive": max(given.get("lambda_pos", settings.vespo_lambda_pos), LEAST_LAMBDA),
-            "k_negative": given.get("k_neg", settings.vespo_k_neg),
-            "lambda_negative": max(given.get("lambda_neg", settings.vespo_lambda_neg), LEAST_LAMBDA)}
+    return {
+        "kind": "vespo",
+        "k_positive": given.get("k_pos", settings.vespo_k_pos),
+        "lambda_positive": max(given.get("lambda_pos", settings.vespo_lambda_pos), LEAST_LAMBDA),
+        "k_negative": given.get("k_neg", settings.vespo_k_neg),
+        "lambda_negative": max(given.get("lambda_neg", settings.vespo_lambda_neg), LEAST_LAMBDA),
+    }
 
 
 def _notes(settings: LigerSettings) -> list[str]:
@@ -161,8 +187,10 @@ def _notes(settings: LigerSettings) -> list[str]:
     if settings.loss_type not in (*CLIPPED, "cispo"):
         notes.append(f"epsilon_low, epsilon_high and delta have no effect on {settings.loss_type}")
     if settings.loss_type == "luspo":
-        notes.append("luspo here is the sum over a row's tokens; Liger 0.8.5 averages over all positions and ignores "
-                     "the mask as soon as a term is one a token, so padding leaks into its loss and gradient")
+        notes.append(
+            "luspo here is the sum over a row's tokens; Liger 0.8.5 averages over all positions and ignores "
+            "the mask as soon as a term is one a token, so padding leaks into its loss and gradient"
+        )
     if DENOMINATORS[settings.loss_type].get("documents_counted"):
         notes.append("rows in which nothing counts are rows of the mean")
     if settings.loss_type in COUNTED and settings.num_items_in_batch is None:
@@ -182,18 +210,29 @@ def counts(settings: LigerSettings) -> GivenCounts | None:
 def back(spec: LossSpec) -> dict[str, Any]:
     """Options of `LigerFusedLinearGRPOLoss`; where it counts exactly, with the count that it must be given."""
     surrogate, kl, correction = spec.surrogate, spec.kl, spec.correction
-    found: dict[str, Any] = {"loss_type": _loss_type(spec), "beta": kl.coefficient,
-                             "use_bias_correction_kl": kl.importance != "none"}
+    found: dict[str, Any] = {
+        "loss_type": _loss_type(spec),
+        "beta": kl.coefficient,
+        "use_bias_correction_kl": kl.importance != "none",
+    }
     if surrogate.kind in ("ppo", "gspo"):
-        found |= {"epsilon_low": surrogate.clip_low, "epsilon_high": surrogate.clip_high, "delta": surrogate.delta,
-                  "importance_sampling_level": "sequence" if surrogate.kind == "gspo" else "token"}
+        found |= {
+            "epsilon_low": surrogate.clip_low,
+            "epsilon_high": surrogate.clip_high,
+            "delta": surrogate.delta,
+            "importance_sampling_level": "sequence" if surrogate.kind == "gspo" else "token",
+        }
     elif surrogate.kind == "cispo":
         found["epsilon_high"] = surrogate.clip_high
     elif surrogate.kind == "sapo":
         found |= {"sapo_temperature_pos": surrogate.tau_positive, "sapo_temperature_neg": surrogate.tau_negative}
     else:
-        found |= {"vespo_k_pos": surrogate.k_positive, "vespo_lambda_pos": surrogate.lambda_positive,
-                  "vespo_k_neg": surrogate.k_negative, "vespo_lambda_neg": surrogate.lambda_negative}
+        found |= {
+            "vespo_k_pos": surrogate.k_positive,
+            "vespo_lambda_pos": surrogate.lambda_positive,
+            "vespo_k_neg": surrogate.k_negative,
+            "vespo_lambda_neg": surrogate.lambda_negative,
+        }
     if spec.denominator == "constant" and spec.denominator_constant is not None:
         found["max_completion_length"] = int(spec.denominator_constant)
     if correction.ratio in ("given", "given_document_mean"):
@@ -211,8 +250,11 @@ def _loss_type(spec: LossSpec) -> str:
         return kind
     types = {"document": "grpo", "constant": "dr_grpo", "document_sum": "luspo", "token": "dapo"}
     if kind not in ("ppo", "gspo") or spec.denominator not in types:
-        raise refuse("Liger", f"the surrogate {kind!r} with the denominator {spec.denominator!r}", "its loss types are "
-                     "PPO's clip on tokens or rows, sapo, cispo and vespo")
+        raise refuse(
+            "Liger",
+            f"the surrogate {kind!r} with the denominator {spec.denominator!r}",
+            "its loss types are PPO's clip on tokens or rows, sapo, cispo and vespo",
+        )
     return types[spec.denominator]
 
 
@@ -243,21 +285,40 @@ def policy_loss_case(case: Case) -> dict[str, Any]:
 def dpo_case(case: Case) -> dict[str, Any]:
     """A loss on pairs, from hidden states: rows of the first half are chosen, those of the second rejected."""
     settings = parse_settings(DPOSettings, case.config, where="liger")
-    leaves = {f"grad_{name}": case[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")
-              if case.get(name) is not None}
+    leaves = {
+        f"grad_{name}": case[name].clone().requires_grad_()
+        for name in ("hidden", "weight", "bias")
+        if case.get(name) is not None
+    }
     counts_T = (case["targets"] != settings.ignore_index).reshape(-1)
-    said = token_logprobs(leaves["grad_hidden"].flatten(0, -2), leaves["grad_weight"], case.targets_T,
-                          bias_V=leaves.get("grad_bias"))
+    said = token_logprobs(
+        leaves["grad_hidden"].flatten(0, -2), leaves["grad_weight"], case.targets_T, bias_V=leaves.get("grad_bias")
+    )
     live_T = said.logprobs_T.detach()
-    inputs = LossInputs(said.logprobs_T, live_T, torch.zeros_like(live_T), ref_logprobs_T=_reference(case, settings),
-                        loss_mask_T=counts_T, document_ids_T=case.document_ids_T)
+    inputs = LossInputs(
+        said.logprobs_T,
+        live_T,
+        torch.zeros_like(live_T),
+        ref_logprobs_T=_reference(case, settings),
+        loss_mask_T=counts_T,
+        document_ids_T=case.document_ids_T,
+    )
     rows = case.shape[0]
     pairs, against = rows // 2, "ref" if settings.use_ref_model else None
     rewards_N = document_rewards(inputs, rows, against=against, average=settings.average_log_prob)
     smoothing = settings.label_smoothing if settings.loss_type in ("exo_pair", "robust") else 0.0
-    terms = {"policy": Term(pair_losses(rewards_N[:pairs], rewards_N[pairs:], beta=settings.beta,
-                                        kind=settings.loss_type, label_smoothing=smoothing,
-                                        modulation=settings.discopop_tau))}
+    terms = {
+        "policy": Term(
+            pair_losses(
+                rewards_N[:pairs],
+                rewards_N[pairs:],
+                beta=settings.beta,
+                kind=settings.loss_type,
+                label_smoothing=smoothing,
+                modulation=settings.discopop_tau,
+            )
+        )
+    }
     all_P = torch.ones_like(rewards_N[:pairs], requires_grad=False)
     pair_P = pair_weights(all_P)
     weights = {"policy": TokenWeights(pair_P, pair_P)}
@@ -282,8 +343,16 @@ def _reference(case: Case, settings: DPOSettings) -> Tensor | None:
 
 
 SYSTEM = System(
-    name="liger", title="Liger-Kernel", version="0.8.5", settings=LigerSettings, translate=translate, back=back,
-    counts=counts, scaling=CONTRACTS["liger"], case_settings=case_settings,
-    temperature=lambda settings: settings.temperature, metrics=metrics,
+    name="liger",
+    title="Liger-Kernel",
+    version="0.8.5",
+    settings=LigerSettings,
+    translate=translate,
+    back=back,
+    counts=counts,
+    scaling=CONTRACTS["liger"],
+    case_settings=case_settings,
+    temperature=lambda settings: settings.temperature,
+    metrics=metrics,
     replays={"fused_linear_policy_loss": policy_loss_case, "fused_linear_dpo": dpo_case},
 )

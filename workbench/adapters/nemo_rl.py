@@ -92,22 +92,39 @@ class ClippedPGSettings(Settings):
         low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
         sequence = self.sequence_level_importance_ratios
         broken = (
-            (sequence and self.token_level_loss,
-             "sequence_level_importance_ratios needs token_level_loss: False"),
-            (self.use_cispo and (self.disable_ppo_ratio or self.force_on_policy_ratio or sequence
-                                 or self.ratio_clip_c is not None or not self.token_level_loss),
-             "use_cispo goes with token_level_loss, and not with disable_ppo_ratio, force_on_policy_ratio, "
-             "sequence_level_importance_ratios or ratio_clip_c"),
-            (kind is not None and not self.use_importance_sampling_correction,
-             "truncated_importance_sampling_type needs use_importance_sampling_correction"),
-            (kind is not None and high is None,
-             "truncated_importance_sampling_type needs truncated_importance_sampling_ratio"),
-            (kind is None and high is not None,
-             "truncated_importance_sampling_ratio needs truncated_importance_sampling_type"),
-            (kind in ("icepop", "seq-mask-tis") and low is None,
-             f"{kind} needs truncated_importance_sampling_ratio_min"),
-            (kind is not None and low is not None and high is not None and low > high,
-             "truncated_importance_sampling_ratio_min is above truncated_importance_sampling_ratio"),
+            (sequence and self.token_level_loss, "sequence_level_importance_ratios needs token_level_loss: False"),
+            (
+                self.use_cispo
+                and (
+                    self.disable_ppo_ratio
+                    or self.force_on_policy_ratio
+                    or sequence
+                    or self.ratio_clip_c is not None
+                    or not self.token_level_loss
+                ),
+                "use_cispo goes with token_level_loss, and not with disable_ppo_ratio, force_on_policy_ratio, "
+                "sequence_level_importance_ratios or ratio_clip_c",
+            ),
+            (
+                kind is not None and not self.use_importance_sampling_correction,
+                "truncated_importance_sampling_type needs use_importance_sampling_correction",
+            ),
+            (
+                kind is not None and high is None,
+                "truncated_importance_sampling_type needs truncated_importance_sampling_ratio",
+            ),
+            (
+                kind is None and high is not None,
+                "truncated_importance_sampling_ratio needs truncated_importance_sampling_type",
+            ),
+            (
+                kind in ("icepop", "seq-mask-tis") and low is None,
+                f"{kind} needs truncated_importance_sampling_ratio_min",
+            ),
+            (
+                kind is not None and low is not None and high is not None and low > high,
+                "truncated_importance_sampling_ratio_min is above truncated_importance_sampling_ratio",
+            ),
             (kind == "seq-mask-tis" and sequence, "seq-mask-tis does not go with sequence_level_importance_ratios"),
         )
         for wrong, rule in broken:
@@ -243,15 +260,22 @@ GIVEN = ("global_valid_seqs", "global_valid_toks")
 def translate(settings: ClippedPGSettings) -> Translation:
     """The clipped loss, from its flags."""
     spec = LossSpec(
-        name="grpo", surrogate=_surrogate(settings), correction=_correction(settings), kl=_kl(settings),
+        name="grpo",
+        surrogate=_surrogate(settings),
+        correction=_correction(settings),
+        kl=_kl(settings),
         old_policy="current" if settings.force_on_policy_ratio else "recorded",
         positive_nll_coefficient=settings.positive_example_nll_weight,
-        denominator="token" if settings.token_level_loss else "document", documents_counted="all", scaling=SCALING)
+        denominator="token" if settings.token_level_loss else "document",
+        documents_counted="all",
+        scaling=SCALING,
+    )
     return Translation(spec, tuple(_notes(settings)), GIVEN)
 
 
 SCALING: ScalingSpec = CONTRACTS["nemo_rl"]["dtensor"].model_copy(
-    update={"count_epsilon": EPSILON, "length_epsilon": EPSILON, "mean_epsilon": EPSILON})
+    update={"count_epsilon": EPSILON, "length_epsilon": EPSILON, "mean_epsilon": EPSILON}
+)
 """What is divided by what: counts of the whole batch, each plus 1e-8."""
 
 
@@ -263,8 +287,11 @@ def _surrogate(settings: ClippedPGSettings) -> dict[str, Any]:
         return {"kind": "reinforce"}
     if settings.use_cispo:
         return {"kind": "cispo", **clip}
-    return {"kind": "gspo" if settings.sequence_level_importance_ratios else "ppo",
-            "dual_clip": settings.ratio_clip_c, **clip}
+    return {
+        "kind": "gspo" if settings.sequence_level_importance_ratios else "ppo",
+        "dual_clip": settings.ratio_clip_c,
+        **clip,
+    }
 
 
 def _correction(settings: ClippedPGSettings) -> dict[str, Any]:
@@ -276,17 +303,25 @@ def _correction(settings: ClippedPGSettings) -> dict[str, Any]:
     if kind == "seq-mask-tis":
         return {"kind": "geometric_gate", "gate_low": low, "gate_high": high}
     bounds = {"ratio_low": low, "ratio_high": high} if kind is not None else {}
-    return {"kind": "importance_sampling", "ratio": ratio, **bounds,
-            "outside": "zero" if kind == "icepop" else "truncate"}
+    return {
+        "kind": "importance_sampling",
+        "ratio": ratio,
+        **bounds,
+        "outside": "zero" if kind == "icepop" else "truncate",
+    }
 
 
 def _kl(settings: ClippedPGSettings) -> dict[str, Any]:
     penalty = {"coefficient": settings.reference_policy_kl_penalty, "estimator": settings.reference_policy_kl_type}
     if settings.use_kl_in_reward:
         return {**penalty, "placement": "reward", **IN_REWARD}
-    return {**penalty, "gradient": "score",
-            "importance": "sampler" if settings.use_on_policy_kl_approximation else "none",
-            "input_clamp": settings.kl_input_clamp_value, "output_clamp": settings.kl_output_clamp_value}
+    return {
+        **penalty,
+        "gradient": "score",
+        "importance": "sampler" if settings.use_on_policy_kl_approximation else "none",
+        "input_clamp": settings.kl_input_clamp_value,
+        "output_clamp": settings.kl_output_clamp_value,
+    }
 
 
 def _notes(settings: ClippedPGSettings) -> list[str]:
@@ -298,8 +333,10 @@ def _notes(settings: ClippedPGSettings) -> list[str]:
     if settings.disable_ppo_ratio and settings.force_on_policy_ratio:
         notes.append("disable_ppo_ratio has no effect beside force_on_policy_ratio")
     if settings.use_importance_sampling_correction and settings.sequence_level_importance_ratios:
-        notes.append("the correction weight of a row is the product of its tokens' ratios, their ratio the geometric "
-                     "mean; a product that overflows becomes 0, so that the worst row drops out")
+        notes.append(
+            "the correction weight of a row is the product of its tokens' ratios, their ratio the geometric "
+            "mean; a product that overflows becomes 0, so that the worst row drops out"
+        )
     elif settings.use_importance_sampling_correction:
         notes.append("a correction weight that overflows becomes 0, whatever its upper bound")
     if settings.use_kl_in_reward:
@@ -308,8 +345,10 @@ def _notes(settings: ClippedPGSettings) -> list[str]:
     if settings.reference_policy_kl_penalty and not settings.use_kl_in_reward:
         notes.append("the KL penalty carries the gradient of sampling: that of k3 is that of k2")
     if settings.positive_example_nll_weight:
-        notes.append("positive_example_nll_weight has no effect on a batch without rewards; elsewhere its divisor is "
-                     "counted in each micro-batch")
+        notes.append(
+            "positive_example_nll_weight has no effect on a batch without rewards; elsewhere its divisor is "
+            "counted in each micro-batch"
+        )
     return notes
 
 
@@ -318,23 +357,35 @@ def back(spec: LossSpec) -> dict[str, Any]:
     surrogate, correction, kl = spec.surrogate, spec.correction, spec.kl
     level = {"token": True, "document": False}.get(spec.denominator)
     if level is None:
-        raise SpecError(f"options of NeMo-RL for denominator = {spec.denominator!r}",
-                        rule="it takes means over tokens, or over rows of the row's mean", fix="use token or document")
+        raise SpecError(
+            f"options of NeMo-RL for denominator = {spec.denominator!r}",
+            rule="it takes means over tokens, or over rows of the row's mean",
+            fix="use token or document",
+        )
     settings: dict[str, Any] = {
-        "token_level_loss": level, "reference_policy_kl_penalty": kl.coefficient,
+        "token_level_loss": level,
+        "reference_policy_kl_penalty": kl.coefficient,
         "positive_example_nll_weight": spec.positive_nll_coefficient,
-        "disable_ppo_ratio": surrogate.kind == "reinforce", "use_cispo": surrogate.kind == "cispo",
+        "disable_ppo_ratio": surrogate.kind == "reinforce",
+        "use_cispo": surrogate.kind == "cispo",
         "force_on_policy_ratio": surrogate.kind == "on_policy",
         "sequence_level_importance_ratios": surrogate.kind == "gspo" or correction.ratio == "document_sum",
-        "use_importance_sampling_correction": correction.acts}
+        "use_importance_sampling_correction": correction.acts,
+    }
     if kl.coefficient:
-        settings |= {"reference_policy_kl_type": kl.estimator, "use_kl_in_reward": kl.placement == "reward",
-                     "use_on_policy_kl_approximation": kl.importance == "sampler"}
+        settings |= {
+            "reference_policy_kl_type": kl.estimator,
+            "use_kl_in_reward": kl.placement == "reward",
+            "use_on_policy_kl_approximation": kl.importance == "sampler",
+        }
         if kl.placement == "loss":
             settings |= {"kl_input_clamp_value": kl.input_clamp, "kl_output_clamp_value": kl.output_clamp}
     if surrogate.clip_high is not None:
-        settings |= {"ratio_clip_min": surrogate.clip_low, "ratio_clip_max": surrogate.clip_high,
-                     "ratio_clip_c": surrogate.dual_clip}
+        settings |= {
+            "ratio_clip_min": surrogate.clip_low,
+            "ratio_clip_max": surrogate.clip_high,
+            "ratio_clip_c": surrogate.dual_clip,
+        }
     if correction.gate != "none":
         settings |= _bounds("seq-mask-tis", correction.gate_low, correction.gate_high)
     elif correction.ratio_low is not None or correction.ratio_high is not None:
@@ -345,8 +396,11 @@ def back(spec: LossSpec) -> dict[str, Any]:
 
 def _where_it_matters(spec: LossSpec) -> LossSpec:
     """The spec with NeMo-RL's own setting wherever no number depends on it, or only by an epsilon."""
-    like = {name: getattr(SCALING, name) for name in ("count_epsilon", "length_epsilon", "mean_epsilon")
-            if getattr(spec.scaling, name) <= EPSILON}
+    like = {
+        name: getattr(SCALING, name)
+        for name in ("count_epsilon", "length_epsilon", "mean_epsilon")
+        if getattr(spec.scaling, name) <= EPSILON
+    }
     changes: dict[str, Any] = {"scaling": spec.scaling.model_copy(update=like)}
     if not spec.kl.coefficient:
         changes["kl"] = KLSpec(**_kl(ClippedPGSettings(reference_policy_kl_penalty=0.0)))
@@ -358,8 +412,11 @@ def _where_it_matters(spec: LossSpec) -> LossSpec:
 
 
 def _bounds(kind: str, low: float | None, high: float | None) -> dict[str, Any]:
-    return {"truncated_importance_sampling_type": kind, "truncated_importance_sampling_ratio": high,
-            "truncated_importance_sampling_ratio_min": low}
+    return {
+        "truncated_importance_sampling_type": kind,
+        "truncated_importance_sampling_ratio": high,
+        "truncated_importance_sampling_ratio_min": low,
+    }
 
 
 def counts(settings: Any) -> GivenCounts:
@@ -379,8 +436,10 @@ def peer_settings(replayed: Replayed) -> PeerSettings:
 
 def metrics(replayed: Replayed) -> dict[str, float]:
     """The terms of the loss, and how many rows are here."""
-    return {**named.of_the_loss(replayed.evaluated.terms, replayed.evaluated.scalars),
-            "num_valid_samples": _sampled_rows(replayed.case)}
+    return {
+        **named.of_the_loss(replayed.evaluated.terms, replayed.evaluated.scalars),
+        "num_valid_samples": _sampled_rows(replayed.case),
+    }
 
 
 def _sampled_rows(case: Case) -> float:
@@ -420,9 +479,15 @@ def nll(case: Case) -> dict[str, Any]:
     found = evaluate_as(case, silent(leaf.reshape(-1)), settings, translation, counts(settings))
     total = found.evaluated.scalars["total"].value
     total.backward()
-    return {"loss": total.detach(), "grad_logprobs": leaf.grad, "metrics": {
-        "loss": float(total.detach()), "num_unmasked_tokens": float(len(torch.nonzero(case.loss_mask_T))),
-        "num_valid_samples": _sampled_rows(case)}}
+    return {
+        "loss": total.detach(),
+        "grad_logprobs": leaf.grad,
+        "metrics": {
+            "loss": float(total.detach()),
+            "num_unmasked_tokens": float(len(torch.nonzero(case.loss_mask_T))),
+            "num_valid_samples": _sampled_rows(case),
+        },
+    }
 
 
 def preference(case: Case) -> dict[str, Any]:
@@ -442,30 +507,42 @@ def dpo(case: Case) -> dict[str, Any]:
     # Implied rewards look at the tokens of rows that the sample mask takes out, too.
     tokens_T = case["mask"].reshape(-1).bool()
     ref_T = torch.where(tokens_T, case["ref_logprobs"].reshape(-1), torch.zeros_like(leaf.reshape(-1)))
-    inputs = LossInputs(leaf.reshape(-1), ref_T, ref_T, ref_logprobs_T=ref_T, loss_mask_T=tokens_T,
-                        document_ids_T=case.document_ids_T)
+    inputs = LossInputs(
+        leaf.reshape(-1), ref_T, ref_T, ref_logprobs_T=ref_T, loss_mask_T=tokens_T, document_ids_T=case.document_ids_T
+    )
     rewards_N = document_rewards(inputs, size, average=settings.preference_average_log_probs)
-    likelihoods_N = document_rewards(replace(inputs, loss_mask_T=sampled_T), size, against=None,
-                                     average=settings.sft_average_log_probs)
-    terms = {"preference": Term(pair_losses(rewards_N[::2], rewards_N[1::2],
-                                            beta=settings.reference_policy_kl_penalty),
-                                settings.preference_loss_weight),
-             "sft": Term(likelihoods_N[::2], -settings.sft_loss_weight)}
+    likelihoods_N = document_rewards(
+        replace(inputs, loss_mask_T=sampled_T), size, against=None, average=settings.sft_average_log_probs
+    )
+    terms = {
+        "preference": Term(
+            pair_losses(rewards_N[::2], rewards_N[1::2], beta=settings.reference_policy_kl_penalty),
+            settings.preference_loss_weight,
+        ),
+        "sft": Term(likelihoods_N[::2], -settings.sft_loss_weight),
+    }
     return {**_of_pairs(case, settings, rewards_N, terms), "grad_logprobs": leaf.grad}
 
 
 def _of_pairs(case: Case, settings: PreferenceSettings, rewards_N: Tensor, terms: Mapping[str, Term]) -> dict[str, Any]:
     """Terms of pairs, summed over those whose chosen row counts and divided by all pairs of the batch."""
-    sampled_N = torch.ones_like(rewards_N, requires_grad=False) if case.get("sample_mask") is None \
+    sampled_N = (
+        torch.ones_like(rewards_N, requires_grad=False)
+        if case.get("sample_mask") is None
         else case["sample_mask"].double()
+    )
     pairs = None if settings.global_valid_seqs is None else settings.global_valid_seqs / 2
     chosen_P, rejected_P = (pair_weights(sampled_N[at::2], pairs=pairs, epsilon=EPSILON) for at in (0, 1))
     scalars = reduce_terms(terms, {"policy": TokenWeights(chosen_P, chosen_P)}, sampled_N[::2].bool())
     total = scalars["total"].value
     total.backward()
-    return {"loss": total.detach(), "metrics": {
-        **named.of_pairs(terms, scalars, rewards_N, chosen_P, rejected_P),
-        "num_valid_samples": len(torch.nonzero(sampled_N)) / 2}}
+    return {
+        "loss": total.detach(),
+        "metrics": {
+            **named.of_pairs(terms, scalars, rewards_N, chosen_P, rejected_P),
+            "num_valid_samples": len(torch.nonzero(sampled_N)) / 2,
+        },
+    }
 
 
 def value(case: Case) -> dict[str, Any]:
@@ -479,15 +556,24 @@ def value(case: Case) -> dict[str, Any]:
     total = reduce_terms({"value": replace(term, coefficient=settings.scale)}, weights, counts_T)["total"].value
     total.backward()
     measured = named.of_values(term, values_T.detach(), returns_T, counts_T, settings.global_valid_toks)
-    return {"loss": total.detach(), "grad_values": leaf.grad,
-            "metrics": {**measured, "loss": float(total.detach()), "num_valid_samples": float(case.shape[0])}}
+    return {
+        "loss": total.detach(),
+        "grad_values": leaf.grad,
+        "metrics": {**measured, "loss": float(total.detach()), "num_valid_samples": float(case.shape[0])},
+    }
 
 
 def kl_spec(case: Case) -> LossSpec:
     """`calculate_kl`, without importance weights."""
     settings = parse_settings(KLSettings, case.config, where=case.system)
-    return LossSpec(kl={"coefficient": 1.0, "estimator": settings.kl_type, "input_clamp": settings.input_clamp_value,
-                        "output_clamp": settings.output_clamp_value})
+    return LossSpec(
+        kl={
+            "coefficient": 1.0,
+            "estimator": settings.kl_type,
+            "input_clamp": settings.input_clamp_value,
+            "output_clamp": settings.output_clamp_value,
+        }
+    )
 
 
 # ---- advantages and rewards ------------------------------------------------------------------------------------
@@ -497,8 +583,11 @@ def advantage(case: Case) -> dict[str, Any]:
     """An estimator, by the name of its class."""
     found = ESTIMATORS.get(case.function.partition(".")[0])
     if found is None:
-        raise SpecError(f"advantages of NeMo-RL by {case.function!r}", rule=f"one of {', '.join(ESTIMATORS)}",
-                        fix="choose one of them")
+        raise SpecError(
+            f"advantages of NeMo-RL by {case.function!r}",
+            rule=f"one of {', '.join(ESTIMATORS)}",
+            fix="choose one of them",
+        )
     return found(case)
 
 
@@ -509,8 +598,11 @@ def _group(case: Case) -> dict[str, Any]:
     baseline = "leave_one_out" if one_out else "mean"
     scale = "none" if not settings.normalize_rewards else "leave_one_out_std" if one_out else "std"
     baseline_N, deviation_N = group_baselines(rewards_N, groups_N, baseline=baseline)
-    return {"advantages": group_advantages(rewards_N, groups_N, baseline=baseline, scale=scale, epsilon=1e-6),
-            "baseline": baseline_N, "std": deviation_N}
+    return {
+        "advantages": group_advantages(rewards_N, groups_N, baseline=baseline, scale=scale, epsilon=1e-6),
+        "baseline": baseline_N,
+        "std": deviation_N,
+    }
 
 
 def _reinforce_plus_plus(case: Case) -> dict[str, Any]:
@@ -541,12 +633,22 @@ def _gae(case: Case) -> dict[str, Any]:
     own = settings.gae_lambda if settings.gae_lambda_policy is None else settings.gae_lambda_policy
     critic = settings.gae_lambda if settings.gae_lambda_value is None else settings.gae_lambda_value
     advantages_T, returns_T = gae(
-        rewards_T, case["values"].reshape(-1), ids_T, mask_T, discount=settings.gae_gamma, policy_lambda=own,
-        value_lambda=critic, length_adaptive_alpha=settings.length_adaptive_alpha or None, elsewhere="carry")
+        rewards_T,
+        case["values"].reshape(-1),
+        ids_T,
+        mask_T,
+        discount=settings.gae_gamma,
+        policy_lambda=own,
+        value_lambda=critic,
+        length_adaptive_alpha=settings.length_adaptive_alpha or None,
+        elsewhere="carry",
+    )
     if settings.normalize_advantages:
         advantages_T = whiten(advantages_T, mask_T, count_epsilon=EPSILON)
-    return {"advantages": case.shaped(torch.where(mask_T, advantages_T, torch.zeros_like(advantages_T))),
-            "returns": case.shaped(returns_T)}
+    return {
+        "advantages": case.shaped(torch.where(mask_T, advantages_T, torch.zeros_like(advantages_T))),
+        "returns": case.shaped(returns_T),
+    }
 
 
 def _penalties(case: Case, settings: RewardKLSettings, where_T: Tensor) -> Tensor | None:
@@ -556,8 +658,12 @@ def _penalties(case: Case, settings: RewardKLSettings, where_T: Tensor) -> Tenso
     return kl_in_reward(case["logprobs"].reshape(-1), case["ref_logprobs"].reshape(-1), where_T, spec)
 
 
-ESTIMATORS = {"GRPOAdvantageEstimator": _group, "ReinforcePlusPlusAdvantageEstimator": _reinforce_plus_plus,
-              "GeneralizedAdvantageEstimator": _gae, "RawRewardAdvantageEstimator": _raw_reward}
+ESTIMATORS = {
+    "GRPOAdvantageEstimator": _group,
+    "ReinforcePlusPlusAdvantageEstimator": _reinforce_plus_plus,
+    "GeneralizedAdvantageEstimator": _gae,
+    "RawRewardAdvantageEstimator": _raw_reward,
+}
 """Class -> its replay."""
 
 
@@ -572,17 +678,38 @@ def reward_shaping(case: Case) -> dict[str, Any]:
         return {"rewards": stop_properly(rewards_N, case["truncated"].bool(), coefficient=kept)}
     longest, buffer, penalty = lengths
     if longest is None or buffer is None or penalty is None:
-        raise SpecError("reward shaping of NeMo-RL", found="no stop_properly_penalty_coef, not all overlong options",
-                        rule="overlong_buffer_length, overlong_buffer_penalty and max_response_length go together",
-                        fix="give the three of them")
-    return {"rewards": overlong(rewards_N, case["response_lengths"], max_length=longest, buffer=buffer,
-                                penalty=penalty)}
+        raise SpecError(
+            "reward shaping of NeMo-RL",
+            found="no stop_properly_penalty_coef, not all overlong options",
+            rule="overlong_buffer_length, overlong_buffer_penalty and max_response_length go together",
+            fix="give the three of them",
+        )
+    return {
+        "rewards": overlong(rewards_N, case["response_lengths"], max_length=longest, buffer=buffer, penalty=penalty)
+    }
 
 
 SYSTEM = System(
-    name="nemo_rl", title="NeMo-RL", version="7ea279ab (2026-08-22)", settings=ClippedPGSettings, translate=translate,
-    back=back, counts=counts, scaling=CONTRACTS["nemo_rl"], case_settings=case_settings, peer_settings=peer_settings,
+    name="nemo_rl",
+    title="NeMo-RL",
+    version="7ea279ab (2026-08-22)",
+    settings=ClippedPGSettings,
+    translate=translate,
+    back=back,
+    counts=counts,
+    scaling=CONTRACTS["nemo_rl"],
+    case_settings=case_settings,
+    peer_settings=peer_settings,
     metrics=metrics,
-    replays={"policy_loss": policy_loss, "policy_loss_packed": policy_loss, "nll": nll, "dpo": dpo,
-             "preference": preference, "value_loss": value, "kl_estimator": kl_estimator(kl_spec),
-             "advantage": advantage, "reward_shaping": reward_shaping})
+    replays={
+        "policy_loss": policy_loss,
+        "policy_loss_packed": policy_loss,
+        "nll": nll,
+        "dpo": dpo,
+        "preference": preference,
+        "value_loss": value,
+        "kl_estimator": kl_estimator(kl_spec),
+        "advantage": advantage,
+        "reward_shaping": reward_shaping,
+    },
+)

@@ -55,15 +55,23 @@ class RolloutISSettings(Settings):
     @property
     def lower(self) -> float:
         """The lower bound of mode mask."""
-        return 1 / self.rollout_is_threshold if self.rollout_is_threshold_lower is None else \
-            self.rollout_is_threshold_lower
+        return (
+            1 / self.rollout_is_threshold
+            if self.rollout_is_threshold_lower is None
+            else self.rollout_is_threshold_lower
+        )
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> RolloutISSettings:
-        if self.rollout_is_threshold is not None and self.rollout_is_mode == "mask" \
-                and self.lower > self.rollout_is_threshold:
-            raise ValueError("no weight is at least rollout_is_threshold_lower (1 / rollout_is_threshold where that is "
-                             "not given) and at most rollout_is_threshold")
+        if (
+            self.rollout_is_threshold is not None
+            and self.rollout_is_mode == "mask"
+            and self.lower > self.rollout_is_threshold
+        ):
+            raise ValueError(
+                "no weight is at least rollout_is_threshold_lower (1 / rollout_is_threshold where that is "
+                "not given) and at most rollout_is_threshold"
+            )
         return self
 
 
@@ -117,32 +125,48 @@ class NousSettings(Settings):
 
 def translate(settings: NousSettings) -> Translation:
     """The loss of the step, reduced as the trainer does."""
-    notes = [] if settings.reduction == TOKENS else [
-        "a row without a token makes its mean over rows undefined; here it counts as 0"]
+    notes = (
+        []
+        if settings.reduction == TOKENS
+        else ["a row without a token makes its mean over rows undefined; here it counts as 0"]
+    )
     sequence, weights = settings.policy_ratio_type == "sequence", settings.rollout_is
     corrected = weights is not None and weights.rollout_is_threshold is not None
     if settings.logprob_floor is not None and (sequence or corrected):
-        raise SpecError("nous_torchtitan: onpolicy_logp_threshold with policy_ratio_type sequence or rollout_is",
-                        found=settings.onpolicy_logp_threshold,
-                        rule="it takes unlikely tokens out of a row's mean, or makes their weight 0, by what the live "
-                             "policy says, and leaves them in the loss; no setting here does", fix="drop one of them")
+        raise SpecError(
+            "nous_torchtitan: onpolicy_logp_threshold with policy_ratio_type sequence or rollout_is",
+            found=settings.onpolicy_logp_threshold,
+            rule="it takes unlikely tokens out of a row's mean, or makes their weight 0, by what the live "
+            "policy says, and leaves them in the loss; no setting here does",
+            fix="drop one of them",
+        )
     if settings.logprob_floor is not None:
         notes.append("onpolicy_logp_threshold acts on metrics alone")
     if sequence:
-        notes.append("its gradient is twice that of this loss: the row's mean is not detached beside the token's own "
-                     "term")
+        notes.append(
+            "its gradient is twice that of this loss: the row's mean is not detached beside the token's own term"
+        )
     if corrected and weights.rollout_is_level == "geometric":
         notes.append("it gives every row the mean over rows of their means; here each row has its own")
-    surrogate = {"kind": "gspo" if sequence else "ppo", "clip_low": settings.clip_ratio_lower_bound,
-                 "clip_high": settings.clip_ratio_upper_bound}
+    surrogate = {
+        "kind": "gspo" if sequence else "ppo",
+        "clip_low": settings.clip_ratio_lower_bound,
+        "clip_high": settings.clip_ratio_upper_bound,
+    }
     kl: dict[str, Any] = {}
     if settings.use_ref_model and settings.kl_beta > 0:
         kl = {"coefficient": settings.kl_beta, "estimator": ESTIMATORS[settings.kl_estimator_type]}
-    spec = LossSpec(name="grpo", surrogate=surrogate, kl=kl, correction=correction(weights) if corrected else {},
-                    entropy_coefficient=max(settings.entropy_loss_weight, 0.0),
-                    mean_squared_logit_coefficient=max(settings.logit_loss_weight, 0.0) ** 2,
-                    denominator="token" if settings.reduction == TOKENS else "document", documents_counted="trained"
-                    if settings.reduction == TOKENS else "all", scaling=CONTRACTS["nous_torchtitan"]["fsdp"])
+    spec = LossSpec(
+        name="grpo",
+        surrogate=surrogate,
+        kl=kl,
+        correction=correction(weights) if corrected else {},
+        entropy_coefficient=max(settings.entropy_loss_weight, 0.0),
+        mean_squared_logit_coefficient=max(settings.logit_loss_weight, 0.0) ** 2,
+        denominator="token" if settings.reduction == TOKENS else "document",
+        documents_counted="trained" if settings.reduction == TOKENS else "all",
+        scaling=CONTRACTS["nous_torchtitan"]["fsdp"],
+    )
     return Translation(spec, tuple(notes))
 
 
@@ -165,17 +189,22 @@ def back(spec: LossSpec) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "reduction": TOKENS if spec.denominator == "token" else ROWS,
         "policy_ratio_type": "token" if surrogate.kind == "ppo" else "sequence",
-        "clip_ratio_lower_bound": surrogate.clip_low, "clip_ratio_upper_bound": surrogate.clip_high,
-        "use_ref_model": bool(spec.kl.coefficient), "kl_beta": spec.kl.coefficient,
+        "clip_ratio_lower_bound": surrogate.clip_low,
+        "clip_ratio_upper_bound": surrogate.clip_high,
+        "use_ref_model": bool(spec.kl.coefficient),
+        "kl_beta": spec.kl.coefficient,
         "kl_estimator_type": next((theirs for theirs, ours in ESTIMATORS.items() if ours == spec.kl.estimator), "k3"),
         "entropy_loss_weight": spec.entropy_coefficient,
-        "logit_loss_weight": math.sqrt(spec.mean_squared_logit_coefficient)}
+        "logit_loss_weight": math.sqrt(spec.mean_squared_logit_coefficient),
+    }
     if weights.acts:
         settings["rollout_is"] = {
             "rollout_is_level": {"document_sum": "sequence", "document_mean": "geometric"}.get(weights.ratio, "token"),
             "rollout_is_mode": "mask" if weights.outside == "zero" else "truncate",
-            "rollout_is_threshold": weights.ratio_high, "rollout_is_threshold_lower": weights.ratio_low,
-            "rollout_is_veto_threshold": weights.gate_low}
+            "rollout_is_threshold": weights.ratio_high,
+            "rollout_is_threshold_lower": weights.ratio_low,
+            "rollout_is_veto_threshold": weights.gate_low,
+        }
     return checked_back("the torchtitan fork", spec, NousSettings, translate, settings)
 
 
@@ -186,33 +215,59 @@ def policy_loss_logits(case: Case) -> dict[str, Any]:
     """The step: the loss, and the matrix of losses that it is made of, also where nothing trains."""
     leaf = case["logits"].clone().requires_grad_()
     logits_TV = leaf.reshape(-1, leaf.shape[-1])
-    said = token_logprobs_from_logits(logits_TV, case["targets"].reshape(-1).clamp_min(0),
-                                      wanted=("entropy", "logsumexp", "mean_squared_logit"))
+    said = token_logprobs_from_logits(
+        logits_TV, case["targets"].reshape(-1).clamp_min(0), wanted=("entropy", "logsumexp", "mean_squared_logit")
+    )
     replayed = evaluate_case(case, said)
     outputs = finish(replayed, {"grad_logits": leaf})
     step = everywhere(replayed, said, mean_logit(logits_TV))
-    return {**outputs, "per_token_loss": case.shaped(token_values(step.terms)),
-            "logprobs": case.shaped(said.logprobs_T), "metrics": step_metrics(step)}
+    return {
+        **outputs,
+        "per_token_loss": case.shaped(token_values(step.terms)),
+        "logprobs": case.shaped(said.logprobs_T),
+        "metrics": step_metrics(step),
+    }
 
 
 def everywhere(replayed: Replayed, said: TokenLogprobs, mean_logit_T: torch.Tensor) -> Step:
     """The loss evaluated on every position, with the sums of rows over those that train."""
     case, row, spec = replayed.case, replayed.row, replayed.translation.spec
-    raw = {name: None if case.get(name) is None else case.spread(name).reshape(-1)
-           for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages")}
+    raw = {
+        name: None if case.get(name) is None else case.spread(name).reshape(-1)
+        for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages")
+    }
     live_T, sampler_T = said.logprobs_T.detach(), raw["rollout_logprobs"]
-    drawn_T = None if sampler_T is None else torch.where(row.loss_mask_T, sampler_T,
-                                                         torch.full_like(sampler_T, UNSAMPLED))
+    drawn_T = (
+        None if sampler_T is None else torch.where(row.loss_mask_T, sampler_T, torch.full_like(sampler_T, UNSAMPLED))
+    )
     inputs = LossInputs(
-        live_T, live_T if raw["old_logprobs"] is None else raw["old_logprobs"], raw["advantages"], drawn_T,
-        raw["ref_logprobs"] if replayed.settings.use_ref_model else None, said.entropy_T.detach(),
-        loss_mask_T=torch.ones_like(row.loss_mask_T), document_ids_T=row.document_ids_T, lengths_T=row.lengths_T,
-        logsumexp_T=said.logsumexp_T.detach(), mean_squared_logit_T=said.mean_squared_logit_T.detach(),
-        sums=LocalSums(row.document_ids_T, row.loss_mask_T))
+        live_T,
+        live_T if raw["old_logprobs"] is None else raw["old_logprobs"],
+        raw["advantages"],
+        drawn_T,
+        raw["ref_logprobs"] if replayed.settings.use_ref_model else None,
+        said.entropy_T.detach(),
+        loss_mask_T=torch.ones_like(row.loss_mask_T),
+        document_ids_T=row.document_ids_T,
+        lengths_T=row.lengths_T,
+        logsumexp_T=said.logsumexp_T.detach(),
+        mean_squared_logit_T=said.mean_squared_logit_T.detach(),
+        sums=LocalSums(row.document_ids_T, row.loss_mask_T),
+    )
     settings = replayed.settings
-    return Step(spec, inputs, make_loss(spec)(inputs), surrogate_ratio(inputs, spec), row.loss_mask_T,
-                row.document_ids_T, sampler_T, mean_logit_T, ESTIMATORS[settings.kl_estimator_type],
-                raw["old_logprobs"] is None, settings.logprob_floor)
+    return Step(
+        spec,
+        inputs,
+        make_loss(spec)(inputs),
+        surrogate_ratio(inputs, spec),
+        row.loss_mask_T,
+        row.document_ids_T,
+        sampler_T,
+        mean_logit_T,
+        ESTIMATORS[settings.kl_estimator_type],
+        raw["old_logprobs"] is None,
+        settings.logprob_floor,
+    )
 
 
 # ---- what is no policy loss ------------------------------------------------------------------------------------
@@ -258,7 +313,12 @@ def reward_norm(case: Case) -> dict[str, Any]:
 
 
 SYSTEM = System(
-    name="nous_torchtitan", title="the torchtitan fork of Nous Research", version="94d6abd4", settings=NousSettings,
-    translate=translate, back=back, scaling=CONTRACTS["nous_torchtitan"],
+    name="nous_torchtitan",
+    title="the torchtitan fork of Nous Research",
+    version="94d6abd4",
+    settings=NousSettings,
+    translate=translate,
+    back=back,
+    scaling=CONTRACTS["nous_torchtitan"],
     replays={"policy_loss_logits": policy_loss_logits, "aggregation": masked, "advantage": reward_norm},
 )

@@ -132,14 +132,23 @@ def _by_token(settings: AggregateSettings) -> bool:
 def translate(settings: PolicySettings) -> Translation:
     """The clipped loss of tokens or of rows."""
     sequence, corrected = settings.policy_loss_type == "gspo", settings.enable_vllm_is_correction
-    surrogate: dict[str, Any] = {"kind": "gspo" if sequence else "ppo", "clip_low": settings.clip_eps_low,
-                                 "clip_high": settings.clip_eps_high, "dual_clip": settings.dual_clip}
+    surrogate: dict[str, Any] = {
+        "kind": "gspo" if sequence else "ppo",
+        "clip_low": settings.clip_eps_low,
+        "clip_high": settings.clip_eps_high,
+        "dual_clip": settings.dual_clip,
+    }
     if sequence:
         surrogate["anchor"] = "sampler" if corrected else "old"
     else:
         surrogate["log_clamp"] = LOG_CLAMP
-    spec = LossSpec(name="grpo", surrogate=surrogate, correction=_correction(settings),
-                    denominator="token" if _by_token(settings) else "document", scaling=SCALING)
+    spec = LossSpec(
+        name="grpo",
+        surrogate=surrogate,
+        correction=_correction(settings),
+        denominator="token" if _by_token(settings) else "document",
+        scaling=SCALING,
+    )
     return Translation(spec, tuple(_notes(settings)), ("dp_size", "batch_num_tokens", "global_batch_size"))
 
 
@@ -149,8 +158,12 @@ def _correction(settings: PolicySettings) -> dict[str, Any]:
     low, high = settings.vllm_is_truncated_threshold or (None, None)
     if settings.vllm_is_correction_type == "seq-mask-tis":
         return {"kind": "geometric_gate", "gate_low": low, "gate_high": high}
-    return {"kind": "importance_sampling", "ratio_low": low, "ratio_high": high,
-            "outside": "zero" if settings.vllm_is_correction_type == "icepop" else "truncate"}
+    return {
+        "kind": "importance_sampling",
+        "ratio_low": low,
+        "ratio_high": high,
+        "outside": "zero" if settings.vllm_is_correction_type == "icepop" else "truncate",
+    }
 
 
 def _notes(settings: PolicySettings) -> list[str]:
@@ -170,22 +183,36 @@ def back(spec: LossSpec) -> dict[str, Any]:
     """Options of the clipped loss; up to the 1e-8 that it adds to lengths, and to ratios beyond e^20."""
     surrogate, correction = spec.surrogate, spec.correction
     if surrogate.kind not in ("ppo", "gspo"):
-        raise SpecError(f"options of OpenRLHF for the surrogate {surrogate.kind!r}", rule="its losses are ppo and gspo",
-                        fix="take one of them, or another system")
+        raise SpecError(
+            f"options of OpenRLHF for the surrogate {surrogate.kind!r}",
+            rule="its losses are ppo and gspo",
+            fix="take one of them, or another system",
+        )
     settings: dict[str, Any] = {
-        "policy_loss_type": surrogate.kind, "clip_eps_low": surrogate.clip_low, "clip_eps_high": surrogate.clip_high,
-        "dual_clip": surrogate.dual_clip, "token_level_loss": spec.denominator == "token"}
+        "policy_loss_type": surrogate.kind,
+        "clip_eps_low": surrogate.clip_low,
+        "clip_eps_high": surrogate.clip_high,
+        "dual_clip": surrogate.dual_clip,
+        "token_level_loss": spec.denominator == "token",
+    }
     if surrogate.kind == "gspo" and surrogate.anchor == "sampler":
         settings["enable_vllm_is_correction"] = True
     elif correction.acts:
         gated = correction.gate != "none"
         bounds = (correction.gate_low, correction.gate_high) if gated else (correction.ratio_low, correction.ratio_high)
         if None in bounds:
-            raise SpecError("options of OpenRLHF for a correction with one bound", found=f"{bounds[0]} to {bounds[1]}",
-                            rule="it has a lower and an upper one", fix="give both")
+            raise SpecError(
+                "options of OpenRLHF for a correction with one bound",
+                found=f"{bounds[0]} to {bounds[1]}",
+                rule="it has a lower and an upper one",
+                fix="give both",
+            )
         kind = "seq-mask-tis" if gated else "icepop" if correction.outside == "zero" else "tis"
-        settings |= {"enable_vllm_is_correction": True, "vllm_is_correction_type": kind,
-                     "vllm_is_truncated_threshold": bounds}
+        settings |= {
+            "enable_vllm_is_correction": True,
+            "vllm_is_correction_type": kind,
+            "vllm_is_truncated_threshold": bounds,
+        }
     return checked_back("OpenRLHF", _where_it_matters(spec), PolicySettings, translate, settings)
 
 
@@ -221,8 +248,13 @@ def undefined_loss(replayed: Replayed) -> dict[str, Tensor]:
         gradient_T = sequence_mean_gradient(advantages_T, case.document_ids_T, settings.clip_eps_low)
     else:
         gradient_T = clipped_mean_gradient(
-            log_ratio(policy_T, case["old_logprobs"].reshape(-1)), advantages_T, clip_low=settings.clip_eps_low,
-            clip_high=settings.clip_eps_high, dual_clip=settings.dual_clip, log_clamp=LOG_CLAMP)
+            log_ratio(policy_T, case["old_logprobs"].reshape(-1)),
+            advantages_T,
+            clip_low=settings.clip_eps_low,
+            clip_high=settings.clip_eps_high,
+            dual_clip=settings.dual_clip,
+            log_clamp=LOG_CLAMP,
+        )
     return {"loss": undefined(), "grad_logprobs": gradient_T}
 
 
@@ -240,8 +272,9 @@ def value(case: Case) -> dict[str, Any]:
     settings = parse_settings(ValueSettings, case.config, where=case.system)
     leaf = case["values"].clone().requires_grad_()
     old_T = None if settings.clip_eps is None else case["old_values"].reshape(-1)
-    term = value_loss(leaf.reshape(-1), case["returns"].reshape(-1), case.loss_mask_T, old_values_T=old_T,
-                      clip=settings.clip_eps)
+    term = value_loss(
+        leaf.reshape(-1), case["returns"].reshape(-1), case.loss_mask_T, old_values_T=old_T, clip=settings.clip_eps
+    )
     spec = LossSpec(denominator="token" if settings.token_level_loss else "document", scaling=SCALING)
     (weights,), _ = step_weights([case.row()], spec, given=counts(settings))
     total = reduce_terms({"value": term}, weights, case.loss_mask_T)["total"].value
@@ -262,8 +295,11 @@ def dpo(case: Case) -> dict[str, Any]:
     how: Mapping[str, Any] = {"kind": "ipo"} if settings.ipo else {"label_smoothing": settings.label_smoothing}
     total = mean_over_pairs(pair_losses(chosen_P, rejected_P, beta=settings.beta, **how))
     total.backward()
-    return {"loss": total.detach(), "grad_chosen_rejected": leaf.grad,
-            "metrics": named.of_pairs(chosen_P, rejected_P, settings.beta)}
+    return {
+        "loss": total.detach(),
+        "grad_chosen_rejected": leaf.grad,
+        "metrics": named.of_pairs(chosen_P, rejected_P, settings.beta),
+    }
 
 
 def kl_spec(case: Case) -> LossSpec:
@@ -275,15 +311,28 @@ def kl_spec(case: Case) -> LossSpec:
 def reward(case: Case) -> dict[str, Any]:
     """`compute_reward`: the row's reward on its last token, less the KL of every token."""
     settings = parse_settings(RewardSettings, case.config, where=case.system)
-    rewards_N = case["rewards"] if settings.reward_clip_range is None \
-        else bounded(case["rewards"], *settings.reward_clip_range)
+    rewards_N = (
+        case["rewards"] if settings.reward_clip_range is None else bounded(case["rewards"], *settings.reward_clip_range)
+    )
     penalties_T = kl_penalties(case["kl"].reshape(-1), max(settings.kl_coef, 0.0))
     made_T = token_rewards(rewards_N, case.document_ids_T, case.loss_mask_T, penalties_T, elsewhere="as_given")
     return {"token_rewards": case.shaped(made_T)}
 
 
 SYSTEM = System(
-    name="openrlhf", title="OpenRLHF", version="3c3be623 (2026-08-13)", settings=PolicySettings, translate=translate,
-    back=back, counts=counts, scaling=CONTRACTS["openrlhf"], outputs=undefined_loss,
-    replays={"value_loss": value, "dpo_from_sums": dpo, "kl_estimator": kl_estimator(kl_spec),
-             "reward_shaping": reward})
+    name="openrlhf",
+    title="OpenRLHF",
+    version="3c3be623 (2026-08-13)",
+    settings=PolicySettings,
+    translate=translate,
+    back=back,
+    counts=counts,
+    scaling=CONTRACTS["openrlhf"],
+    outputs=undefined_loss,
+    replays={
+        "value_loss": value,
+        "dpo_from_sums": dpo,
+        "kl_estimator": kl_estimator(kl_spec),
+        "reward_shaping": reward,
+    },
+)

@@ -96,12 +96,18 @@ def translate(settings: PipelineRLSettings) -> Translation:
     }[settings.policy_loss]
     rest: dict[str, Any] = {}
     if settings.policy_loss == "gspo":
-        notes += ["a document weighs by its length", "advantages are averaged over the document",
-                  "kl_coef, entropy_bonus, use_advantages and relu_log_p_weights have no effect"]
+        notes += [
+            "a document weighs by its length",
+            "advantages are averaged over the document",
+            "kl_coef, entropy_bonus, use_advantages and relu_log_p_weights have no effect",
+        ]
     else:
         if settings.kl_now:
-            rest["kl"] = {"coefficient": settings.kl_now, "estimator": "k3",
-                          "input_clamp": settings.clamp_log_ratio_ref_new_value}
+            rest["kl"] = {
+                "coefficient": settings.kl_now,
+                "estimator": "k3",
+                "input_clamp": settings.clamp_log_ratio_ref_new_value,
+            }
         rest["entropy_coefficient"] = settings.entropy_now
         rest["signal"] = "advantages" if settings.use_advantages else "rewards"
         rest["signal_floor"] = 0.0 if settings.relu_log_p_weights else None
@@ -111,9 +117,15 @@ def translate(settings: PipelineRLSettings) -> Translation:
         notes.append("reward_minus_kl_coef has no effect")
     if settings.value_loss_coef:
         notes.append("value_loss_coef acts on a model with a value head alone; this is the policy's part")
-    spec = LossSpec(name="grpo", surrogate=surrogate, truncated="silent" if settings.overlong_filtering else "train",
-                    denominator="group_length" if settings.group_normalization else "document_sum",
-                    documents_counted="all", scaling=CONTRACTS["pipelinerl"]["deepspeed"], **rest)
+    spec = LossSpec(
+        name="grpo",
+        surrogate=surrogate,
+        truncated="silent" if settings.overlong_filtering else "train",
+        denominator="group_length" if settings.group_normalization else "document_sum",
+        documents_counted="all",
+        scaling=CONTRACTS["pipelinerl"]["deepspeed"],
+        **rest,
+    )
     return Translation(spec, tuple(notes), ("current_step", "max_step", "packed"))
 
 
@@ -124,13 +136,19 @@ def back(spec: LossSpec) -> dict[str, Any]:
     if kind not in losses:
         raise refuse("PipelineRL", f"the surrogate {kind!r}", "its losses are ppo, reinforce (truncated) and gspo")
     settings: dict[str, Any] = {
-        "policy_loss": losses[kind], "epsilon_high": surrogate.clip_high,
+        "policy_loss": losses[kind],
+        "epsilon_high": surrogate.clip_high,
         "epsilon_low": 0.2 if surrogate.clip_low is None else surrogate.clip_low,
-        "kl_coef": spec.kl.coefficient, "final_kl_coef": spec.kl.coefficient,
-        "clamp_log_ratio_ref_new_value": spec.kl.input_clamp or 10, "entropy_bonus": spec.entropy_coefficient,
-        "final_entropy_bonus": spec.entropy_coefficient, "use_advantages": spec.signal == "advantages",
-        "relu_log_p_weights": spec.signal_floor == 0, "overlong_filtering": spec.truncated == "silent",
-        "group_normalization": spec.denominator == "group_length"}
+        "kl_coef": spec.kl.coefficient,
+        "final_kl_coef": spec.kl.coefficient,
+        "clamp_log_ratio_ref_new_value": spec.kl.input_clamp or 10,
+        "entropy_bonus": spec.entropy_coefficient,
+        "final_entropy_bonus": spec.entropy_coefficient,
+        "use_advantages": spec.signal == "advantages",
+        "relu_log_p_weights": spec.signal_floor == 0,
+        "overlong_filtering": spec.truncated == "silent",
+        "group_normalization": spec.denominator == "group_length",
+    }
     return checked_back("PipelineRL", spec, PipelineRLSettings, translate, settings)
 
 
@@ -177,8 +195,11 @@ def further_metrics(replayed: Replayed) -> dict[str, float]:
         ratio_T = surrogate_ratio(replayed.inputs, replayed.translation.spec)
         clipped["clamp_log_ratio_new_old_indicator"] = clipped_documents(ratio_T, replayed.inputs, weights_T, clip)
     return {
-        "loss": loss, "max_loss": loss, "min_loss": loss,
-        **token_weight_numbers(replayed.inputs, weights_T), **clipped,
+        "loss": loss,
+        "max_loss": loss,
+        "min_loss": loss,
+        **token_weight_numbers(replayed.inputs, weights_T),
+        **clipped,
         "kl_coef": documents * settings.kl_now,
         "entropy_bonus_coef": documents * settings.entropy_now,
         "input_size": float(rows * (length + 1)),
@@ -200,13 +221,29 @@ class AdvantageSettings(Settings):
 def advantage(case: Case) -> dict[str, Any]:
     """Leave-one-out means, divided by the deviation of the whole group."""
     settings = parse_settings(AdvantageSettings, case.config, where="pipelinerl")
-    return {"advantages": group_advantages(
-        case["rewards"], case["group_ids"], baseline="leave_one_out", ddof=1, epsilon=settings.eps,
-        scale="std" if settings.divide_advantage_by_std else "none")}
+    return {
+        "advantages": group_advantages(
+            case["rewards"],
+            case["group_ids"],
+            baseline="leave_one_out",
+            ddof=1,
+            epsilon=settings.eps,
+            scale="std" if settings.divide_advantage_by_std else "none",
+        )
+    }
 
 
 SYSTEM = System(
-    name="pipelinerl", title="PipelineRL", version="58d39345", settings=PipelineRLSettings, translate=translate,
-    back=back, counts=counts, scaling=CONTRACTS["pipelinerl"], temperature=temperature, peer_settings=peer_settings,
-    metrics=further_metrics, replays={"policy_loss_logits": policy_loss_logits, "advantage": advantage},
+    name="pipelinerl",
+    title="PipelineRL",
+    version="58d39345",
+    settings=PipelineRLSettings,
+    translate=translate,
+    back=back,
+    counts=counts,
+    scaling=CONTRACTS["pipelinerl"],
+    temperature=temperature,
+    peer_settings=peer_settings,
+    metrics=further_metrics,
+    replays={"policy_loss_logits": policy_loss_logits, "advantage": advantage},
 )

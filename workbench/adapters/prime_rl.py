@@ -70,18 +70,29 @@ GIVEN = ("rl_scale", "ce_scale", "ref_kl_scale")
 def translate(settings: PrimeSettings) -> Translation:
     """The component rl: an importance-weighted policy gradient that drops what has moved too far."""
     if settings.type == "custom":
-        raise SpecError("prime-rl: type = 'custom'", found="a function of the user's own",
-                        rule="only losses that prime-rl has itself can be translated",
-                        fix="hand the function to runs.step.run_step as a loss")
+        raise SpecError(
+            "prime-rl: type = 'custom'",
+            found="a function of the user's own",
+            rule="only losses that prime-rl has itself can be translated",
+            fix="hand the function to runs.step.run_step as a loss",
+        )
     surrogate: dict[str, Any] = {"kind": "ipo", "threshold": settings.ipo_threshold}
     if settings.type == "default":
-        surrogate = {"kind": "dppo_tv", "threshold_low": settings.dppo_mask_low,
-                     "threshold_high": settings.dppo_mask_high}
-    spec = LossSpec(name="ipo" if settings.type == "ipo" else "prime_rl",
-                    surrogate={**surrogate, "coefficient": settings.adv_tau}, kl={"coefficient": settings.kl_tau},
-                    scaling=CONTRACTS["prime_rl"]["fsdp"])
-    notes = ["the ratio is against the sampler, and is never clipped",
-             "the squared log ratio has no half, and acts on dropped tokens, too"]
+        surrogate = {
+            "kind": "dppo_tv",
+            "threshold_low": settings.dppo_mask_low,
+            "threshold_high": settings.dppo_mask_high,
+        }
+    spec = LossSpec(
+        name="ipo" if settings.type == "ipo" else "prime_rl",
+        surrogate={**surrogate, "coefficient": settings.adv_tau},
+        kl={"coefficient": settings.kl_tau},
+        scaling=CONTRACTS["prime_rl"]["fsdp"],
+    )
+    notes = [
+        "the ratio is against the sampler, and is never clipped",
+        "the squared log ratio has no half, and acts on dropped tokens, too",
+    ]
     if settings.type == "default":
         notes.append("an advantage of 0 counts as a negative one")
     return Translation(spec, tuple(notes), GIVEN)
@@ -96,8 +107,11 @@ def back(spec: LossSpec) -> dict[str, Any]:
     elif surrogate.kind == "ipo":
         settings |= {"type": "ipo", "ipo_threshold": surrogate.threshold}
     else:
-        raise SpecError(f"options of prime-rl for the surrogate {surrogate.kind!r}",
-                        rule="its losses are dppo_tv (default) and ipo", fix="take one of them, or another system")
+        raise SpecError(
+            f"options of prime-rl for the surrogate {surrogate.kind!r}",
+            rule="its losses are dppo_tv (default) and ipo",
+            fix="take one of them, or another system",
+        )
     return checked_back("prime-rl", spec, PrimeSettings, translate, settings)
 
 
@@ -110,9 +124,11 @@ def components(case: Case, settings: PrimeSettings) -> Iterator[tuple[LossSpec, 
     """(loss, tokens of the batch, the case with the component's own mask, its weights) of each component."""
     everywhere = {"rl": case["mask"].bool(), "ce": torch.ones_like(case["mask"], dtype=torch.bool)}
     everywhere["ref_kl"] = everywhere["ce"]
-    found = (("rl", translate(settings).spec, settings.rl_scale),
-             ("ce", LossSpec(name="sft", scaling=CONTRACTS["prime_rl"]["fsdp"]), settings.ce_scale),
-             ("ref_kl", LossSpec(name="ref_kl", scaling=CONTRACTS["prime_rl"]["fsdp"]), settings.ref_kl_scale))
+    found = (
+        ("rl", translate(settings).spec, settings.rl_scale),
+        ("ce", LossSpec(name="sft", scaling=CONTRACTS["prime_rl"]["fsdp"]), settings.ce_scale),
+        ("ref_kl", LossSpec(name="ref_kl", scaling=CONTRACTS["prime_rl"]["fsdp"]), settings.ref_kl_scale),
+    )
     for name, spec, scale in found:
         weights_T = case.get(f"{name}_weights")
         if weights_T is None and name != "rl":
@@ -139,11 +155,24 @@ def policy_loss(case: Case) -> dict[str, Any]:
 
 def _documents(found: Replayed, size: int, *, empty: bool) -> dict[str, Tensor]:
     """What a component says of each document."""
-    made = named.of_documents(replace(found.inputs, policy_logprobs_T=found.inputs.policy_logprobs_T.detach()),
-                              found.evaluated.terms["policy"], found.translation.spec.surrogate.kind, size, empty=empty)
+    made = named.of_documents(
+        replace(found.inputs, policy_logprobs_T=found.inputs.policy_logprobs_T.detach()),
+        found.evaluated.terms["policy"],
+        found.translation.spec.surrogate.kind,
+        size,
+        empty=empty,
+    )
     return {f"doc_{name.replace('/', '.')}": value_N for name, value_N in made.items()}
 
 
 SYSTEM = System(
-    name="prime_rl", title="prime-rl", version="559b4477 (2026-08-21)", settings=PrimeSettings, translate=translate,
-    back=back, counts=counts, scaling=CONTRACTS["prime_rl"], replays={"policy_loss_packed": policy_loss})
+    name="prime_rl",
+    title="prime-rl",
+    version="559b4477 (2026-08-21)",
+    settings=PrimeSettings,
+    translate=translate,
+    back=back,
+    counts=counts,
+    scaling=CONTRACTS["prime_rl"],
+    replays={"policy_loss_packed": policy_loss},
+)

@@ -65,8 +65,9 @@ class Replayed:
         return DocumentSlots(0, int(self.row.document_ids_T.max()) + 1)
 
 
-def replay(source: str, kind: str, function: str, config: Mapping[str, Any],
-           inputs: Mapping[str, Any]) -> dict[str, Any]:
+def replay(
+    source: str, kind: str, function: str, config: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Compute what a function of another system computes, in its terms.
 
     Args:
@@ -93,16 +94,20 @@ def replay(source: str, kind: str, function: str, config: Mapping[str, Any],
     system = load_system(source)
     found = {**COMMON, **system.replays}.get(kind)
     if found is None:
-        raise SpecError(f"replay of {kind!r} of {source}", rule=f"one of {', '.join([*COMMON, *system.replays])}",
-                        fix="choose one of them")
+        raise SpecError(
+            f"replay of {kind!r} of {source}",
+            rule=f"one of {', '.join([*COMMON, *system.replays])}",
+            fix="choose one of them",
+        )
     refuse_unused(case)
     outputs = {"metrics": {}, **found(case)}
     if unused := [name for name in options if name not in options.read]:
-        raise SpecError(f"replay of {kind} of {source} with the option(s) {', '.join(unused)}",
-                        found="nothing in this replay looks at them: the numbers would be those without",
-                        rule=f"options that {function} takes" + (
-                            f": {', '.join(sorted(options.read))}" if options.read else ""),
-                        fix="correct the name, or leave the option out")
+        raise SpecError(
+            f"replay of {kind} of {source} with the option(s) {', '.join(unused)}",
+            found="nothing in this replay looks at them: the numbers would be those without",
+            rule=f"options that {function} takes" + (f": {', '.join(sorted(options.read))}" if options.read else ""),
+            fix="correct the name, or leave the option out",
+        )
     if any(isinstance(value, Tensor) for value in inputs.values()):
         return outputs
     return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in outputs.items()}
@@ -121,8 +126,9 @@ def evaluate_case(case: Case, said: TokenLogprobs, **row: Any) -> Replayed:
     return evaluate_as(case, said, settings, translated(system, settings), system.counts(settings), **row)
 
 
-def case_settings(source: str, kind: str, function: str, config: Mapping[str, Any],
-                  inputs: Mapping[str, Any]) -> dict[str, Any]:
+def case_settings(
+    source: str, kind: str, function: str, config: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> dict[str, Any]:
     """The options of a recorded call of a policy loss, as `loss_spec` and `explain` take them.
 
     Most stand in its ``config``; some are said by the function's name, by which arrays came, or by their width.
@@ -143,8 +149,14 @@ def policy_settings(case: Case) -> Any:
     return parse_settings(system.settings, system.case_settings(case), where=case.system)
 
 
-def evaluate_as(case: Case, said: TokenLogprobs, settings: Any, translation: Translation,
-                given: GivenCounts | None = None, **row: Any) -> Replayed:
+def evaluate_as(
+    case: Case,
+    said: TokenLogprobs,
+    settings: Any,
+    translation: Translation,
+    given: GivenCounts | None = None,
+    **row: Any,
+) -> Replayed:
     """Evaluate a spec on the case's tokens.
 
     Args:
@@ -188,9 +200,15 @@ def finish(replayed: Replayed, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
 def metrics(replayed: Replayed, system: System) -> dict[str, float]:
     """Numbers about the case under the system's names."""
     peer = None if system.peer_settings is None else system.peer_settings(replayed)
-    values = aliases.as_named_by(system.name, _detached(replayed.inputs), replayed.row.loss_mask_T,
-                                 terms=replayed.evaluated.terms, loss_spec=replayed.translation.spec,
-                                 slots=replayed.slots, settings=peer)
+    values = aliases.as_named_by(
+        system.name,
+        _detached(replayed.inputs),
+        replayed.row.loss_mask_T,
+        terms=replayed.evaluated.terms,
+        loss_spec=replayed.translation.spec,
+        slots=replayed.slots,
+        settings=peer,
+    )
     return {**{name: value.finish() for name, value in values.items()}, **system.metrics(replayed)}
 
 
@@ -219,15 +237,28 @@ def policy_loss_logits(case: Case) -> dict[str, Any]:
 def fused_linear_policy_loss(case: Case) -> dict[str, Any]:
     """From hidden states and an output head."""
     temperature = load_system(case.system).temperature(policy_settings(case))
-    leaves = {f"grad_{name}": case[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")
-              if case.get(name) is not None}
-    said = token_logprobs(leaves["grad_hidden"].flatten(0, -2), leaves["grad_weight"], case.targets_T,
-                          temperature=temperature, bias_V=leaves.get("grad_bias"))
+    leaves = {
+        f"grad_{name}": case[name].clone().requires_grad_()
+        for name in ("hidden", "weight", "bias")
+        if case.get(name) is not None
+    }
+    said = token_logprobs(
+        leaves["grad_hidden"].flatten(0, -2),
+        leaves["grad_weight"],
+        case.targets_T,
+        temperature=temperature,
+        bias_V=leaves.get("grad_bias"),
+    )
     said.logprobs_T.retain_grad()
     row = {}
     if case.get("ref_hidden") is not None:
-        ref = token_logprobs(case["ref_hidden"].flatten(0, -2), case["ref_weight"], case.targets_T,
-                             temperature=temperature, bias_V=case.get("ref_bias"))
+        ref = token_logprobs(
+            case["ref_hidden"].flatten(0, -2),
+            case["ref_weight"],
+            case.targets_T,
+            temperature=temperature,
+            bias_V=case.get("ref_bias"),
+        )
         row["ref_logprobs_T"] = torch.where(case.loss_mask_T, ref.logprobs_T, torch.zeros_like(ref.logprobs_T))
     outputs = finish(evaluate_case(case, said, **row), leaves)
     return {**outputs, "logprobs": case.shaped(said.logprobs_T), "grad_logprobs": case.shaped(said.logprobs_T.grad)}
@@ -239,17 +270,26 @@ def fused_linear_policy_loss(case: Case) -> dict[str, Any]:
 def logprobs(case: Case) -> dict[str, Any]:
     """Log-probabilities and entropies of logits, and the gradient of their products with the cotangents."""
     leaf = case["logits"].clone().requires_grad_()
-    said = token_logprobs_from_logits(leaf.reshape(-1, leaf.shape[-1]), case.targets_T,
-                                      temperature=case.config.get("temperature") or 1.0)
+    said = token_logprobs_from_logits(
+        leaf.reshape(-1, leaf.shape[-1]), case.targets_T, temperature=case.config.get("temperature") or 1.0
+    )
     wanted = [(said.logprobs_T, case.get("cotangent_logprobs")), (said.entropy_T, case.get("cotangent_entropy"))]
     pairs = [(value_T, cotangent.reshape(-1)) for value_T, cotangent in wanted if cotangent is not None]
     torch.autograd.backward(*(list(column) for column in zip(*pairs, strict=True)))
-    return {"logprobs": case.shaped(said.logprobs_T), "entropy": case.shaped(said.entropy_T), "grad_logits": leaf.grad,
-            "metrics": {}}
+    return {
+        "logprobs": case.shaped(said.logprobs_T),
+        "entropy": case.shaped(said.entropy_T),
+        "grad_logits": leaf.grad,
+        "metrics": {},
+    }
 
 
-def aggregation(spec_of: Callable[[Case], LossSpec], counts_of: Callable[[Case], GivenCounts | None] | None = None, *,
-                result: str = "loss") -> Callable[[Case], dict[str, Any]]:
+def aggregation(
+    spec_of: Callable[[Case], LossSpec],
+    counts_of: Callable[[Case], GivenCounts | None] | None = None,
+    *,
+    result: str = "loss",
+) -> Callable[[Case], dict[str, Any]]:
     """The replay of a function that makes one number of values.
 
     Args:
@@ -257,6 +297,7 @@ def aggregation(spec_of: Callable[[Case], LossSpec], counts_of: Callable[[Case],
         counts_of: denominators that the case was handed.
         result: the output's name.
     """
+
     def aggregated(case: Case) -> dict[str, Any]:
         leaf = case["values"].clone().requires_grad_()
         given = None if counts_of is None else counts_of(case)
@@ -274,6 +315,7 @@ def kl_estimator(spec_of: Callable[[Case], LossSpec]) -> Callable[[Case], dict[s
     Args:
         spec_of: whose KL penalty (with coefficient 1) and denominator count, from a case.
     """
+
     def estimated(case: Case) -> dict[str, Any]:
         spec, leaf = spec_of(case), case["logprobs"].clone().requires_grad_()
         everywhere_T = torch.ones_like(case.loss_mask_T)
@@ -293,8 +335,9 @@ def kl_estimator(spec_of: Callable[[Case], LossSpec]) -> Callable[[Case], dict[s
     return estimated
 
 
-def is_correction(model: type[Settings], translate: Callable[[Any], Translation],
-                  outputs: Callable[[Replayed], Mapping[str, Tensor]]) -> Callable[[Case], dict[str, Any]]:
+def is_correction(
+    model: type[Settings], translate: Callable[[Any], Translation], outputs: Callable[[Replayed], Mapping[str, Tensor]]
+) -> Callable[[Case], dict[str, Any]]:
     """The replay of a correction alone: there is no live policy yet, so the old one stands in its place.
 
     Args:
@@ -302,6 +345,7 @@ def is_correction(model: type[Settings], translate: Callable[[Any], Translation]
         translate: of them; the spec's correction is what is looked at.
         outputs: by name, from the policy term's extras ("raw_weight", "applied_weight", "kept", ...).
     """
+
     def corrected(case: Case) -> dict[str, Any]:
         settings = parse_settings(model, case.config, where=case.system)
         found = evaluate_as(case, silent(case["old_logprobs"].reshape(-1)), settings, translate(settings))

@@ -35,8 +35,9 @@ KL_CLAMP = 10.0
 class SlimeSettings(Settings):
     """Arguments of slime's policy loss (slime/utils/arguments.py, 624b824a)."""
 
-    advantage_estimator: Literal["grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-                                 "ppo"] = "grpo"
+    advantage_estimator: Literal[
+        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
+    ] = "grpo"
     """gspo: the ratio is one of a sample; cispo: it is truncated, not clipped. The others share one loss."""
     eps_clip: float = Field(0.2, ge=0)
     """Length of the clip below 1."""
@@ -86,8 +87,12 @@ def translate(settings: SlimeSettings) -> Translation:
     """Its policy loss on a whole step."""
     for option in ("custom_tis_function_path", "custom_pg_loss_reducer_function_path"):
         if getattr(settings, option):
-            raise SpecError(f"slime: {option}", found=getattr(settings, option),
-                            rule="a function of the user's own is no setting", fix="express it with settings here")
+            raise SpecError(
+                f"slime: {option}",
+                found=getattr(settings, option),
+                rule="a function of the user's own is no setting",
+                fix="express it with settings here",
+            )
     kind = {"gspo": "gspo", "cispo": "cispo"}.get(settings.advantage_estimator, "ppo")
     anchor = "sampler" if settings.use_rollout_logprobs else "old"
     high = settings.eps_clip if settings.eps_clip_high is None else settings.eps_clip_high
@@ -106,15 +111,23 @@ def translate(settings: SlimeSettings) -> Translation:
     kl: dict[str, Any] = {}
     if settings.use_kl_loss and settings.kl_loss_coef and settings.kl_loss_type is not None:
         low_var = settings.kl_loss_type == "low_var_kl"
-        kl = {"coefficient": settings.kl_loss_coef, "estimator": "k3" if low_var else settings.kl_loss_type,
-              "output_clamp": KL_CLAMP if low_var else None}
+        kl = {
+            "coefficient": settings.kl_loss_coef,
+            "estimator": "k3" if low_var else settings.kl_loss_type,
+            "output_clamp": KL_CLAMP if low_var else None,
+        }
         if settings.use_unbiased_kl:
             kl |= {"importance": anchor, "gradient": "score"}
-    spec = LossSpec(name="grpo", surrogate=surrogate, correction=correction, kl=kl,
-                    entropy_coefficient=settings.entropy_coef,
-                    denominator="token" if settings.calculate_per_token_loss else "document",
-                    documents_counted="trained" if settings.calculate_per_token_loss else "all",
-                    scaling=CONTRACTS["slime"]["per token" if settings.calculate_per_token_loss else "per sample"])
+    spec = LossSpec(
+        name="grpo",
+        surrogate=surrogate,
+        correction=correction,
+        kl=kl,
+        entropy_coefficient=settings.entropy_coef,
+        denominator="token" if settings.calculate_per_token_loss else "document",
+        documents_counted="trained" if settings.calculate_per_token_loss else "all",
+        scaling=CONTRACTS["slime"]["per token" if settings.calculate_per_token_loss else "per sample"],
+    )
     return Translation(spec, tuple(notes))
 
 
@@ -127,13 +140,19 @@ def back(spec: LossSpec) -> dict[str, Any]:
     low_var = kl.estimator == "k3" and kl.output_clamp is not None
     settings = {
         "advantage_estimator": estimators[surrogate.kind],
-        "eps_clip": 1.0 if surrogate.clip_low is None else surrogate.clip_low, "eps_clip_high": surrogate.clip_high,
-        "eps_clip_c": surrogate.dual_clip, "use_rollout_logprobs": surrogate.anchor == "sampler",
-        "use_kl_loss": bool(kl.coefficient), "kl_loss_coef": kl.coefficient,
+        "eps_clip": 1.0 if surrogate.clip_low is None else surrogate.clip_low,
+        "eps_clip_high": surrogate.clip_high,
+        "eps_clip_c": surrogate.dual_clip,
+        "use_rollout_logprobs": surrogate.anchor == "sampler",
+        "use_kl_loss": bool(kl.coefficient),
+        "kl_loss_coef": kl.coefficient,
         "kl_loss_type": "low_var_kl" if low_var else kl.estimator if kl.coefficient else "k1",
-        "use_unbiased_kl": kl.importance != "none", "entropy_coef": spec.entropy_coefficient,
-        "use_tis": correction.ratio != "none", "calculate_per_token_loss": spec.denominator == "token",
-        "use_opsm": correction.opsm_threshold is not None}
+        "use_unbiased_kl": kl.importance != "none",
+        "entropy_coef": spec.entropy_coefficient,
+        "use_tis": correction.ratio != "none",
+        "calculate_per_token_loss": spec.denominator == "token",
+        "use_opsm": correction.opsm_threshold is not None,
+    }
     if correction.opsm_threshold is not None:
         settings["opsm_delta"] = correction.opsm_threshold
     if correction.ratio != "none" and correction.ratio_high is not None:
@@ -149,8 +168,12 @@ def micro_batch_sums(_: SlimeSettings) -> GivenCounts:
 def case_settings(case: Case) -> dict[str, Any]:
     """Functions say the estimator; a threshold or an estimator that is given is used."""
     estimator = next((name for name in ("gspo", "cispo") if f"compute_{name}" in case.function), "grpo")
-    return {"advantage_estimator": estimator, "use_opsm": case.config.get("opsm_delta") is not None,
-            "use_kl_loss": case.config.get("kl_loss_type") is not None, **case.config}
+    return {
+        "advantage_estimator": estimator,
+        "use_opsm": case.config.get("opsm_delta") is not None,
+        "use_kl_loss": case.config.get("kl_loss_type") is not None,
+        **case.config,
+    }
 
 
 def policy_loss(case: Case) -> dict[str, Any]:
@@ -164,10 +187,12 @@ def policy_loss(case: Case) -> dict[str, Any]:
     if given is None or settings.calculate_per_token_loss:
         return replays.policy_loss(case)
     if settings.advantage_estimator == "gspo" and settings.use_tis:
-        raise SpecError("replay of slime's gspo with use_tis and sample_denominators",
-                        found="ois, a mean over samples of ratios of samples",
-                        rule="that number is computed here with the samples' own tokens alone",
-                        fix="leave use_tis or sample_denominators out")
+        raise SpecError(
+            "replay of slime's gspo with use_tis and sample_denominators",
+            found="ois, a mean over samples of ratios of samples",
+            rule="that number is computed here with the samples' own tokens alone",
+            fix="leave use_tis or sample_denominators out",
+        )
     given_T = case.of_documents("sample_denominators")
     leaf = case["logprobs"].clone().requires_grad_()
     shares_T = length_shares(case.row().lengths_T, given_T)
@@ -196,9 +221,15 @@ def _unweighted_kl(replayed: Replayed) -> dict[str, float]:
     if not replayed.settings.use_kl_loss or replayed.settings.kl_loss_coef:
         return {}
     spec = translate(replayed.settings.model_copy(update={"kl_loss_coef": 1.0})).spec
-    named = aliases.as_named_by("slime", replayed.inputs, replayed.row.loss_mask_T, loss_spec=spec,
-                                terms={**replayed.evaluated.terms, "kl": kl_term(replayed.inputs, spec.kl)},
-                                slots=replayed.slots, settings=peer_settings(replayed))
+    named = aliases.as_named_by(
+        "slime",
+        replayed.inputs,
+        replayed.row.loss_mask_T,
+        loss_spec=spec,
+        terms={**replayed.evaluated.terms, "kl": kl_term(replayed.inputs, spec.kl)},
+        slots=replayed.slots,
+        settings=peer_settings(replayed),
+    )
     return {"kl_loss": named["kl_loss"].finish()}
 
 
@@ -236,8 +267,7 @@ def logprobs(case: Case) -> dict[str, Any]:
     if settings.entropy_grad and case.get("cotangent_entropy") is not None:
         through, cotangents = [*through, whole.entropy_T], [*cotangents, case["cotangent_entropy"].reshape(-1)]
     torch.autograd.backward(through, cotangents)
-    return {"logprobs": case.shaped(said.logprobs_T), "entropy": case.shaped(whole.entropy_T),
-            "grad_logits": leaf.grad}
+    return {"logprobs": case.shaped(said.logprobs_T), "entropy": case.shaped(whole.entropy_T), "grad_logits": leaf.grad}
 
 
 def _kept(case: Case) -> torch.Tensor:
@@ -249,15 +279,33 @@ def advantage(case: Case) -> dict[str, Any]:
     """Generalised advantage estimation, every token of a row trained."""
     settings = parse_settings(GAESettings, case.config, where="slime")
     rewards, values = case["token_rewards"], case["values"]
-    advantages_T, returns_T = gae(rewards.reshape(-1), values.reshape(-1), case.document_ids_T, case.loss_mask_T,
-                                  discount=settings.gamma, policy_lambda=settings.lam)
+    advantages_T, returns_T = gae(
+        rewards.reshape(-1),
+        values.reshape(-1),
+        case.document_ids_T,
+        case.loss_mask_T,
+        discount=settings.gamma,
+        policy_lambda=settings.lam,
+    )
     return {"advantages": case.shaped(advantages_T), "returns": case.shaped(returns_T)}
 
 
 SYSTEM = System(
-    name="slime", title="slime", version="624b824a", settings=SlimeSettings, translate=translate, back=back,
-    counts=micro_batch_sums, case_settings=case_settings, peer_settings=peer_settings, metrics=further_metrics,
+    name="slime",
+    title="slime",
+    version="624b824a",
+    settings=SlimeSettings,
+    translate=translate,
+    back=back,
+    counts=micro_batch_sums,
+    case_settings=case_settings,
+    peer_settings=peer_settings,
+    metrics=further_metrics,
     scaling=CONTRACTS["slime"],
-    replays={"policy_loss": policy_loss, "policy_loss_packed": policy_loss, "logprobs": logprobs,
-             "advantage": advantage},
+    replays={
+        "policy_loss": policy_loss,
+        "policy_loss_packed": policy_loss,
+        "logprobs": logprobs,
+        "advantage": advantage,
+    },
 )

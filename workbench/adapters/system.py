@@ -25,8 +25,19 @@ if TYPE_CHECKING:
     from workbench.adapters.case import Case
     from workbench.adapters.replays import Replayed
 
-SYSTEMS = ("nemo_rl", "verl", "trl", "liger", "fast_llm", "prime_rl", "openrlhf", "slime", "areal", "pipelinerl",
-           "nous_torchtitan")
+SYSTEMS = (
+    "nemo_rl",
+    "verl",
+    "trl",
+    "liger",
+    "fast_llm",
+    "prime_rl",
+    "openrlhf",
+    "slime",
+    "areal",
+    "pipelinerl",
+    "nous_torchtitan",
+)
 """Every system that is known here, by its name."""
 
 
@@ -116,8 +127,12 @@ def translated(system: System, settings: Settings) -> Translation:
         return system.translate(settings)
     except ValidationError as error:
         words = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
-        raise SpecError(f"{system.title}: these options as a loss of ours", found=words,
-                        rule="options that exclude each other here have no spec", fix="change one of them") from None
+        raise SpecError(
+            f"{system.title}: these options as a loss of ours",
+            found=words,
+            rule="options that exclude each other here have no spec",
+            fix="change one of them",
+        ) from None
 
 
 def load_system(name: str) -> System:
@@ -128,8 +143,11 @@ def load_system(name: str) -> System:
     """
     if name not in SYSTEMS:
         near = difflib.get_close_matches(str(name).lower().replace("-", "_"), SYSTEMS, n=1)
-        raise SpecError(f"system {name!r}", rule=f"one of {', '.join(SYSTEMS)}",
-                        fix=f"did you mean {near[0]!r}?" if near else "choose one of them")
+        raise SpecError(
+            f"system {name!r}",
+            rule=f"one of {', '.join(SYSTEMS)}",
+            fix=f"did you mean {near[0]!r}?" if near else "choose one of them",
+        )
     return importlib.import_module(f"workbench.adapters.{name}").SYSTEM
 
 
@@ -146,26 +164,35 @@ def parse_settings(model: type[Settings], settings: Mapping[str, Any], *, where:
             of range.
     """
     if not isinstance(settings, Mapping):
-        raise SpecError(f"options of {where}", found=repr(settings), rule="names and values, in a mapping",
-                        fix="write {} where all are the system's defaults")
+        raise SpecError(
+            f"options of {where}",
+            found=repr(settings),
+            rule="names and values, in a mapping",
+            fix="write {} where all are the system's defaults",
+        )
     try:
         return model.model_validate(dict(settings))
     except ValidationError as error:
         mistakes = error.errors()
         unknown = [_holder(model, each["loc"]) for each in mistakes if each["type"] == "extra_forbidden"]
         known = [f"options of {holder.__name__}: {', '.join(holder.model_fields)}" for holder in dict.fromkeys(unknown)]
-        raise SpecError(f"{where}: {len(mistakes)} option(s) cannot be used",
-                        found="; ".join(_in_words(model, each) for each in mistakes),
-                        rule="; ".join(known) or "a value that the option takes",
-                        fix="correct the options; what is not said has the system's own default") from None
+        raise SpecError(
+            f"{where}: {len(mistakes)} option(s) cannot be used",
+            found="; ".join(_in_words(model, each) for each in mistakes),
+            rule="; ".join(known) or "a value that the option takes",
+            fix="correct the options; what is not said has the system's own default",
+        ) from None
 
 
 def _holder(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
     """The model that the last name of a path belongs to: of a group, or the whole."""
     for name in path[:-1]:
         annotation = model.model_fields[str(name)].annotation
-        model = next(kind for kind in (annotation, *get_args(annotation))
-                     if isinstance(kind, type) and issubclass(kind, BaseModel))
+        model = next(
+            kind
+            for kind in (annotation, *get_args(annotation))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        )
     return model
 
 

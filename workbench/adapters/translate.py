@@ -45,6 +45,9 @@ def settings_for(system: str, spec: LossSpec) -> dict[str, Any]:
     """
     found = load_system(system)
     if found.back is None:
-        raise SpecError(f"options of {found.title} for a spec", rule="none of its options is a loss of ours",
-                        fix="take another system")
+        raise SpecError(
+            f"options of {found.title} for a spec",
+            rule="none of its options is a loss of ours",
+            fix="take another system",
+        )
     return found.back(spec)

@@ -35,7 +35,9 @@ DENOMINATORS: Mapping[str, Mapping[str, Any]] = {
     "bnpo": {"denominator": "token"},
     "dr_grpo": {"denominator": "constant", "documents_counted": "all"},
     "luspo": {"denominator": "document_sum", "documents_counted": "all"},
-    "dapo": {"denominator": "token"}, "cispo": {"denominator": "token"}, "vespo": {"denominator": "token"},
+    "dapo": {"denominator": "token"},
+    "cispo": {"denominator": "token"},
+    "vespo": {"denominator": "token"},
 }
 """Loss type -> what divides its token sums, counted as its scaling contract says."""
 LEAST_LAMBDA = 1e-4
@@ -143,18 +145,27 @@ class AdvantageSettings(Settings):
 def translate(settings: TRLSettings) -> Translation:
     """The loss of `_compute_loss`."""
     if settings.use_adaptive_entropy:
-        raise SpecError("TRL: use_adaptive_entropy", rule="a spec is the loss of one step, and the controller changes "
-                        "the coefficient from step to step by the entropy that it measured",
-                        fix="give entropy_coef as it is in that step, and leave the controller out")
+        raise SpecError(
+            "TRL: use_adaptive_entropy",
+            rule="a spec is the loss of one step, and the controller changes "
+            "the coefficient from step to step by the entropy that it measured",
+            fix="give entropy_coef as it is in that step, and leave the controller out",
+        )
     kind = settings.loss_type
     divided: dict[str, Any] = dict(DENOMINATORS[kind])
     if kind == "dr_grpo":
         divided["denominator_constant"] = settings.max_completion_length
     spec = LossSpec(
-        name="grpo", surrogate=_surrogate(settings), correction=_correction(settings), kl=_kl(settings),
+        name="grpo",
+        surrogate=_surrogate(settings),
+        correction=_correction(settings),
+        kl=_kl(settings),
         entropy_coefficient=settings.entropy_coef,
         entropy_denominator="local_token" if settings.entropy_coef else "penalty",
-        top_entropy_share=settings.top_entropy_quantile, scaling=CONTRACTS["trl"][_contract(kind)], **divided)
+        top_entropy_share=settings.top_entropy_quantile,
+        scaling=CONTRACTS["trl"][_contract(kind)],
+        **divided,
+    )
     return Translation(spec, tuple(_notes(settings, spec)), ("vllm_is", "num_items_in_batch"))
 
 
@@ -170,13 +181,20 @@ def _surrogate(settings: TRLSettings) -> dict[str, Any]:
     if settings.loss_type == "cispo":
         return {"kind": "cispo", "bounds": "absolute", "clip_high": high, "level": "document" if of_rows else "token"}
     if settings.loss_type == "sapo":
-        return {"kind": "sapo", "level": "document" if of_rows else "token",
-                "tau_positive": settings.sapo_temperature_pos, "tau_negative": settings.sapo_temperature_neg}
+        return {
+            "kind": "sapo",
+            "level": "document" if of_rows else "token",
+            "tau_positive": settings.sapo_temperature_pos,
+            "tau_negative": settings.sapo_temperature_neg,
+        }
     given = settings.vespo or {}
-    return {"kind": "vespo", "k_positive": given.get("k_pos", settings.vespo_k_pos),
-            "lambda_positive": max(given.get("lambda_pos", settings.vespo_lambda_pos), LEAST_LAMBDA),
-            "k_negative": given.get("k_neg", settings.vespo_k_neg),
-            "lambda_negative": max(given.get("lambda_neg", settings.vespo_lambda_neg), LEAST_LAMBDA)}
+    return {
+        "kind": "vespo",
+        "k_positive": given.get("k_pos", settings.vespo_k_pos),
+        "lambda_positive": max(given.get("lambda_pos", settings.vespo_lambda_pos), LEAST_LAMBDA),
+        "k_negative": given.get("k_neg", settings.vespo_k_neg),
+        "lambda_negative": max(given.get("lambda_neg", settings.vespo_lambda_neg), LEAST_LAMBDA),
+    }
 
 
 def _bounds(settings: TRLSettings) -> tuple[float, float]:
@@ -189,8 +207,12 @@ def _kl(settings: TRLSettings) -> dict[str, Any]:
         return {}
     if not settings.use_bias_correction_kl:
         return {"coefficient": settings.beta}
-    return {"coefficient": settings.beta, "importance": "old", "gradient": "score",
-            "importance_level": "document" if settings.importance_sampling_level == "sequence" else "token"}
+    return {
+        "coefficient": settings.beta,
+        "importance": "old",
+        "gradient": "score",
+        "importance_level": "document" if settings.importance_sampling_level == "sequence" else "token",
+    }
 
 
 def _correction(settings: TRLSettings) -> dict[str, Any]:
@@ -199,21 +221,32 @@ def _correction(settings: TRLSettings) -> dict[str, Any]:
         found = {"ratio": "given" if settings.vllm_is.startswith("token") else "given_document_mean"}
     elif settings.use_vllm and settings.vllm_importance_sampling_correction:
         cap = settings.vllm_importance_sampling_cap
-        found = bounded_ratio(settings.vllm_importance_sampling_mode, settings.vllm_importance_sampling_clip_min,
-                              settings.vllm_importance_sampling_clip_max if cap is None else cap)
+        found = bounded_ratio(
+            settings.vllm_importance_sampling_mode,
+            settings.vllm_importance_sampling_clip_min,
+            settings.vllm_importance_sampling_clip_max if cap is None else cap,
+        )
     if found and settings.loss_type == "vespo":
         found["enters"] = "sequence_weight"
     if settings.off_policy_mask_threshold is not None:
-        found |= {"opsm_threshold": settings.off_policy_mask_threshold, "unscored": "neutral",
-                  "opsm_anchor": "sampler" if settings.use_vllm else "old"}
+        found |= {
+            "opsm_threshold": settings.off_policy_mask_threshold,
+            "unscored": "neutral",
+            "opsm_anchor": "sampler" if settings.use_vllm else "old",
+        }
     return found
 
 
 def bounded_ratio(mode: str, low: float | None, high: float | None) -> dict[str, Any]:
     """The correction by old / sampler, of a token or, as a product, of a row."""
     zeroed = mode.endswith("mask") and not (low is None and high is None)
-    return {"ratio": "token" if mode.startswith("token") else "document_sum", "ratio_low": low, "ratio_high": high,
-            "outside": "zero" if zeroed else "truncate", "unscored": "neutral"}
+    return {
+        "ratio": "token" if mode.startswith("token") else "document_sum",
+        "ratio_low": low,
+        "ratio_high": high,
+        "outside": "zero" if zeroed else "truncate",
+        "unscored": "neutral",
+    }
 
 
 def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
@@ -229,16 +262,21 @@ def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
     if spec.documents_counted == "all":
         notes.append("rows in which nothing counts are rows of the mean")
     if settings.loss_type in COUNTED:
-        notes.append("num_items_in_batch is of the generation batch, times gradient_accumulation_steps / "
-                     "steps_per_generation")
+        notes.append(
+            "num_items_in_batch is of the generation batch, times gradient_accumulation_steps / steps_per_generation"
+        )
     else:
         notes.append("every micro-batch is divided by its own count: the step is a mean of means")
     if settings.beta and spec.correction.rejects:
         notes.append("tokens that the correction drops still get the KL penalty")
     if settings.entropy_coef:
         notes.append("the entropy bonus is a mean over the micro-batch's tokens, whatever divides the policy term")
-    if settings.use_vllm and settings.vllm_importance_sampling_correction and settings.vllm_is is None \
-            and settings.vllm_importance_sampling_mode.startswith("sequence"):
+    if (
+        settings.use_vllm
+        and settings.vllm_importance_sampling_correction
+        and settings.vllm_is is None
+        and settings.vllm_importance_sampling_mode.startswith("sequence")
+    ):
         notes.append("the weight of a row is the product of its tokens' ratios, not their geometric mean")
     if settings.top_entropy_quantile < 1:
         notes.append("the entropy threshold is taken over the micro-batches of all processes together, here over one")
@@ -246,8 +284,10 @@ def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
         notes.append("completions that were cut off must come with a mask of zeros; their rows still count as rows")
     aligned = settings.gradient_accumulation_steps % (_steps_per_generation(settings) * settings.num_iterations) == 0
     if aligned and not (settings.use_vllm and settings.vllm_importance_sampling_correction):
-        notes.append("gradient_accumulation_steps is a multiple of steps_per_generation * num_iterations, so that no "
-                     "old log-probabilities are kept: the ratio is 1 unless a batch brings its own")
+        notes.append(
+            "gradient_accumulation_steps is a multiple of steps_per_generation * num_iterations, so that no "
+            "old log-probabilities are kept: the ratio is 1 unless a batch brings its own"
+        )
     return notes
 
 
@@ -257,8 +297,9 @@ def counts(settings: TRLSettings) -> GivenCounts:
     items = settings.num_items_in_batch
     if settings.loss_type not in COUNTED or items is None:
         return GivenCounts(micro_batches=accumulated)
-    return GivenCounts(tokens=max(items, 1.0) * accumulated / _steps_per_generation(settings),
-                       micro_batches=accumulated)
+    return GivenCounts(
+        tokens=max(items, 1.0) * accumulated / _steps_per_generation(settings), micro_batches=accumulated
+    )
 
 
 def _steps_per_generation(settings: TRLSettings) -> int:
@@ -269,8 +310,11 @@ def back(spec: LossSpec) -> dict[str, Any]:
     """Options of `GRPOConfig`."""
     surrogate, kl, correction = spec.surrogate, spec.kl, spec.correction
     found: dict[str, Any] = {
-        "loss_type": _loss_type(spec), "beta": kl.coefficient, "entropy_coef": spec.entropy_coefficient,
-        "top_entropy_quantile": spec.top_entropy_share}
+        "loss_type": _loss_type(spec),
+        "beta": kl.coefficient,
+        "entropy_coef": spec.entropy_coefficient,
+        "top_entropy_quantile": spec.top_entropy_share,
+    }
     of_rows = surrogate.kind == "gspo" or surrogate.level == "document" or kl.importance_level == "document"
     found["importance_sampling_level"] = "sequence" if of_rows else "token"
     if kl.coefficient:
@@ -282,8 +326,12 @@ def back(spec: LossSpec) -> dict[str, Any]:
     elif surrogate.kind == "sapo":
         found |= {"sapo_temperature_pos": surrogate.tau_positive, "sapo_temperature_neg": surrogate.tau_negative}
     else:
-        found |= {"vespo_k_pos": surrogate.k_positive, "vespo_lambda_pos": surrogate.lambda_positive,
-                  "vespo_k_neg": surrogate.k_negative, "vespo_lambda_neg": surrogate.lambda_negative}
+        found |= {
+            "vespo_k_pos": surrogate.k_positive,
+            "vespo_lambda_pos": surrogate.lambda_positive,
+            "vespo_k_neg": surrogate.k_negative,
+            "vespo_lambda_neg": surrogate.lambda_negative,
+        }
     if spec.denominator == "constant" and spec.denominator_constant is not None:
         found["max_completion_length"] = int(spec.denominator_constant)
     found |= _correction_back(correction.ratio, spec)
@@ -295,8 +343,9 @@ def _loss_type(spec: LossSpec) -> str:
     if kind in ("sapo", "cispo", "vespo"):
         return kind
     if kind not in ("ppo", "gspo"):
-        raise refuse("TRL", f"the surrogate {kind!r}", "its loss types are PPO's clip on tokens or rows, sapo, cispo "
-                     "and vespo")
+        raise refuse(
+            "TRL", f"the surrogate {kind!r}", "its loss types are PPO's clip on tokens or rows, sapo, cispo and vespo"
+        )
     if spec.denominator == "token":
         return "bnpo" if spec.scaling.counts == "micro_batch" else "dapo"
     types = {"document": "grpo", "constant": "dr_grpo", "document_sum": "luspo", "local_token": "bnpo"}
@@ -309,20 +358,27 @@ def _correction_back(ratio: str, spec: LossSpec) -> dict[str, Any]:
     correction = spec.correction
     found: dict[str, Any] = {}
     if correction.opsm_threshold is not None:
-        found = {"off_policy_mask_threshold": correction.opsm_threshold, "vllm_importance_sampling_correction": False,
-                 "use_vllm": correction.opsm_anchor == "sampler"}
+        found = {
+            "off_policy_mask_threshold": correction.opsm_threshold,
+            "vllm_importance_sampling_correction": False,
+            "use_vllm": correction.opsm_anchor == "sampler",
+        }
     if ratio in ("given", "given_document_mean"):
         return found | {"vllm_is": "token" if ratio == "given" else "sequence"}
     if ratio == "none":
         return found
     if ratio not in ("token", "document_sum"):
-        raise refuse("TRL", f"a correction by the ratio {ratio!r}", "it weighs by ratios of tokens or their product "
-                     "over the row")
+        raise refuse(
+            "TRL", f"a correction by the ratio {ratio!r}", "it weighs by ratios of tokens or their product over the row"
+        )
     level, ending = "token" if ratio == "token" else "sequence", "mask" if correction.outside == "zero" else "truncate"
-    return found | {"use_vllm": True, "vllm_importance_sampling_correction": True,
-                    "vllm_importance_sampling_mode": f"{level}_{ending}",
-                    "vllm_importance_sampling_clip_min": correction.ratio_low,
-                    "vllm_importance_sampling_clip_max": correction.ratio_high}
+    return found | {
+        "use_vllm": True,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": f"{level}_{ending}",
+        "vllm_importance_sampling_clip_min": correction.ratio_low,
+        "vllm_importance_sampling_clip_max": correction.ratio_high,
+    }
 
 
 # ---- replays ---------------------------------------------------------------------------------------------------
@@ -330,8 +386,11 @@ def _correction_back(ratio: str, spec: LossSpec) -> dict[str, Any]:
 
 def case_settings(case: Case) -> dict[str, Any]:
     """Which arrays are there decides, too: sampler log-probabilities, and the shape of ready-made weights."""
-    found = {"use_vllm": case.get("rollout_logprobs") is not None, "vllm_importance_sampling_correction": False,
-             **case.config}
+    found = {
+        "use_vllm": case.get("rollout_logprobs") is not None,
+        "vllm_importance_sampling_correction": False,
+        **case.config,
+    }
     weights = case.get("is_weights")
     if weights is not None and (found.get("vllm_is") or found.get("loss_type") == "vespo"):
         found["vllm_is"] = "token" if weights.shape == case.shape else "sequence"
@@ -342,7 +401,8 @@ def peer_settings(replayed: Replayed) -> PeerSettings:
     """Means over rows become means over tokens where advantages came as one a token."""
     advantages = replayed.case.get("advantages")
     return settings_of(replayed.translation.spec, replayed.slots)._replace(
-        token_advantages=advantages is not None and advantages.shape == replayed.case.shape)
+        token_advantages=advantages is not None and advantages.shape == replayed.case.shape
+    )
 
 
 def metrics(replayed: Replayed) -> dict[str, float]:
@@ -372,8 +432,11 @@ def policy_loss_case(case: Case) -> dict[str, Any]:
 
 def correction_case(case: Case) -> dict[str, Any]:
     """The weights alone, also where nothing counts, where the ratio is 1; one a row in the sequence modes."""
-    everywhere = {name: case.shaped(values_T) for name in ("old_logprobs", "rollout_logprobs")
-                  if (values_T := case.tokens(name)) is not None}
+    everywhere = {
+        name: case.shaped(values_T)
+        for name in ("old_logprobs", "rollout_logprobs")
+        if (values_T := case.tokens(name)) is not None
+    }
     return is_correction(ISSettings, _translate_correction, _weights)(replace(case, inputs=everywhere))
 
 
@@ -388,8 +451,9 @@ def _weights(replayed: Replayed) -> dict[str, Tensor]:
 
 def advantage_case(case: Case) -> dict[str, Any]:
     """Advantages of rows, from one reward a function; a row that no function scored gets 0."""
-    settings = parse_settings(AdvantageSettings, {k: v for k, v in case.config.items() if k != "reward_weights"},
-                              where="trl")
+    settings = parse_settings(
+        AdvantageSettings, {k: v for k, v in case.config.items() if k != "reward_weights"}, where="trl"
+    )
     rewards_NK, weights_K = case["rewards_per_func"], case.get("reward_weights")
     weights_K = rewards_NK.new_ones(rewards_NK.shape[1]) if weights_K is None else weights_K
     groups_N = case.get("group_ids")
@@ -401,14 +465,24 @@ def advantage_case(case: Case) -> dict[str, Any]:
     else:
         scale = {"group": "std", True: "std", "batch": "batch_std", "none": "none", False: "none"}
         rewards_N, scored_N = combine_components(rewards_NK, weights_K)
-        advantages_N = group_advantages(rewards_N, groups_N, scale=scale[settings.scale_rewards], epsilon=settings.eps,
-                                        trained_N=scored_N)
+        advantages_N = group_advantages(
+            rewards_N, groups_N, scale=scale[settings.scale_rewards], epsilon=settings.eps, trained_N=scored_N
+        )
     return {"advantages": advantages_N, "metrics": {}}
 
 
 SYSTEM = System(
-    name="trl", title="TRL", version="1.16.0", settings=TRLSettings, translate=translate, back=back, counts=counts,
-    scaling=CONTRACTS["trl"], case_settings=case_settings, temperature=lambda settings: settings.temperature,
-    peer_settings=peer_settings, metrics=metrics,
+    name="trl",
+    title="TRL",
+    version="1.16.0",
+    settings=TRLSettings,
+    translate=translate,
+    back=back,
+    counts=counts,
+    scaling=CONTRACTS["trl"],
+    case_settings=case_settings,
+    temperature=lambda settings: settings.temperature,
+    peer_settings=peer_settings,
+    metrics=metrics,
     replays={"policy_loss": policy_loss_case, "is_correction": correction_case, "advantage": advantage_case},
 )

@@ -48,11 +48,29 @@ GSPO_CAP = 10.0
 """Greatest log of gspo's ratio."""
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-LossMode = Literal["vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro",
-                   "cispo", "bypass_mode", "reinforce"]
+LossMode = Literal[
+    "vanilla",
+    "dppo_tv",
+    "dppo_kl",
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dro",
+    "cispo",
+    "bypass_mode",
+    "reinforce",
+]
 
-DENOMINATORS = {"token-mean": "token", "token-sum": "raw", "seq-mean-token-sum": "document_sum",
-                "seq-mean-token-sum-norm": "constant", "seq-mean-token-mean": "document"}
+DENOMINATORS = {
+    "token-mean": "token",
+    "token-sum": "raw",
+    "seq-mean-token-sum": "document_sum",
+    "seq-mean-token-sum-norm": "constant",
+    "seq-mean-token-mean": "document",
+}
 """loss_agg_mode -> our denominator."""
 BY_DOCUMENT = ("gspo", "sapo")
 """Losses that are averaged by seq-mean-token-mean, whatever loss_agg_mode says."""
@@ -190,32 +208,46 @@ def _check(settings: ActorSettings, mode: str) -> None:
     needed = "batch_num_tokens" if by_tokens else "global_batch_size"
     counted = mode != "geo_mean" and (mode in BY_DOCUMENT or settings.loss_agg_mode != "token-sum")
     if info.dp_size > 1 and counted and getattr(info, needed) is None:
-        raise SpecError(f"verl with dp_size = {info.dp_size}", found=f"no {needed}",
-                        rule="a rank of several cannot count the whole mini-batch", fix=f"say {needed}")
+        raise SpecError(
+            f"verl with dp_size = {info.dp_size}",
+            found=f"no {needed}",
+            rule="a rank of several cannot count the whole mini-batch",
+            fix=f"say {needed}",
+        )
     penalised = settings.use_kl_loss or bool(settings.entropy_coeff)
     if penalised and mode == "geo_mean":
-        raise SpecError("verl's geo_mean with use_kl_loss or entropy_coeff",
-                        rule="geo_mean is a mean over all rows of a micro-batch and the penalties are averaged by "
-                             "loss_agg_mode: one spec has one denominator", fix="leave the penalties out")
+        raise SpecError(
+            "verl's geo_mean with use_kl_loss or entropy_coeff",
+            rule="geo_mean is a mean over all rows of a micro-batch and the penalties are averaged by "
+            "loss_agg_mode: one spec has one denominator",
+            fix="leave the penalties out",
+        )
     if penalised and mode in BY_DOCUMENT and settings.loss_agg_mode != "seq-mean-token-mean":
-        raise SpecError(f"verl's {mode} with use_kl_loss or entropy_coeff and loss_agg_mode "
-                        f"{settings.loss_agg_mode!r}",
-                        rule=f"{mode} is averaged by seq-mean-token-mean and the penalties by loss_agg_mode: one spec "
-                             "has one denominator", fix='set loss_agg_mode to "seq-mean-token-mean"')
+        raise SpecError(
+            f"verl's {mode} with use_kl_loss or entropy_coeff and loss_agg_mode {settings.loss_agg_mode!r}",
+            rule=f"{mode} is averaged by seq-mean-token-mean and the penalties by loss_agg_mode: one spec "
+            "has one denominator",
+            fix='set loss_agg_mode to "seq-mean-token-mean"',
+        )
     outer = settings.rollout_correction
     if penalised and outer is not None and not outer.bypass_mode and outer.rollout_rs is not None:
-        raise SpecError("verl's rollout_rs with use_kl_loss or entropy_coeff",
-                        rule="verl takes rejected tokens out of the penalties, too; here they keep theirs",
-                        fix="leave the penalties or the rejection out")
+        raise SpecError(
+            "verl's rollout_rs with use_kl_loss or entropy_coeff",
+            rule="verl takes rejected tokens out of the penalties, too; here they keep theirs",
+            fix="leave the penalties or the rejection out",
+        )
 
 
 def _aggregated(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str, Any]:
     scaling = CONTRACTS["verl"]["fsdp"]
     if mode == "geo_mean":
-        notes.append("loss_agg_mode and global_batch_info are ignored by geo_mean: every micro-batch is a mean over "
-                     "its rows, empty ones too, and micro-batches add up")
+        notes.append(
+            "loss_agg_mode and global_batch_info are ignored by geo_mean: every micro-batch is a mean over "
+            "its rows, empty ones too, and micro-batches add up"
+        )
         local = CONTRACTS["verl"]["local counts"].model_copy(
-            update={"divided_by": (), "length_epsilon": EPSILON, "mean_epsilon": EPSILON})
+            update={"divided_by": (), "length_epsilon": EPSILON, "mean_epsilon": EPSILON}
+        )
         return {"denominator": "document", "documents_counted": "all", "scaling": local}
     agg = settings.loss_agg_mode
     if mode in BY_DOCUMENT and agg != "seq-mean-token-mean":
@@ -223,14 +255,17 @@ def _aggregated(settings: ActorSettings, mode: str, notes: list[str]) -> dict[st
         agg = "seq-mean-token-mean"
     scale = settings.global_batch_info.loss_scale_factor or settings.loss_scale_factor
     return _denominator(agg, scale) | {
-        "scaling": scaling.model_copy(update={"length_epsilon": EPSILON if agg == "seq-mean-token-mean" else 0.0})}
+        "scaling": scaling.model_copy(update={"length_epsilon": EPSILON if agg == "seq-mean-token-mean" else 0.0})
+    }
 
 
 def _denominator(agg: str, scale: float | None) -> dict[str, Any]:
     if agg == "seq-mean-token-sum-norm" and scale is None:
-        raise SpecError("verl's seq-mean-token-sum-norm without loss_scale_factor",
-                        rule="verl divides by the padded width of each micro-batch, which is no setting",
-                        fix="say loss_scale_factor")
+        raise SpecError(
+            "verl's seq-mean-token-sum-norm without loss_scale_factor",
+            rule="verl divides by the padded width of each micro-batch, which is no setting",
+            fix="say loss_scale_factor",
+        )
     constant = {"denominator_constant": scale} if agg == "seq-mean-token-sum-norm" else {}
     return {"denominator": DENOMINATORS[agg], **constant}
 
@@ -242,18 +277,32 @@ def _surrogate(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str
     bypass = own.rollout_correction or settings.rollout_correction
     if mode == "vanilla" or (mode == "bypass_mode" and bypass is not None and bypass.loss_type == "ppo_clip"):
         if settings.clip_ratio_c <= 1:
-            raise SpecError(f"verl's clip_ratio_c = {settings.clip_ratio_c}", rule="the dual clip is greater than 1",
-                            fix="correct the option")
+            raise SpecError(
+                f"verl's clip_ratio_c = {settings.clip_ratio_c}",
+                rule="the dual clip is greater than 1",
+                fix="correct the option",
+            )
         notes.append(f"dual clip {settings.clip_ratio_c:g} is always on")
         notes.append(f"|log ratio| is held within {SAFETY:g}, without gradient beyond")
-        return {"kind": "ppo", **clip, "dual_clip": settings.clip_ratio_c, "log_clamp": SAFETY,
-                "anchor": "old" if mode == "vanilla" else "sampler"}
+        return {
+            "kind": "ppo",
+            **clip,
+            "dual_clip": settings.clip_ratio_c,
+            "log_clamp": SAFETY,
+            "anchor": "old" if mode == "vanilla" else "sampler",
+        }
     if mode in ("bypass_mode", "reinforce"):
         return {"kind": "reinforce"}
     if mode in ("dppo_tv", "dppo_kl"):
         notes.append(f"the ratio in the gradient is capped at clip_ratio_c = {settings.clip_ratio_c:g}")
-        return {"kind": mode, "anchor": "old", "threshold_low": low, "threshold_high": high,
-                "ratio_cap": settings.clip_ratio_c, "log_clamp": SAFETY}
+        return {
+            "kind": mode,
+            "anchor": "old",
+            "threshold_low": low,
+            "threshold_high": high,
+            "ratio_cap": settings.clip_ratio_c,
+            "log_clamp": SAFETY,
+        }
     if mode == "gspo":
         notes.append(f"the gradient ends where the log of the ratio is above {GSPO_CAP:g}")
         return {"kind": "gspo_token", **clip, "log_cap": GSPO_CAP}
@@ -267,16 +316,29 @@ def _surrogate(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str
         return {"kind": "gmpo", **clip}
     if mode == "dro":
         if own.dro_beta is None or own.dro_beta <= 0:
-            raise SpecError(f"verl's dro with dro_beta = {own.dro_beta}",
-                            rule="dro_beta is positive, and has no default", fix="say policy_loss.dro_beta")
+            raise SpecError(
+                f"verl's dro with dro_beta = {own.dro_beta}",
+                rule="dro_beta is positive, and has no default",
+                fix="say policy_loss.dro_beta",
+            )
         return {"kind": "dro", "beta": own.dro_beta}
     if mode == "clip_cov":
-        notes.append("of the tokens in the band of covariances verl draws at random; here a hash of their places "
-                     "chooses. Without clip_cov_ratio 1 the two select different tokens")
-        return {"kind": "clip_cov", **clip, "cov_fraction": _or(own.clip_cov_ratio, 0.0002),
-                "cov_low": _or(own.clip_cov_lb, 1.0), "cov_high": _or(own.clip_cov_ub, 5.0)}
-    return {"kind": "kl_cov", "cov_fraction": _or(own.kl_cov_ratio, 0.0002),
-            "cov_coefficient": _or(own.ppo_kl_coef, 1.0)}
+        notes.append(
+            "of the tokens in the band of covariances verl draws at random; here a hash of their places "
+            "chooses. Without clip_cov_ratio 1 the two select different tokens"
+        )
+        return {
+            "kind": "clip_cov",
+            **clip,
+            "cov_fraction": _or(own.clip_cov_ratio, 0.0002),
+            "cov_low": _or(own.clip_cov_lb, 1.0),
+            "cov_high": _or(own.clip_cov_ub, 5.0),
+        }
+    return {
+        "kind": "kl_cov",
+        "cov_fraction": _or(own.kl_cov_ratio, 0.0002),
+        "cov_coefficient": _or(own.ppo_kl_coef, 1.0),
+    }
 
 
 def _or(value: float | None, otherwise: float) -> float:
@@ -286,9 +348,12 @@ def _or(value: float | None, otherwise: float) -> float:
 def _kl(name: str) -> dict[str, Any]:
     base = name.removesuffix("+")
     if base not in ESTIMATORS:
-        raise SpecError(f"verl's KL penalty {name!r}", rule=f"one of {', '.join(ESTIMATORS)}, each also with a "
-                        'trailing "+"; "full" needs whole distributions and is not there in verl either',
-                        fix="choose one of them")
+        raise SpecError(
+            f"verl's KL penalty {name!r}",
+            rule=f"one of {', '.join(ESTIMATORS)}, each also with a "
+            'trailing "+"; "full" needs whole distributions and is not there in verl either',
+            fix="choose one of them",
+        )
     clamps = {"input_clamp": SAFETY, "output_clamp": 10.0} if ESTIMATORS[base] == "k3" else {}
     gradient = "path" if name == base else "straight_through"
     return {"estimator": ESTIMATORS[base], "gradient": gradient, **clamps}
@@ -307,9 +372,12 @@ def _correction_of(settings: ActorSettings, mode: str, notes: list[str]) -> dict
         return {} if outer is None else weights_of(outer) | gates_of(outer)
     chosen = settings.policy_loss.rollout_correction or outer
     if chosen is None:
-        raise SpecError("verl's bypass_mode", found="no rollout_correction",
-                        rule="the loss computes its correction by policy_loss.rollout_correction",
-                        fix="say it, if only {}")
+        raise SpecError(
+            "verl's bypass_mode",
+            found="no rollout_correction",
+            rule="the loss computes its correction by policy_loss.rollout_correction",
+            fix="say it, if only {}",
+        )
     notes.append("the correction compares the live policy with the rollout policy, inside the loss")
     if chosen.loss_type == "ppo_clip":
         return gates_of(chosen)
@@ -323,32 +391,52 @@ def _correction_of(settings: ActorSettings, mode: str, notes: list[str]) -> dict
 def back(spec: LossSpec) -> dict[str, Any]:
     """Options of the actor for a spec."""
     surrogate = spec.surrogate
-    modes = {"ppo": "vanilla", "gspo_token": "gspo", "sapo": "sapo", "gpg": "gpg", "cispo": "cispo", "gmpo": "geo_mean",
-             "dro": "dro", "clip_cov": "clip_cov", "kl_cov": "kl_cov", "dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl"}
+    modes = {
+        "ppo": "vanilla",
+        "gspo_token": "gspo",
+        "sapo": "sapo",
+        "gpg": "gpg",
+        "cispo": "cispo",
+        "gmpo": "geo_mean",
+        "dro": "dro",
+        "clip_cov": "clip_cov",
+        "kl_cov": "kl_cov",
+        "dppo_tv": "dppo_tv",
+        "dppo_kl": "dppo_kl",
+    }
     bypass = surrogate.kind == "reinforce" or (surrogate.kind == "ppo" and surrogate.anchor == "sampler")
     if surrogate.kind not in modes and not bypass:
         raise refuse(TITLE, f"the surrogate {surrogate.kind!r}", f"its policy losses are {', '.join(modes.values())}")
     mode = "bypass_mode" if bypass else modes[surrogate.kind]
     by_name = {name: agg for agg, name in DENOMINATORS.items()}
     if spec.denominator not in by_name:
-        raise refuse(TITLE, f"the denominator {spec.denominator!r}",
-                     f"its loss_agg_modes are {', '.join(DENOMINATORS)}")
+        raise refuse(
+            TITLE, f"the denominator {spec.denominator!r}", f"its loss_agg_modes are {', '.join(DENOMINATORS)}"
+        )
     own: dict[str, Any] = {"loss_mode": mode}
-    settings: dict[str, Any] = {"loss_agg_mode": "token-mean" if mode == "geo_mean" else by_name[spec.denominator],
-                                "policy_loss": own}
+    settings: dict[str, Any] = {
+        "loss_agg_mode": "token-mean" if mode == "geo_mean" else by_name[spec.denominator],
+        "policy_loss": own,
+    }
     if spec.denominator_constant is not None:
         settings["loss_scale_factor"] = spec.denominator_constant
-    for name, value in (("clip_ratio_low", _first(surrogate.clip_low, surrogate.threshold_low)),
-                        ("clip_ratio_high", _first(surrogate.clip_high, surrogate.threshold_high)),
-                        ("clip_ratio_c", _first(surrogate.dual_clip, surrogate.ratio_cap)),
-                        ("tau_pos", surrogate.tau_positive), ("tau_neg", surrogate.tau_negative)):
+    for name, value in (
+        ("clip_ratio_low", _first(surrogate.clip_low, surrogate.threshold_low)),
+        ("clip_ratio_high", _first(surrogate.clip_high, surrogate.threshold_high)),
+        ("clip_ratio_c", _first(surrogate.dual_clip, surrogate.ratio_cap)),
+        ("tau_pos", surrogate.tau_positive),
+        ("tau_neg", surrogate.tau_negative),
+    ):
         if value is not None:
             settings[name] = value
     if mode == "dro":
         own["dro_beta"] = surrogate.beta
     if mode == "clip_cov":
-        own |= {"clip_cov_ratio": surrogate.cov_fraction, "clip_cov_lb": surrogate.cov_low,
-                "clip_cov_ub": surrogate.cov_high}
+        own |= {
+            "clip_cov_ratio": surrogate.cov_fraction,
+            "clip_cov_lb": surrogate.cov_low,
+            "clip_cov_ub": surrogate.cov_high,
+        }
     if mode == "kl_cov":
         own |= {"kl_cov_ratio": surrogate.cov_fraction, "ppo_kl_coef": surrogate.cov_coefficient}
     if spec.kl.coefficient:
@@ -356,8 +444,11 @@ def back(spec: LossSpec) -> dict[str, Any]:
         if spec.kl.estimator not in names:
             raise refuse(TITLE, f"the KL estimator {spec.kl.estimator!r}", f"it has {', '.join(names)}")
         plus = "+" if spec.kl.gradient == "straight_through" else ""
-        settings |= {"use_kl_loss": True, "kl_loss_coef": spec.kl.coefficient,
-                     "kl_loss_type": names[spec.kl.estimator] + plus}
+        settings |= {
+            "use_kl_loss": True,
+            "kl_loss_coef": spec.kl.coefficient,
+            "kl_loss_type": names[spec.kl.estimator] + plus,
+        }
     if spec.entropy_coefficient:
         settings["entropy_coeff"] = spec.entropy_coefficient
     if bypass:
@@ -460,9 +551,15 @@ def bypass_metrics(replayed: Replayed) -> dict[str, float]:
     spec = replayed.translation.spec
     both = spec.model_copy(update={"correction": CorrectionSpec(**(weights | gates_of(chosen)))})
     term = apply_correction(replayed.evaluated.terms["policy"], replayed.inputs, both.correction)
-    found = aliases.as_named_by("verl", replayed.inputs, replayed.row.loss_mask_T, terms={"policy": term},
-                                loss_spec=both, slots=replayed.slots,
-                                settings=settings_of(both, replayed.slots)._replace(single=True))
+    found = aliases.as_named_by(
+        "verl",
+        replayed.inputs,
+        replayed.row.loss_mask_T,
+        terms={"policy": term},
+        loss_spec=both,
+        slots=replayed.slots,
+        settings=settings_of(both, replayed.slots)._replace(single=True),
+    )
     return {name: value.finish() for name, value in found.items() if name.startswith("rollout_corr/rollout_is")}
 
 
@@ -479,13 +576,24 @@ def aggregated_spec(case: Case) -> LossSpec:
 
 
 def _spec_of(agg: str, info: GlobalBatchInfo, case: Case, **more: Any) -> LossSpec:
-    if info.dp_size > 1 and agg != "token-sum" and (
-            info.batch_num_tokens if agg == "token-mean" else info.global_batch_size) is None:
-        raise SpecError(f"verl's agg_loss with dp_size = {info.dp_size}", found="no count of the whole mini-batch",
-                        rule="a rank of several cannot count it", fix="say batch_num_tokens and global_batch_size")
+    if (
+        info.dp_size > 1
+        and agg != "token-sum"
+        and (info.batch_num_tokens if agg == "token-mean" else info.global_batch_size) is None
+    ):
+        raise SpecError(
+            f"verl's agg_loss with dp_size = {info.dp_size}",
+            found="no count of the whole mini-batch",
+            rule="a rank of several cannot count it",
+            fix="say batch_num_tokens and global_batch_size",
+        )
     epsilon = EPSILON if agg == "seq-mean-token-mean" else 0.0
-    return LossSpec(name="ppo", **_denominator(agg, info.loss_scale_factor or case.shape[-1]), **more,
-                    scaling=CONTRACTS["verl"]["fsdp"].model_copy(update={"length_epsilon": epsilon}))
+    return LossSpec(
+        name="ppo",
+        **_denominator(agg, info.loss_scale_factor or case.shape[-1]),
+        **more,
+        scaling=CONTRACTS["verl"]["fsdp"].model_copy(update={"length_epsilon": epsilon}),
+    )
 
 
 def aggregated_counts(case: Case) -> GivenCounts:
@@ -521,8 +629,13 @@ def critic_loss(case: Case) -> dict[str, Any]:
     """`compute_value_loss`."""
     settings = parse_settings(ValueSettings, _flat(case.config), where=TITLE)
     leaf = case["values"].clone().requires_grad_()
-    term = value_loss(leaf.reshape(-1), case["returns"].reshape(-1), case.loss_mask_T,
-                      old_values_T=case["old_values"].reshape(-1), clip=settings.cliprange_value)
+    term = value_loss(
+        leaf.reshape(-1),
+        case["returns"].reshape(-1),
+        case.loss_mask_T,
+        old_values_T=case["old_values"].reshape(-1),
+        clip=settings.cliprange_value,
+    )
     spec = _spec_of(settings.loss_agg_mode, settings, case)
     (weights,), _ = step_weights([case.row()], spec, given=_given(settings))
     total = reduce_terms({"values": term}, weights, case.loss_mask_T)["total"].value
@@ -534,8 +647,17 @@ def critic_loss(case: Case) -> dict[str, Any]:
 
 
 SYSTEM = System(
-    name="verl", title=TITLE, version="1dda039b", settings=ActorSettings, translate=translate, back=back, counts=counts,
-    scaling=CONTRACTS["verl"], case_settings=case_settings, peer_settings=peer_settings, metrics=bypass_metrics,
+    name="verl",
+    title=TITLE,
+    version="1dda039b",
+    settings=ActorSettings,
+    translate=translate,
+    back=back,
+    counts=counts,
+    scaling=CONTRACTS["verl"],
+    case_settings=case_settings,
+    peer_settings=peer_settings,
+    metrics=bypass_metrics,
     outputs=undefined_loss,
     replays={
         "policy_loss": actor_loss,
@@ -544,4 +666,5 @@ SYSTEM = System(
         "value_loss": critic_loss,
         "advantage": advantages,
         "is_correction": is_correction(RolloutCorrection, translate_correction, correction_outputs),
-    })
+    },
+)

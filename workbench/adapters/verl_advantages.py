@@ -17,9 +17,22 @@ from workbench.rollouts.advantages.registry import AdvantageInputs, estimate_adv
 class AdvantageSettings(Settings):
     """An advantage estimator (`AlgoConfig` and the functions' own arguments, 1dda039b)."""
 
-    estimator: Literal["gae", "grpo", "grpo_vectorized", "grpo_passk", "gdpo", "rloo", "rloo_vectorized", "opo",
-                       "remax", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
-                       "optimal_token_baseline", "tir_optimal_token_baseline"]
+    estimator: Literal[
+        "gae",
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "gdpo",
+        "rloo",
+        "rloo_vectorized",
+        "opo",
+        "remax",
+        "gpg",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    ]
     """Name in the registry."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo, grpo_vectorized, grpo_passk, gdpo: divide by the group's deviation."""
@@ -44,10 +57,16 @@ def advantages(case: Case) -> dict[str, Any]:
     groups = case.get("group_ids")
     documents = case["mask"].shape[0]
     inputs = AdvantageInputs.of_token_rewards(
-        case.document_ids_T, case.loss_mask_T, case["token_rewards"].reshape(-1),
-        torch.arange(documents) if groups is None else groups, values_T=_flat(case, "values"),
-        baselines_N=case.get("baselines"), old_logprobs_T=_flat(case, "old_logprobs"),
-        squared_probabilities_T=_flat(case, "sum_pi_squared"), correction_weights_T=_flat(case, "is_weights"))
+        case.document_ids_T,
+        case.loss_mask_T,
+        case["token_rewards"].reshape(-1),
+        torch.arange(documents) if groups is None else groups,
+        values_T=_flat(case, "values"),
+        baselines_N=case.get("baselines"),
+        old_logprobs_T=_flat(case, "old_logprobs"),
+        squared_probabilities_T=_flat(case, "sum_pi_squared"),
+        correction_weights_T=_flat(case, "is_weights"),
+    )
     name, options = estimator(settings)
     found = estimate_advantages(name, inputs, **options)
     returns_T = found.advantages_T if found.returns_T is None else found.returns_T
@@ -75,23 +94,34 @@ def estimator(settings: AdvantageSettings) -> tuple[str, dict[str, Any]]:
     scale = "std" if settings.norm_adv_by_std_in_grpo else "none"
     lone, whitened = {"singleton": "reward"}, {"count_epsilon": EPSILON}
     if name == "gae":
-        return "gae", {"discount": settings.gamma, "policy_lambda": settings.lam, "whitened": True,
-                       "elsewhere": "carry", **whitened}
+        return "gae", {
+            "discount": settings.gamma,
+            "policy_lambda": settings.lam,
+            "whitened": True,
+            "elsewhere": "carry",
+            **whitened,
+        }
     if name == "reinforce_plus_plus":
         return name, {"discount": settings.gamma, **whitened}
     if name == "remax":
         return name, {"elsewhere": "carry"}
     if name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
-        return "optimal_token_baseline", {"aligned": "position" if name == "optimal_token_baseline" else "trained",
-                                          "zero_tail": settings.handle_zero_tail, "elsewhere": "carry",
-                                          "epsilon": 1e-8 if settings.epsilon is None else settings.epsilon}
+        return "optimal_token_baseline", {
+            "aligned": "position" if name == "optimal_token_baseline" else "trained",
+            "zero_tail": settings.handle_zero_tail,
+            "elsewhere": "carry",
+            "epsilon": 1e-8 if settings.epsilon is None else settings.epsilon,
+        }
     of_groups: dict[str, tuple[str, dict[str, Any]]] = {
         "grpo": ("grpo", {"scale": scale, "epsilon": small, **lone}),
         "grpo_vectorized": ("grpo", {"scale": scale, "epsilon": small, **lone}),
         "grpo_passk": ("pass_at_k", {"scale": scale, "epsilon": small}),
         "gdpo": ("grpo_whitened", {"scale": scale, "epsilon": small, **lone, **whitened}),
-        "rloo": ("rloo", lone), "rloo_vectorized": ("rloo", {}), "opo": ("opo", lone),
+        "rloo": ("rloo", lone),
+        "rloo_vectorized": ("rloo", {}),
+        "opo": ("opo", lone),
         "gpg": ("gpg", {"divisor": settings.f_norm, "informative": "rewards_not_zero", **lone}),
-        "reinforce_plus_plus_baseline": (name, {**lone, **whitened})}
+        "reinforce_plus_plus_baseline": (name, {**lone, **whitened}),
+    }
     ours, options = of_groups[name]
     return ours, {**options, "masked_in_baseline": True}

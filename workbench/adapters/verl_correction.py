@@ -54,8 +54,11 @@ def weights_of(settings: RolloutCorrection) -> dict[str, Any]:
     if settings.rollout_is is None or settings.rollout_is_threshold is None:
         return {}
     low, high = _bounds(settings.rollout_is_threshold, "rollout_is_threshold")
-    found: dict[str, Any] = {"ratio": "token" if settings.rollout_is == "token" else "document_sum",
-                             "ratio_high": high, "log_clamp": SAFETY}
+    found: dict[str, Any] = {
+        "ratio": "token" if settings.rollout_is == "token" else "document_sum",
+        "ratio_high": high,
+        "log_clamp": SAFETY,
+    }
     if low is not None:
         found |= {"ratio_low": low, "outside": "zero"}
     if settings.rollout_is_batch_normalize:
@@ -69,17 +72,30 @@ def gates_of(settings: RolloutCorrection) -> dict[str, Any]:
         return {}
     options = list(dict.fromkeys(part.strip() for part in settings.rollout_rs.split(",") if part.strip()))
     if settings.rollout_rs_threshold is None or not options:
-        raise SpecError(f"verl's rollout_rs = {settings.rollout_rs!r}",
-                        found=f"rollout_rs_threshold = {settings.rollout_rs_threshold!r}",
-                        rule="each statistic has a bound", fix="say both")
+        raise SpecError(
+            f"verl's rollout_rs = {settings.rollout_rs!r}",
+            found=f"rollout_rs_threshold = {settings.rollout_rs_threshold!r}",
+            rule="each statistic has a bound",
+            fix="say both",
+        )
     limits = [part.strip() for part in str(settings.rollout_rs_threshold).split(",") if part.strip()]
     if len(limits) not in (1, len(options)):
-        raise SpecError(f"verl's rollout_rs_threshold = {settings.rollout_rs_threshold!r}",
-                        rule=f"one bound for all, or one for each of {', '.join(options)}", fix="correct the option")
+        raise SpecError(
+            f"verl's rollout_rs_threshold = {settings.rollout_rs_threshold!r}",
+            rule=f"one bound for all, or one for each of {', '.join(options)}",
+            fix="correct the option",
+        )
     limits = limits * len(options) if len(limits) == 1 else limits
     first, *further = [_gate(option, limit) for option, limit in zip(options, limits, strict=True)]
-    return {"gate": first["statistic"], "gate_level": first["level"], "gate_low": first["low"],
-            "gate_high": first["high"], "further_gates": tuple(further), "denominator": "gated", "log_clamp": SAFETY}
+    return {
+        "gate": first["statistic"],
+        "gate_level": first["level"],
+        "gate_low": first["low"],
+        "gate_high": first["high"],
+        "further_gates": tuple(further),
+        "denominator": "gated",
+        "log_clamp": SAFETY,
+    }
 
 
 RS_LEVELS = {"token": "token", "seq_sum": "document_sum", "seq_mean": "document_mean", "seq_max": "document_max"}
@@ -89,16 +105,23 @@ RS_LEVELS = {"token": "token", "seq_sum": "document_sum", "seq_mean": "document_
 def _gate(option: str, limit: str) -> dict[str, Any]:
     level, _, statistic = option.rpartition("_")
     if level not in RS_LEVELS or statistic not in ("k1", "k2", "k3") or option == "seq_max_k1":
-        raise SpecError(f"verl's rollout_rs option {option!r}",
-                        rule="token, seq_sum or seq_mean with _k1, _k2 or _k3; seq_max with _k2 or _k3",
-                        fix="correct the option")
+        raise SpecError(
+            f"verl's rollout_rs option {option!r}",
+            rule="token, seq_sum or seq_mean with _k1, _k2 or _k3; seq_max with _k2 or _k3",
+            fix="correct the option",
+        )
     low, high = _bounds(limit, f"the bound of {option}")
     if statistic == "k1":
-        return {"statistic": "k1", "level": RS_LEVELS[level], "low": math.log(1 / high if low is None else low),
-                "high": math.log(high)}
+        return {
+            "statistic": "k1",
+            "level": RS_LEVELS[level],
+            "low": math.log(1 / high if low is None else low),
+            "high": math.log(high),
+        }
     if low is not None:
-        raise SpecError(f"verl's bound {limit!r} of {option}", rule="k2 and k3 have one bound, above",
-                        fix="give one number")
+        raise SpecError(
+            f"verl's bound {limit!r} of {option}", rule="k2 and k3 have one bound, above", fix="give one number"
+        )
     return {"statistic": statistic, "level": RS_LEVELS[level], "low": None, "high": high}
 
 
@@ -109,8 +132,11 @@ def _bounds(said: float | str, what: str) -> tuple[float | None, float]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) <= 0 or numbers != sorted(numbers):
-        raise SpecError(f"verl's {what} = {said!r}", rule='a positive number, or two in order as "low_high"',
-                        fix="correct the option")
+        raise SpecError(
+            f"verl's {what} = {said!r}",
+            rule='a positive number, or two in order as "low_high"',
+            fix="correct the option",
+        )
     return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
 
 
@@ -119,14 +145,20 @@ def correction_back(spec: CorrectionSpec) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if spec.ratio in ("token", "document_sum") and spec.ratio_high is not None:
         low = "" if spec.ratio_low is None else f"{spec.ratio_low!r}_"
-        found |= {"rollout_is": "token" if spec.ratio == "token" else "sequence",
-                  "rollout_is_threshold": f"{low}{spec.ratio_high!r}", "rollout_is_batch_normalize": spec.normalize}
+        found |= {
+            "rollout_is": "token" if spec.ratio == "token" else "sequence",
+            "rollout_is_threshold": f"{low}{spec.ratio_high!r}",
+            "rollout_is_batch_normalize": spec.normalize,
+        }
     names = {level: name for name, level in RS_LEVELS.items()}
     options, limits = [], []
     for gate in spec.gates:
         if gate.level not in names or gate.high is None:
-            raise refuse(TITLE, f"a gate on {gate.level} with an upper bound {gate.high}",
-                         f"its gates are on {', '.join(names)}, with an upper bound")
+            raise refuse(
+                TITLE,
+                f"a gate on {gate.level} with an upper bound {gate.high}",
+                f"its gates are on {', '.join(names)}, with an upper bound",
+            )
         options.append(f"{names[gate.level]}_{gate.statistic}")
         limits.append(_as_ratios(gate) if gate.statistic == "k1" else repr(gate.high))
     if options:

@@ -81,22 +81,29 @@ def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None]
     for bridge in found["bridges"].values():
         for entry in bridge["ways"].values():
             entry |= {f"{way}_ms": statistics.median(entry[f"{way}_samples_ms"]) for way in ("forward", "backward")}
-    return {"benchmark": "bridge", "device": torch.cuda.get_device_name() if gpus > 1 else "cpu", "ranks": ranks,
-            **found, "bars": {"exact": {"holds": _exact(found)}}, "provenance": provenance(project_root())}
+    return {
+        "benchmark": "bridge",
+        "device": torch.cuda.get_device_name() if gpus > 1 else "cpu",
+        "ranks": ranks,
+        **found,
+        "bars": {"exact": {"holds": _exact(found)}},
+        "provenance": provenance(project_root()),
+    }
 
 
 def _exact(found: dict[str, Any]) -> bool:
-    return all(entry["wrong_numbers"] == 0 for bridge in found["bridges"].values()
-               for entry in bridge["ways"].values())
+    return all(entry["wrong_numbers"] == 0 for bridge in found["bridges"].values() for entry in bridge["ways"].values())
 
 
 def in_words(record: dict[str, Any]) -> str:
     """A record as lines of text."""
     lines = [f"bridges over {record['ranks']} ranks on {record['device']}, {record['activation']}"]
     for name, found in record["bridges"].items():
-        lines += [f"{name}, {way}: forward {entry['forward_ms']:.2f} ms ({entry['forward_bytes'] / 2**20:.1f} MiB), "
-                  f"backward {entry['backward_ms']:.2f} ms ({entry['backward_bytes'] / 2**20:.1f} MiB)"
-                  for way, entry in found["ways"].items()]
+        lines += [
+            f"{name}, {way}: forward {entry['forward_ms']:.2f} ms ({entry['forward_bytes'] / 2**20:.1f} MiB), "
+            f"backward {entry['backward_ms']:.2f} ms ({entry['backward_bytes'] / 2**20:.1f} MiB)"
+            for way, entry in found["ways"].items()
+        ]
     return "\n".join(lines)
 
 
@@ -108,13 +115,26 @@ def write_page(record: dict[str, Any], folder: Path) -> Path:
 def _on(ranks: int, samples: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "samples.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m",
-                   "workbench.bench.bridge", str(samples)]
-        done = subprocess.run(command, env=os.environ | {OUT: str(out)}, capture_output=True, text=True,
-                              timeout=GIVE_UP_S, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            "workbench.bench.bridge",
+            str(samples),
+        ]
+        done = subprocess.run(
+            command, env=os.environ | {OUT: str(out)}, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
+        )
         if done.returncode:
-            raise LaunchError(f"bridges over {ranks} ranks", found=done.stderr[-2000:],
-                              rule="every rank ends with 0", fix="read the ranks' last words above")
+            raise LaunchError(
+                f"bridges over {ranks} ranks",
+                found=done.stderr[-2000:],
+                rule="every rank ends with 0",
+                fix="read the ranks' last words above",
+            )
         return json.loads(out.read_text())
 
 
@@ -123,8 +143,9 @@ def _size(on_gpu: bool) -> tuple[int, int, torch.dtype]:
     return (8192, 4096, torch.bfloat16) if on_gpu else (2048, 256, torch.float32)
 
 
-def _crossing(pair: GridPair, how: Delivery, general: bool, groups: GridGroups,
-              tokens: int) -> Callable[[Tensor], Tensor]:
+def _crossing(
+    pair: GridPair, how: Delivery, general: bool, groups: GridGroups, tokens: int
+) -> Callable[[Tensor], Tensor]:
     """What takes an activation [b, s, h] across."""
     held = (least_samples(pair) // pair.source["dp"],) * pair.source["dp"]
     bridge = connect(pair.source, pair.destination, groups, delivery=how.kind, order=how.order)
@@ -137,17 +158,23 @@ def _crossing(pair: GridPair, how: Delivery, general: bool, groups: GridGroups,
 def _sample(pair: GridPair, groups: GridGroups, device: torch.device, count: int) -> dict[str, Any]:
     """Each way, its samples in turn with the others', so that what disturbs one disturbs all."""
     tokens, features, dtype = _size(device.type == "cuda")
-    values = torch.randn(least_samples(pair) // pair.source["dp"], tokens, features, dtype=dtype, device=device,
-                         requires_grad=True)
+    values = torch.randn(
+        least_samples(pair) // pair.source["dp"], tokens, features, dtype=dtype, device=device, requires_grad=True
+    )
     ways = {name: _crossing(pair, how, general, groups, tokens) for name, (how, general) in WAYS.items()}
     found: dict[str, Any] = {}
     for name, (how, general) in WAYS.items():
         traffic = Traffic.of(pair, how, tokens=tokens, general=general)
         sides = sides_of(pair, Delivery(how.kind, "zigzag"), traffic.route.samples, tokens)
-        found[name] = {f"{way}_bytes": traffic.received_bytes(way, features * values.element_size())
-                       for way in ("forward", "backward")}
-        found[name] |= {"forward_samples_ms": [], "backward_samples_ms": [],
-                        "wrong_numbers": _wrong(ways[name], sides, values.detach(), groups)}
+        found[name] = {
+            f"{way}_bytes": traffic.received_bytes(way, features * values.element_size())
+            for way in ("forward", "backward")
+        }
+        found[name] |= {
+            "forward_samples_ms": [],
+            "backward_samples_ms": [],
+            "wrong_numbers": _wrong(ways[name], sides, values.detach(), groups),
+        }
     for number in range(count + 2):
         for name, cross in ways.items():
             values.grad = None
@@ -196,9 +223,14 @@ def main(arguments: Sequence[str]) -> None:
     device = join("cuda" if torch.cuda.device_count() > 1 else "cpu", timeout_s=GIVE_UP_S)
     groups = GridGroups(world_axis())
     tokens, features, dtype = _size(device.type == "cuda")
-    found = {name: {"source": _sizes_of(pair.source), "destination": _sizes_of(pair.destination),
-                    "ways": _sample(pair, groups, device, int(arguments[0]))}
-             for name, pair in pairs_of(groups.world.size).items()}
+    found = {
+        name: {
+            "source": _sizes_of(pair.source),
+            "destination": _sizes_of(pair.destination),
+            "ways": _sample(pair, groups, device, int(arguments[0])),
+        }
+        for name, pair in pairs_of(groups.world.size).items()
+    }
     if groups.rank == 0:
         words = f"samples of {tokens} x {features} {str(dtype).removeprefix('torch.')}"
         Path(os.environ[OUT]).write_text(json.dumps({"activation": words, "bridges": found}))

@@ -93,26 +93,46 @@ def measure(*, pairs: int = 0, later: int = 0, told: Callable[[str], None] = lam
         told(f"layouts: {name}")
         alone = _step(Setting({}, {}, shared=setting.shared))[0]
         found, path = _step(setting)
-        layouts[name] = {**asdict(setting), "path": path, "parameters": len(found.gradients),
-                         "distance": max(_distances(found, alone).values())}
+        layouts[name] = {
+            **asdict(setting),
+            "path": path,
+            "parameters": len(found.gradients),
+            "distance": max(_distances(found, alone).values()),
+        }
     for name in BRIDGE_FAULTS:
         told(f"faults: {name}")
         faults[name] = _fault(name)
-    bars = {"layouts": {"bar": BAR, "holds": all(entry["distance"] <= BAR for entry in layouts.values())},
-            "gradients see every fault": {"holds": all(entry["distance"] > 1e-6 for entry in faults.values())},
-            "diagnose names every scale": {"holds": all(entry["diagnosis"] == "module_scaled" for entry in
-                                                        faults.values() if entry["scales_encoder"])}}
-    return {"benchmark": "encoder_bridge", "device": "cpu, simulated ranks", "images": IMAGES, "layouts": layouts,
-            "faults": faults, "adam": ADAM, "bars": bars, "provenance": provenance(project_root())}
+    bars = {
+        "layouts": {"bar": BAR, "holds": all(entry["distance"] <= BAR for entry in layouts.values())},
+        "gradients see every fault": {"holds": all(entry["distance"] > 1e-6 for entry in faults.values())},
+        "diagnose names every scale": {
+            "holds": all(entry["diagnosis"] == "module_scaled" for entry in faults.values() if entry["scales_encoder"])
+        },
+    }
+    return {
+        "benchmark": "encoder_bridge",
+        "device": "cpu, simulated ranks",
+        "images": IMAGES,
+        "layouts": layouts,
+        "faults": faults,
+        "adam": ADAM,
+        "bars": bars,
+        "provenance": provenance(project_root()),
+    }
 
 
 def in_words(record: dict[str, Any]) -> str:
     """A record as lines of text."""
-    lines = [f"{name}: {entry['path']}, {entry['parameters']} parameters within {entry['distance']:.1e}"
-             for name, entry in record["layouts"].items()]
-    lines += [f"{name}: gradients {entry['distance']:.2g} off; after one step of Adam "
-              f"{'passes' if entry['passes_adam'] else 'fails'} ({entry['adam_largest']:.1e}); diagnose says "
-              f"{entry['diagnosis']}" for name, entry in record["faults"].items()]
+    lines = [
+        f"{name}: {entry['path']}, {entry['parameters']} parameters within {entry['distance']:.1e}"
+        for name, entry in record["layouts"].items()
+    ]
+    lines += [
+        f"{name}: gradients {entry['distance']:.2g} off; after one step of Adam "
+        f"{'passes' if entry['passes_adam'] else 'fails'} ({entry['adam_largest']:.1e}); diagnose says "
+        f"{entry['diagnosis']}"
+        for name, entry in record["faults"].items()
+    ]
     return "\n".join(lines)
 
 
@@ -128,28 +148,37 @@ def _fault(name: str) -> dict[str, Any]:
     (right, _), (wrong, _) = _step(setting), _step(setting, name)
     found = diagnose(_record(right, setting), _record(wrong, setting))
     parts = {part: _ratio(wrong, right, inside=part == "encoder") for part in ("encoder", "policy")}
-    moved = [abs(_after_adam(wrong.gradients[key]) - _after_adam(gradient)).max() for key, gradient in
-             right.gradients.items()]
+    moved = [
+        abs(_after_adam(wrong.gradients[key]) - _after_adam(gradient)).max()
+        for key, gradient in right.gradients.items()
+    ]
     largest = float(torch.stack(moved).max())
-    return {"what": BRIDGE_FAULTS[name].what, "loss": float(wrong.loss["total"]) / float(right.loss["total"]), **parts,
-            "scales_encoder": _is_multiple(wrong, right) and abs(parts["policy"] - 1) < BAR,
-            "distance": max(_distances(wrong, right).values()), "adam_largest": largest,
-            "passes_adam": largest <= ADAM["tolerance"], "diagnosis": found.causes[0].name,
-            "evidence": found.causes[0].evidence[0]}
+    return {
+        "what": BRIDGE_FAULTS[name].what,
+        "loss": float(wrong.loss["total"]) / float(right.loss["total"]),
+        **parts,
+        "scales_encoder": _is_multiple(wrong, right) and abs(parts["policy"] - 1) < BAR,
+        "distance": max(_distances(wrong, right).values()),
+        "adam_largest": largest,
+        "passes_adam": largest <= ADAM["tolerance"],
+        "diagnosis": found.causes[0].name,
+        "evidence": found.causes[0].evidence[0],
+    }
 
 
 @functools.cache
 def _problem(shared: bool) -> tuple[RolloutBatch, Tensor]:
     """Documents near the policy, an image's features behind the first token of most of them; and the images."""
     policy = load_policy("tiny-qwen3", precision="float64", seed=3)
-    documents = [_with_room(one) if number < IMAGES else one
-                 for number, one in enumerate(draw_documents("images", policy))]
+    documents = [
+        _with_room(one) if number < IMAGES else one for number, one in enumerate(draw_documents("images", policy))
+    ]
     numbers = []
     for number, one in enumerate(documents):
         read = [PADDING] * len(one.tokens)
         if number < IMAGES:
             image = number // 2 if shared else number
-            read[1:1 + FEATURES] = range(image * FEATURES, (image + 1) * FEATURES)
+            read[1 : 1 + FEATURES] = range(image * FEATURES, (image + 1) * FEATURES)
         numbers += read
     pixels = torch.randn(IMAGES, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batch = to_batch(documents)
@@ -185,18 +214,37 @@ def step_on(world: Axis, setting: Setting, device: torch.device | str = "cpu") -
     """
     source, destination = Grid.of(**setting.encoder), Grid.of(**setting.policy)
     batch, pixels = _problem(setting.shared)
-    spec = RunSpec.model_validate({
-        "precision": "float64", "loss": {"name": "dapo", "kl": {"coefficient": 0.05}},
-        "layout": {**setting.policy, "order": "zigzag"}, "data": {"micro_batches": setting.micro_batches}})
+    spec = RunSpec.model_validate(
+        {
+            "precision": "float64",
+            "loss": {"name": "dapo", "kl": {"coefficient": 0.05}},
+            "layout": {**setting.policy, "order": "zigzag"},
+            "data": {"micro_batches": setting.micro_batches},
+        }
+    )
     groups, sharded = GridGroups(world), setting.delivery == "sharded"
-    bridge = connect(source, destination, groups, delivery="sharded" if sharded else "whole",
-                     order="zigzag" if sharded else None, source_order="contiguous")
+    bridge = connect(
+        source,
+        destination,
+        groups,
+        delivery="sharded" if sharded else "whole",
+        order="zigzag" if sharded else None,
+        source_order="contiguous",
+    )
     encoder = make_encoder(tiny_siglip(seed=4), 64, mesh=groups.mesh(source, device), precision="float64", seed=6)
     policy = load_policy("tiny-qwen3", mesh=groups.mesh(destination, device), precision="float64", seed=3)
     rows, totals = prepare_image_rows(batch, pixels, spec, policy.mesh, encoder, bridge, _dealt(setting))
     path = bridge.route([IMAGES // source["dp"]] * source["dp"]).path
-    result = run_image_step(encoder, policy, make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
-                            keep_gradients=True, loss_spec=spec.loss)
+    result = run_image_step(
+        encoder,
+        policy,
+        make_loss(spec.loss),
+        rows,
+        totals,
+        num_source=batch.num_tokens,
+        keep_gradients=True,
+        loss_spec=spec.loss,
+    )
     groups.destroy()
     return result, path
 
@@ -210,34 +258,59 @@ def _step(setting: Setting, fault: str | None = None) -> tuple[StepResult, str]:
 def _distances(found: StepResult, right: StepResult) -> dict[str, float]:
     elements = sum(gradient.numel() for gradient in right.gradients.values())
     floor = 1e-3 * math.sqrt(sum(norm**2 for norm in right.norms.values()) / elements)
-    return {name: float((found.gradients[name] - gradient).norm()) /
-            max(float(gradient.norm()), floor * math.sqrt(gradient.numel())) for name, gradient in
-            right.gradients.items()}
+    return {
+        name: float((found.gradients[name] - gradient).norm())
+        / max(float(gradient.norm()), floor * math.sqrt(gradient.numel()))
+        for name, gradient in right.gradients.items()
+    }
 
 
 def _ratio(wrong: StepResult, right: StepResult, *, inside: bool) -> float:
     """Norm of a module's gradient over the right one's."""
-    wrong_norm, right_norm = (math.sqrt(sum(norm**2 for name, norm in found.norms.items()
-                                            if name.startswith(ENCODER) == inside)) for found in (wrong, right))
+    wrong_norm, right_norm = (
+        math.sqrt(sum(norm**2 for name, norm in found.norms.items() if name.startswith(ENCODER) == inside))
+        for found in (wrong, right)
+    )
     return wrong_norm / right_norm
 
 
 def _is_multiple(wrong: StepResult, right: StepResult) -> bool:
     """Whether the encoder's gradient is a multiple of the right one, and not the right one."""
-    vectors = [torch.cat([gradient.flatten() for name, gradient in found.gradients.items() if name.startswith(ENCODER)])
-               for found in (wrong, right)]
+    vectors = [
+        torch.cat([gradient.flatten() for name, gradient in found.gradients.items() if name.startswith(ENCODER)])
+        for found in (wrong, right)
+    ]
     cosine = float(torch.nn.functional.cosine_similarity(*vectors, dim=0))
     return cosine > 1 - BAR and abs(_ratio(wrong, right, inside=True) - 1) > 1e-6
 
 
 def _record(found: StepResult, setting: Setting) -> Record:
-    context = {"dp": 1, "cp": 1, "tp": 1, **setting.policy, "precision": "float64", "micro_batches": 1,
-               "modules": {"encoder": {"dp": 1, "cp": 1, "tp": 1, **setting.encoder}}}
+    context = {
+        "dp": 1,
+        "cp": 1,
+        "tp": 1,
+        **setting.policy,
+        "precision": "float64",
+        "micro_batches": 1,
+        "modules": {"encoder": {"dp": 1, "cp": 1, "tp": 1, **setting.encoder}},
+    }
     batch, _ = _problem(setting.shared)
     laid = {"documents": batch.document_ids_T, "features": batch.extensions[IMAGE_FEATURES].values}
     counts = {"trained_tokens": float(found.totals.tokens), "documents": float(found.totals.documents)}
-    return Record(context, (RecordedStep(0, float(found.loss["total"]), dict(found.metrics), dict(found.norms), counts,
-                                         dict(found.gradients), dict(found.tokens) | laid),))
+    return Record(
+        context,
+        (
+            RecordedStep(
+                0,
+                float(found.loss["total"]),
+                dict(found.metrics),
+                dict(found.norms),
+                counts,
+                dict(found.gradients),
+                dict(found.tokens) | laid,
+            ),
+        ),
+    )
 
 
 def _after_adam(gradient: Tensor) -> Tensor:

@@ -24,8 +24,16 @@ GIVE_UP_S = 120.0
 """For a collective: longer than kernels take to compile, which may fall between two ranks."""
 
 
-def run_entries(module: str, ranks: int, entries: Sequence[str], folder: Path, *arguments: object, deadline: float,
-                told: Callable[[str], None], needed: Callable[[], str]) -> None:
+def run_entries(
+    module: str,
+    ranks: int,
+    entries: Sequence[str],
+    folder: Path,
+    *arguments: object,
+    deadline: float,
+    told: Callable[[str], None],
+    needed: Callable[[], str],
+) -> None:
     """Run entries in one job; if it dies, name the entry at which it did, and go on with the others in another.
 
     Args:
@@ -45,12 +53,27 @@ def run_entries(module: str, ranks: int, entries: Sequence[str], folder: Path, *
     environment = os.environ | {"OMP_NUM_THREADS": "4" if torch.cuda.is_available() else "1"}
     while left and time.time() < deadline:
         told(f"{ranks} rank(s): {', '.join(left)}")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m",
-                   module, *map(str, (folder, *arguments, deadline)), *left]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            module,
+            *map(str, (folder, *arguments, deadline)),
+            *left,
+        ]
         words = "no answer in time"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False,
-                                  timeout=deadline - time.time() + GIVE_UP_S)
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=deadline - time.time() + GIVE_UP_S,
+            )
             if not done.returncode:
                 return
             words = done.stderr[-2000:]
@@ -63,7 +86,7 @@ def run_entries(module: str, ranks: int, entries: Sequence[str], folder: Path, *
         for file in said:
             file.unlink()
         write_whole(entry_file(folder, at), to_json({"left_out": words.strip().splitlines()[-1]}))
-        left = left[left.index(at) + 1:]
+        left = left[left.index(at) + 1 :]
 
 
 def entry_file(folder: Path, entry: str) -> Path:

@@ -38,8 +38,13 @@ HOPELESS = 40.0
 """A contender that needs this many times the floor is measured once, and said to be."""
 
 
-def measure(*, pairs: int = ROUNDS, later: int = 0, told: Callable[[str], None] = lambda line: None,
-            sizes: Sequence[Size] | None = None) -> dict[str, Any]:
+def measure(
+    *,
+    pairs: int = ROUNDS,
+    later: int = 0,
+    told: Callable[[str], None] = lambda line: None,
+    sizes: Sequence[Size] | None = None,
+) -> dict[str, Any]:
     """Measure everything and say it as a record.
 
     Args:
@@ -55,9 +60,14 @@ def measure(*, pairs: int = ROUNDS, later: int = 0, told: Callable[[str], None] 
         told(str(size))
         workloads[size.name] = _workload(size, device, pairs, told)
     rows = longest_rows(told) if large else {}
-    record = {"benchmark": "head", "device": torch.cuda.get_device_name() if large else "cpu", "rounds": pairs,
-              "workloads": workloads, "longest_rows": rows,
-              "provenance": provenance(project_root())}
+    record = {
+        "benchmark": "head",
+        "device": torch.cuda.get_device_name() if large else "cpu",
+        "rounds": pairs,
+        "workloads": workloads,
+        "longest_rows": rows,
+        "provenance": provenance(project_root()),
+    }
     return record | {"bars": bars(record) if large else {}}
 
 
@@ -68,20 +78,33 @@ def _workload(size: Size, device: torch.device, rounds: int, told: Callable[[str
     forward = _interleaved(work, FORWARD, rounds, told)
     for name, found in errors.items():
         both["contenders"][name] |= found
-    return {"tokens": size.tokens, "dimension": size.dimension, "vocabulary": size.vocabulary,
-            "forward_backward": both, "forward": forward}
+    return {
+        "tokens": size.tokens,
+        "dimension": size.dimension,
+        "vocabulary": size.vocabulary,
+        "forward_backward": both,
+        "forward": forward,
+    }
 
 
 # -- time and memory -------------------------------------------------------------------------------------------
 
-def _interleaved(work: Workload, contenders: Iterable[Contender], rounds: int,
-                 told: Callable[[str], None]) -> dict[str, Any]:
+
+def _interleaved(
+    work: Workload, contenders: Iterable[Contender], rounds: int, told: Callable[[str], None]
+) -> dict[str, Any]:
     """Samples and memory of every contender that runs here, the floor's among them."""
     passes: dict[str, Pass] = {}
     listed: dict[str, dict[str, Any]] = {}
     for contender in contenders:
-        entry: dict[str, Any] = {"kind": contender.kind, "what": contender.what, "memory": contender.memory,
-                                 "loss": contender.loss, "package": contender.package, "version": contender.version}
+        entry: dict[str, Any] = {
+            "kind": contender.kind,
+            "what": contender.what,
+            "memory": contender.memory,
+            "loss": contender.loss,
+            "package": contender.package,
+            "version": contender.version,
+        }
         if contender.only and work.size.name not in contender.only:
             continue
         listed[contender.name] = entry
@@ -161,6 +184,7 @@ def _clear(work: Workload) -> None:
 
 # -- errors ----------------------------------------------------------------------------------------------------
 
+
 def _errors(work: Workload, told: Callable[[str], None]) -> dict[str, dict[str, float]]:
     """Mean error of log-probabilities in nats, relative error of both gradients, by contender."""
     found: dict[str, dict[str, float]] = {}
@@ -177,10 +201,12 @@ def _errors(work: Workload, told: Callable[[str], None]) -> dict[str, dict[str, 
                 assert work.weight_VD.grad is not None
                 found[contender.name] = {
                     "hidden_error": relative_error(work.hidden_TD.grad, truth.hidden_TD),
-                    "weight_error": relative_error(work.weight_VD.grad, truth.weight_VD)}
+                    "weight_error": relative_error(work.weight_VD.grad, truth.weight_VD),
+                }
                 if logprobs_T is not None:
                     found[contender.name]["logprob_error"] = float(
-                        (logprobs_T.detach().double() - truth.logprobs_T).abs().mean())
+                        (logprobs_T.detach().double() - truth.logprobs_T).abs().mean()
+                    )
             except Exception as error:  # listed with its words when it is timed
                 told(f"  {contender.name}: {type(error).__name__}")
             _clear(work)
@@ -229,12 +255,14 @@ def _peak_of_row(contender: Contender, size: Size) -> float:
     gc.collect()
     torch.cuda.empty_cache()
     device = torch.device("cuda")
-    work = Workload(size, torch.randn(size.tokens, size.dimension, device=device, dtype=torch.bfloat16,
-                                      requires_grad=True),
-                    (torch.randn(size.vocabulary, size.dimension, device=device, dtype=torch.bfloat16)
-                     * 0.02).requires_grad_(),
-                    torch.randint(size.vocabulary, (size.tokens,), device=device),
-                    torch.full((size.tokens,), -12.0, device=device), torch.ones(size.tokens, device=device))
+    work = Workload(
+        size,
+        torch.randn(size.tokens, size.dimension, device=device, dtype=torch.bfloat16, requires_grad=True),
+        (torch.randn(size.vocabulary, size.dimension, device=device, dtype=torch.bfloat16) * 0.02).requires_grad_(),
+        torch.randint(size.vocabulary, (size.tokens,), device=device),
+        torch.full((size.tokens,), -12.0, device=device),
+        torch.ones(size.tokens, device=device),
+    )
     torch.cuda.reset_peak_memory_stats()
     contender.make(work)()
     torch.cuda.synchronize()
@@ -242,6 +270,7 @@ def _peak_of_row(contender: Contender, size: Size) -> float:
 
 
 # -- bars ------------------------------------------------------------------------------------------------------
+
 
 def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What must hold, with what was found; a bar whose numbers are missing does not hold."""
@@ -265,17 +294,29 @@ def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
         at_most(f"{letter}: forward, entropy", 1.05, alone["token_logprobs, entropy"].get("ratio"))
         at_most(f"{letter}: forward, extra GiB", 64 / 1024, alone["token_logprobs, entropy"].get("extra_gib"))
         at_most(f"{letter}: fused_loss, extra GiB", 1.3, both["fused_loss"].get("extra_gib"))
-        at_most(f"{letter}: fused_loss float32, extra GiB", 1.3 + accumulator,
-                both["fused_loss float32"].get("extra_gib"))
+        at_most(
+            f"{letter}: fused_loss float32, extra GiB", 1.3 + accumulator, both["fused_loss float32"].get("extra_gib")
+        )
         at_most(f"{letter}: log-probability error", 1e-4, both["fused_loss"].get("logprob_error"))
-        at_most(f"{letter}: gradient error", 3.5e-3, max(both["fused_loss float32"].get("hidden_error", 9.0),
-                                                         both["fused_loss float32"].get("weight_error", 9.0)))
+        at_most(
+            f"{letter}: gradient error",
+            3.5e-3,
+            max(
+                both["fused_loss float32"].get("hidden_error", 9.0), both["fused_loss float32"].get("weight_error", 9.0)
+            ),
+        )
         mine = both["fused_loss"].get("median_ms")
         for memory, bar in (("chunk", 1.3), ("all tokens", 0.97)):
-            peers = [peer["median_ms"] for peer in both.values()
-                     if peer["kind"] == "peer" and peer["memory"] == memory and "median_ms" in peer]
-            at_least(f"{letter}: best peer with memory of {'one chunk' if memory == 'chunk' else 'all tokens'}, "
-                     "times ours", bar, min(peers) / mine if peers and mine else None)
+            peers = [
+                peer["median_ms"]
+                for peer in both.values()
+                if peer["kind"] == "peer" and peer["memory"] == memory and "median_ms" in peer
+            ]
+            at_least(
+                f"{letter}: best peer with memory of {'one chunk' if memory == 'chunk' else 'all tokens'}, times ours",
+                bar,
+                min(peers) / mine if peers and mine else None,
+            )
     return found
 
 
@@ -286,11 +327,16 @@ def in_words(record: dict[str, Any]) -> str:
         for part, unit in (("forward_backward", "three products"), ("forward", "one product")):
             lines.append(f"{letter}, {part.replace('_', ' + ')}: {unit} {work[part]['floor_ms']:.2f} ms")
             timed = {n: e for n, e in work[part]["contenders"].items() if "ratio" in e}
-            lines += [f"  {name}: {entry['ratio']:.3f}x"
-                      for name, entry in sorted(timed.items(), key=lambda pair: pair[1]["ratio"])]
-    lines += [f"{name}: {'none' if bar['median'] is None else format(bar['median'], '.4g')}, "
-              f"{'at least' if bar.get('least') else 'at most'} {bar['bar']:.4g}: "
-              f"{'holds' if bar['holds'] else 'MISSED'}" for name, bar in record["bars"].items()]
+            lines += [
+                f"  {name}: {entry['ratio']:.3f}x"
+                for name, entry in sorted(timed.items(), key=lambda pair: pair[1]["ratio"])
+            ]
+    lines += [
+        f"{name}: {'none' if bar['median'] is None else format(bar['median'], '.4g')}, "
+        f"{'at least' if bar.get('least') else 'at most'} {bar['bar']:.4g}: "
+        f"{'holds' if bar['holds'] else 'MISSED'}"
+        for name, bar in record["bars"].items()
+    ]
     return "\n".join(lines)
 
 

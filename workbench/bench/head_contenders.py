@@ -77,6 +77,7 @@ def part_of(work: Workload, loss: str) -> Part:
 
 # -- the floor -------------------------------------------------------------------------------------------------
 
+
 def three_products(work: Workload) -> Pass:
     """Logits, gradient of the hidden states, gradient of the head: nothing but the library's matrix products."""
     hidden_TD, weight_VD = work.hidden_TD.detach(), work.weight_VD.detach()
@@ -104,6 +105,7 @@ def one_product(work: Workload) -> Pass:
 
 # -- ours ------------------------------------------------------------------------------------------------------
 
+
 def ours_fused(loss: str, accumulate: str = "weight", implementation: str = "auto") -> Callable[[Workload], Pass]:
     """`fused_loss`: the gradient in the forward pass."""
 
@@ -112,8 +114,15 @@ def ours_fused(loss: str, accumulate: str = "weight", implementation: str = "aut
         documents_T = part.documents_T if loss != "token" else None
 
         def run() -> Tensor:
-            found = fused_loss(work.hidden_TD, work.weight_VD, work.targets_T, part, document_ids_T=documents_T,
-                               accumulate=accumulate, implementation=implementation)
+            found = fused_loss(
+                work.hidden_TD,
+                work.weight_VD,
+                work.targets_T,
+                part,
+                document_ids_T=documents_T,
+                accumulate=accumulate,
+                implementation=implementation,
+            )
             found.loss.backward()
             return found.said.logprobs_T
 
@@ -129,8 +138,14 @@ def ours_logprobs(kept_bytes: int, implementation: str = "auto") -> Callable[[Wo
         part = part_of(work, "token")
 
         def run() -> Tensor:
-            said = token_logprobs(work.hidden_TD, work.weight_VD, work.targets_T, wanted=(), keep_bytes=kept_bytes,
-                                  implementation=implementation)
+            said = token_logprobs(
+                work.hidden_TD,
+                work.weight_VD,
+                work.targets_T,
+                wanted=(),
+                keep_bytes=kept_bytes,
+                implementation=implementation,
+            )
             part.whole(said.logprobs_T).backward()
             return said.logprobs_T
 
@@ -154,6 +169,7 @@ def ours_forward(*wanted: str) -> Callable[[Workload], Pass]:
 
 # -- torch -----------------------------------------------------------------------------------------------------
 
+
 def _plain_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
     return torch.log_softmax((hidden_TD @ weight_VD.T).float(), -1).gather(1, targets_T[:, None]).squeeze(1)
 
@@ -171,6 +187,7 @@ def compiled_torch(work: Workload) -> Pass:
 
 # -- peers -----------------------------------------------------------------------------------------------------
 
+
 def liger_full_logits(work: Workload) -> Pass:
     """Liger `triton_grpo_loss` on all logits; a sequence's rows are one longer than its tokens."""
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
@@ -181,8 +198,19 @@ def liger_full_logits(work: Workload) -> Pass:
 
     def run() -> None:
         hidden = torch.nn.functional.pad(work.hidden_TD.view(sequences, DOCUMENT, dimension), (0, 0, 0, 1))
-        loss, _ = triton_grpo_loss(hidden @ work.weight_VD.T, old, None, ids, advantages, temperature=1.0, beta=0.0,
-                                   eps_low=0.2, eps_high=0.2, loss_type="bnpo", reduce=True)
+        loss, _ = triton_grpo_loss(
+            hidden @ work.weight_VD.T,
+            old,
+            None,
+            ids,
+            advantages,
+            temperature=1.0,
+            beta=0.0,
+            eps_low=0.2,
+            eps_high=0.2,
+            loss_type="bnpo",
+            reduce=True,
+        )
         loss.backward()
 
     return run
@@ -204,8 +232,15 @@ def liger_fused_grpo(work: Workload) -> Pass:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     sequences = work.size.tokens // DOCUMENT
-    loss_of = LigerFusedLinearGRPOLoss(beta=0.0, epsilon_low=0.2, epsilon_high=0.2, loss_type="bnpo",
-                                       use_ref_model=False, compiled=False, temperature=1.0)
+    loss_of = LigerFusedLinearGRPOLoss(
+        beta=0.0,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        loss_type="bnpo",
+        use_ref_model=False,
+        compiled=False,
+        temperature=1.0,
+    )
     old, ids = (t.view(sequences, DOCUMENT) for t in (work.old_logprobs_T, work.targets_T))
     advantages = work.advantages_T.view(sequences, DOCUMENT)[:, 0].contiguous()
     mask = torch.ones_like(old)
@@ -234,8 +269,9 @@ def trl_chunked(work: Workload) -> Pass:
     from trl.kernels import ChunkedLogProbFunction
 
     def logprobs() -> Tensor:
-        made: Any = ChunkedLogProbFunction.apply(work.hidden_TD, work.weight_VD, None, work.targets_T, 1.0, 32768,
-                                                 None, 1.0, ())
+        made: Any = ChunkedLogProbFunction.apply(
+            work.hidden_TD, work.weight_VD, None, work.targets_T, 1.0, 32768, None, 1.0, ()
+        )
         return made[0]
 
     return _logprobs_then_loss(work, logprobs)
@@ -246,7 +282,8 @@ def cut_cross_entropy(work: Workload) -> Pass:
     from cut_cross_entropy import linear_cross_entropy
 
     return _logprobs_then_loss(
-        work, lambda: -linear_cross_entropy(work.hidden_TD, work.weight_VD, work.targets_T, reduction="none"))
+        work, lambda: -linear_cross_entropy(work.hidden_TD, work.weight_VD, work.targets_T, reduction="none")
+    )
 
 
 def quack_scaled_exp(work: Workload) -> Pass:
@@ -267,8 +304,9 @@ def trl_forward(work: Workload) -> Pass:
 
     def run() -> Tensor:
         with torch.no_grad():
-            made: Any = ChunkedLogProbFunction.apply(work.hidden_TD, work.weight_VD, None, work.targets_T, 1.0, 32768,
-                                                     None, 1.0, ("entropy",))
+            made: Any = ChunkedLogProbFunction.apply(
+                work.hidden_TD, work.weight_VD, None, work.targets_T, 1.0, 32768, None, 1.0, ("entropy",)
+            )
         return made[0]
 
     return run
@@ -280,8 +318,9 @@ def liger_forward(work: Workload) -> Pass:
 
     def run() -> Tensor:
         with torch.no_grad():
-            return -fused_scaled_cross_entropy_forward(work.hidden_TD.detach(), work.weight_VD.detach(),
-                                                       work.targets_T, return_entropy=True)[0]
+            return -fused_scaled_cross_entropy_forward(
+                work.hidden_TD.detach(), work.weight_VD.detach(), work.targets_T, return_entropy=True
+            )[0]
 
     return run
 
@@ -305,37 +344,73 @@ BOTH = (
     Contender("fused_loss", "ours", ours_fused("token"), "weight gradient in the weight's precision", "chunk"),
     Contender("fused_loss float32", "ours", ours_fused("token", "float32"), "weight gradient in float32", "chunk"),
     Contender("fused_loss GSPO", "ours", ours_fused("gspo"), "documents of 1 024 tokens", "chunk", "gspo"),
-    Contender("fused_loss GSPO long", "ours", ours_fused("gspo long"), "documents of 8 192 tokens", "chunk",
-              "gspo long"),
+    Contender(
+        "fused_loss GSPO long", "ours", ours_fused("gspo long"), "documents of 8 192 tokens", "chunk", "gspo long"
+    ),
     Contender("token_logprobs, room", "ours", ours_logprobs(ROOM), "everything kept for backward", "all tokens"),
     Contender("token_logprobs", "ours", ours_logprobs(0), "recomputed in backward", "chunk"),
     Contender("token_logprobs, torch", "ours", ours_logprobs(0, "chunked"), "no Triton", "chunk"),
     Contender("plain torch", "peer", plain_torch, "all logits in float32", "all tokens"),
     Contender("torch.compile", "peer", compiled_torch, "all logits, compiled", "all tokens"),
-    Contender("Liger triton_grpo_loss", "peer", liger_full_logits, "all logits, one kernel, in place", "all tokens",
-              package="liger-kernel"),
-    Contender("Liger scaled CE (CuTe)", "peer", liger_scaled, "recomputed in backward", "chunk",
-              package="liger-kernel"),
-    Contender("Liger fused GRPO", "peer", liger_fused_grpo, "gradient in the forward pass, float32 products", "chunk",
-              package="liger-kernel", only=("A",)),
-    Contender("TRL fused log-softmax", "peer", trl_full_logits, "all logits, two kernels", "all tokens",
-              package="trl"),
+    Contender(
+        "Liger triton_grpo_loss",
+        "peer",
+        liger_full_logits,
+        "all logits, one kernel, in place",
+        "all tokens",
+        package="liger-kernel",
+    ),
+    Contender(
+        "Liger scaled CE (CuTe)", "peer", liger_scaled, "recomputed in backward", "chunk", package="liger-kernel"
+    ),
+    Contender(
+        "Liger fused GRPO",
+        "peer",
+        liger_fused_grpo,
+        "gradient in the forward pass, float32 products",
+        "chunk",
+        package="liger-kernel",
+        only=("A",),
+    ),
+    Contender("TRL fused log-softmax", "peer", trl_full_logits, "all logits, two kernels", "all tokens", package="trl"),
     Contender("TRL chunked head", "peer", trl_chunked, "recomputed in backward", "chunk", package="trl"),
-    Contender("cut-cross-entropy", "peer", cut_cross_entropy, "recomputed in backward, filtered", "chunk",
-              package="cut-cross-entropy"),
-    Contender("quack scaled exp", "cross entropy", quack_scaled_exp, "cross entropy only", "chunk", loss=None,
-              package="quack-kernels"),
+    Contender(
+        "cut-cross-entropy",
+        "peer",
+        cut_cross_entropy,
+        "recomputed in backward, filtered",
+        "chunk",
+        package="cut-cross-entropy",
+    ),
+    Contender(
+        "quack scaled exp",
+        "cross entropy",
+        quack_scaled_exp,
+        "cross entropy only",
+        "chunk",
+        loss=None,
+        package="quack-kernels",
+    ),
 )
 """Forward and backward."""
 
 FORWARD = (
     Contender("one product", "floor", one_product, "nothing but the product", "all tokens", loss=None),
     Contender("token_logprobs", "ours", ours_forward(), "log-probability", "chunk", loss=None),
-    Contender("token_logprobs, entropy", "ours", ours_forward("entropy"), "log-probability and entropy", "chunk",
-              loss=None),
-    Contender("TRL chunked head", "peer", trl_forward, "log-probability and entropy", "chunk", loss=None,
-              package="trl"),
-    Contender("Liger scaled CE (CuTe)", "peer", liger_forward, "log-probability and entropy", "chunk", loss=None,
-              package="liger-kernel"),
+    Contender(
+        "token_logprobs, entropy", "ours", ours_forward("entropy"), "log-probability and entropy", "chunk", loss=None
+    ),
+    Contender(
+        "TRL chunked head", "peer", trl_forward, "log-probability and entropy", "chunk", loss=None, package="trl"
+    ),
+    Contender(
+        "Liger scaled CE (CuTe)",
+        "peer",
+        liger_forward,
+        "log-probability and entropy",
+        "chunk",
+        loss=None,
+        package="liger-kernel",
+    ),
 )
 """Forward alone, as for the old and the reference policy."""

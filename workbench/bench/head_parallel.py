@@ -66,15 +66,26 @@ def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None]
             entry[str(ranks)] = {"samples_ms": samples, "median_ms": median, "efficiency": alone / (ranks * median)}
         ranks *= 2
     sizes = {size.name: dataclasses.asdict(size) for size in _sizes()}
-    return {"benchmark": "head_parallel", "device": torch.cuda.get_device_name() if gpus else "cpu", "heads": heads,
-            "sizes": sizes, "bars": {}, "provenance": provenance(project_root())}
+    return {
+        "benchmark": "head_parallel",
+        "device": torch.cuda.get_device_name() if gpus else "cpu",
+        "heads": heads,
+        "sizes": sizes,
+        "bars": {},
+        "provenance": provenance(project_root()),
+    }
 
 
 def in_words(record: dict[str, Any]) -> str:
     """A record as lines of text."""
-    return "\n".join([f"vocabulary over ranks on {record['device']}"] + [
-        f"{name}, {ranks}: {entry['median_ms']:.2f} ms, efficiency {entry['efficiency']:.3f}"
-        for name, found in record["heads"].items() for ranks, entry in found.items()])
+    return "\n".join(
+        [f"vocabulary over ranks on {record['device']}"]
+        + [
+            f"{name}, {ranks}: {entry['median_ms']:.2f} ms, efficiency {entry['efficiency']:.3f}"
+            for name, found in record["heads"].items()
+            for ranks, entry in found.items()
+        ]
+    )
 
 
 def write_page(record: dict[str, Any], folder: Path) -> Path | None:
@@ -89,13 +100,26 @@ def _sizes() -> Sequence[Size]:
 def _on(ranks: int, samples: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "samples.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m",
-                   "workbench.bench.head_parallel", str(samples)]
-        done = subprocess.run(command, env=os.environ | {OUT: str(out)}, capture_output=True, text=True,
-                              timeout=GIVE_UP_S, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            "workbench.bench.head_parallel",
+            str(samples),
+        ]
+        done = subprocess.run(
+            command, env=os.environ | {OUT: str(out)}, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
+        )
         if done.returncode:
-            raise LaunchError(f"vocabulary over {ranks} GPUs", found=done.stderr[-2000:],
-                              rule="every rank ends with 0", fix="read the ranks' last words above")
+            raise LaunchError(
+                f"vocabulary over {ranks} GPUs",
+                found=done.stderr[-2000:],
+                rule="every rank ends with 0",
+                fix="read the ranks' last words above",
+            )
         return json.loads(out.read_text())
 
 
@@ -110,8 +134,15 @@ def _sample(size: Size, mesh: Mesh, count: int) -> list[float]:
     for number in range(count + 2):
         work.hidden_TD.grad = local_VD.grad = None
         with StepClock(mesh.device) as clock:
-            fused_loss(work.hidden_TD, local_VD, work.targets_T, part, accumulate="weight",
-                       axis=axis if axis.size > 1 else None, first_token=first).loss.backward()
+            fused_loss(
+                work.hidden_TD,
+                local_VD,
+                work.targets_T,
+                part,
+                accumulate="weight",
+                axis=axis if axis.size > 1 else None,
+                first_token=first,
+            ).loss.backward()
         if number >= 2:
             samples.append(clock.step_ms)
     return samples

@@ -41,8 +41,12 @@ class Size:
         return 2.0 * self.tokens * self.dimension * self.vocabulary
 
 
-SIZES = (Size("A", 8192, 4096, 151936), Size("B", 32768, 2048, 151936), Size("C", 16384, 4096, 128256),
-         Size("D", 65536, 1024, 151936))
+SIZES = (
+    Size("A", 8192, 4096, 151936),
+    Size("B", 32768, 2048, 151936),
+    Size("C", 16384, 4096, 128256),
+    Size("D", 65536, 1024, 151936),
+)
 """Qwen3-8B, -1.7B, Llama-3-8B and Qwen3-0.6B heads, with as many tokens as a rank trains on at once."""
 
 SIZES_WITHOUT_GPU = (Size("tiny", 2048, 64, 1000),)
@@ -82,9 +86,15 @@ class Workload:
         hidden_TD = normal(size.tokens, size.dimension).addcmul_(planted_T[:, None], weight_VD[targets_T].float())
         hidden_TD = hidden_TD.to(dtype)
         exact_T = exact_logprobs(hidden_TD, weight_VD, targets_T, torch.float32)
-        advantages_T = normal(-(-size.tokens // DOCUMENT)).repeat_interleave(DOCUMENT)[:size.tokens]
-        return cls(size, hidden_TD.requires_grad_(), weight_VD.requires_grad_(), targets_T,
-                   exact_T + 0.04 * normal(size.tokens), advantages_T)
+        advantages_T = normal(-(-size.tokens // DOCUMENT)).repeat_interleave(DOCUMENT)[: size.tokens]
+        return cls(
+            size,
+            hidden_TD.requires_grad_(),
+            weight_VD.requires_grad_(),
+            targets_T,
+            exact_T + 0.04 * normal(size.tokens),
+            advantages_T,
+        )
 
     def documents(self, length: int) -> Tensor:
         """[T] long: documents of a length, one after another."""
@@ -103,8 +113,12 @@ class Part:
 
     def __call__(self, said: TokenLogprobs, index_C: Tensor) -> Tensor:
         """Sum of the rows' values over all tokens of the workload."""
-        return self.of(said.logprobs_T, self.work.old_logprobs_T[index_C], self.work.advantages_T[index_C],
-                       self.documents_T[index_C])
+        return self.of(
+            said.logprobs_T,
+            self.work.old_logprobs_T[index_C],
+            self.work.advantages_T[index_C],
+            self.documents_T[index_C],
+        )
 
     def whole(self, logprobs_T: Tensor) -> Tensor:
         """The loss of all rows, from their log-probabilities."""
@@ -112,8 +126,12 @@ class Part:
 
     def of(self, logprobs_C: Tensor, old_C: Tensor, advantages_C: Tensor, documents_C: Tensor) -> Tensor:
         """The same from tensors of the rows."""
-        inputs = LossInputs(logprobs_C, old_C.to(logprobs_C.dtype), advantages_C.to(logprobs_C.dtype),
-                            document_ids_T=documents_C - documents_C[0])
+        inputs = LossInputs(
+            logprobs_C,
+            old_C.to(logprobs_C.dtype),
+            advantages_C.to(logprobs_C.dtype),
+            document_ids_T=documents_C - documents_C[0],
+        )
         return self.loss(inputs)["policy"].values_T.sum() / self.work.size.tokens
 
 
@@ -150,14 +168,15 @@ class Truth:
         return cls(logprobs_T, gradient_TD, gradient_VD)
 
 
-def exact_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, dtype: torch.dtype,
-                   rows: int = 512) -> Tensor:
+def exact_logprobs(
+    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, dtype: torch.dtype, rows: int = 512
+) -> Tensor:
     """[T] log-probabilities from products in a wider precision, some rows at a time."""
     wide_VD = weight_VD.detach().to(dtype)
     found = []
     for start in range(0, len(hidden_TD), rows):
-        logits_CV = hidden_TD.detach()[start:start + rows].to(dtype) @ wide_VD.T
-        chosen_C = logits_CV.gather(1, targets_T[start:start + rows, None]).squeeze(1)
+        logits_CV = hidden_TD.detach()[start : start + rows].to(dtype) @ wide_VD.T
+        chosen_C = logits_CV.gather(1, targets_T[start : start + rows, None]).squeeze(1)
         found.append(chosen_C - torch.logsumexp(logits_CV, 1))
     return torch.cat(found)
 

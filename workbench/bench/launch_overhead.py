@@ -41,8 +41,13 @@ _POLL_S = 0.02
 _GIVE_UP_S = 180.0
 
 
-def measure(*, pairs: int = PAIRS, later: int | None = None, kernel: bool = True,
-            told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure(
+    *,
+    pairs: int = PAIRS,
+    later: int | None = None,
+    kernel: bool = True,
+    told: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
     """Measure everything and say it as a record.
 
     Args:
@@ -62,13 +67,21 @@ def measure(*, pairs: int = PAIRS, later: int | None = None, kernel: bool = True
     if kernel:
         told("ranks of the process pool, in a Jupyter kernel")
         ready["kernel"] = _in_a_kernel(later)
-    medians = {"torchx_overhead_s": torchx["overhead_median_s"],
-               "ranks_ready_s": max(place[str(RANKS)]["later_median_s"] for place in ready.values())}
-    return {"benchmark": "launch_overhead", "ranks": RANKS, "torchx_job": torchx, "ranks_ready": ready,
-            "bars": {name: {"bar": bar, "median": medians[name], "holds": medians[name] <= bar}
-                     for name, bar in BARS.items()},
-            "load_average": {"before": list(load_before), "after": list(os.getloadavg())},
-            "provenance": provenance(project_root())}
+    medians = {
+        "torchx_overhead_s": torchx["overhead_median_s"],
+        "ranks_ready_s": max(place[str(RANKS)]["later_median_s"] for place in ready.values()),
+    }
+    return {
+        "benchmark": "launch_overhead",
+        "ranks": RANKS,
+        "torchx_job": torchx,
+        "ranks_ready": ready,
+        "bars": {
+            name: {"bar": bar, "median": medians[name], "holds": medians[name] <= bar} for name, bar in BARS.items()
+        },
+        "load_average": {"before": list(load_before), "after": list(os.getloadavg())},
+        "provenance": provenance(project_root()),
+    }
 
 
 def ranks_ready(*, ranks: tuple[int, ...] = (2, 4), later: int = PAIRS) -> dict[str, Any]:
@@ -95,8 +108,10 @@ def ranks_ready(*, ranks: tuple[int, ...] = (2, 4), later: int = PAIRS) -> dict[
 def in_words(record: dict[str, Any]) -> str:
     """A record as lines of text."""
     torchx = record["torchx_job"]
-    lines = [f"torchx job of {record['ranks']} ranks: {torchx['torchx_median_s']:.2f} s, bare "
-             f"torch.distributed.run: {torchx['bare_median_s']:.2f} s (medians of {len(torchx['bare_s'])})"]
+    lines = [
+        f"torchx job of {record['ranks']} ranks: {torchx['torchx_median_s']:.2f} s, bare "
+        f"torch.distributed.run: {torchx['bare_median_s']:.2f} s (medians of {len(torchx['bare_s'])})"
+    ]
     for place, measured in record["ranks_ready"].items():
         counts = [key for key in measured if key.isdecimal()]
         later = ", ".join(f"{count} ranks {measured[count]['later_median_s']:.3f} s" for count in counts)
@@ -115,9 +130,14 @@ def _alternating(pairs: int, told: Callable[[str], None]) -> dict[str, Any]:
             torchx.append(_torchx_s(_run(Path(folder))))
     bare, torchx = bare[1:], torchx[1:]  # the first ones warm the disk
     overhead = [job - command for job, command in zip(torchx, bare, strict=True)]
-    return {"torchx_s": torchx, "bare_s": bare, "overhead_s": overhead,
-            "torchx_median_s": statistics.median(torchx), "bare_median_s": statistics.median(bare),
-            "overhead_median_s": statistics.median(overhead)}
+    return {
+        "torchx_s": torchx,
+        "bare_s": bare,
+        "overhead_s": overhead,
+        "torchx_median_s": statistics.median(torchx),
+        "bare_median_s": statistics.median(bare),
+        "overhead_median_s": statistics.median(overhead),
+    }
 
 
 def _run(folder: Path, ranks: int = RANKS) -> RunDirectory:
@@ -133,12 +153,26 @@ def _torchx_s(run: RunDirectory) -> float:
 
 def _bare_s(run: RunDirectory) -> float:
     ranks = ["-m", TRIVIAL, str(run.path), "--project", str(run.path)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes=1",
-               f"--nproc-per-node={RANKS}", "--max-restarts=0", *ranks]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nnodes=1",
+        f"--nproc-per-node={RANKS}",
+        "--max-restarts=0",
+        *ranks,
+    ]
     with (run.path / "ranks" / "agent.log").open("wb") as log:
         begin = time.perf_counter()
-        agent = subprocess.Popen(command, env=os.environ | environment_of(run.path, Placement("cpu")), stdout=log,
-                                 stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        agent = subprocess.Popen(
+            command,
+            env=os.environ | environment_of(run.path, Placement("cpu")),
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             code = agent.wait(_GIVE_UP_S)
         finally:
@@ -170,9 +204,12 @@ def _ended(run: RunDirectory, begin: float, well: bool, ranks: int = RANKS) -> f
         logs = [*run.path.glob("ranks/*.log"), *run.path.glob("torchx/*/*/trainer/0/stderr.log")]
         lines = [line.strip() for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
         telling = [line for line in lines if "Error" in line or "No module" in line] or lines
-        raise LaunchError(f"measure {ranks} ranks that only join and leave",
-                          found=" | ".join(telling[-3:]) or "no word", rule="all of them are ready and end well",
-                          fix="see `workbench doctor`")
+        raise LaunchError(
+            f"measure {ranks} ranks that only join and leave",
+            found=" | ".join(telling[-3:]) or "no word",
+            rule="all of them are ready and end well",
+            fix="see `workbench doctor`",
+        )
     return seconds
 
 
@@ -180,11 +217,16 @@ def _in_a_kernel(later: int) -> dict[str, Any]:
     import nbformat
     from nbclient import NotebookClient
 
-    notebook = nbformat.v4.new_notebook(cells=[
-        nbformat.v4.new_code_cell("import json, sys\n"
-                                  f"sys.path.insert(0, {str(project_root())!r})\n"
-                                  "from workbench.bench.launch_overhead import ranks_ready"),
-        nbformat.v4.new_code_cell(f"measured = ranks_ready(later={later})"),
-        nbformat.v4.new_code_cell("print(json.dumps(measured))")])
+    notebook = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_code_cell(
+                "import json, sys\n"
+                f"sys.path.insert(0, {str(project_root())!r})\n"
+                "from workbench.bench.launch_overhead import ranks_ready"
+            ),
+            nbformat.v4.new_code_cell(f"measured = ranks_ready(later={later})"),
+            nbformat.v4.new_code_cell("print(json.dumps(measured))"),
+        ]
+    )
     NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
     return json.loads(notebook.cells[-1].outputs[0]["text"])

@@ -101,16 +101,21 @@ class Plan(_Model):
 
     def entries(self, ranks: int) -> list[str]:
         """Workload and layout of every measurement on so many ranks, those of one policy next to each other."""
-        return [f"{name}/{layout}" for name in self.workloads for layout in self.of(name)
-                if self.layouts[layout].world_size == ranks]
+        return [
+            f"{name}/{layout}"
+            for name in self.workloads
+            for layout in self.of(name)
+            if self.layouts[layout].world_size == ranks
+        ]
 
     def of(self, workload: str) -> tuple[str, ...]:
         """The layouts of a workload."""
         return self.workloads[workload].layouts or tuple(self.layouts)
 
 
-def measure(*, pairs: int = SAMPLES, minutes: float = MINUTES,
-            told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure(
+    *, pairs: int = SAMPLES, minutes: float = MINUTES, told: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """Measure every layout that this machine has GPUs for and say it as a record.
 
     Args:
@@ -131,16 +136,33 @@ def measure(*, pairs: int = SAMPLES, minutes: float = MINUTES,
         shutil.copy(source, folder / "plan.yaml")
         for ranks in sorted({layout.world_size for layout in plan.layouts.values()}):
             if ranks <= max(gpus, 0 if gpus else 2):
-                run_entries("workbench.bench.layouts", ranks, plan.entries(ranks), folder, pairs, deadline=deadline,
-                            told=told, needed=lambda ranks=ranks: "one rank ends with 0" if ranks == 1 else "")
-        found = {name: {layout: found_of(folder, f"{name}/{layout}") for layout in plan.of(name)}
-                 for name in plan.workloads}
+                run_entries(
+                    "workbench.bench.layouts",
+                    ranks,
+                    plan.entries(ranks),
+                    folder,
+                    pairs,
+                    deadline=deadline,
+                    told=told,
+                    needed=lambda ranks=ranks: "one rank ends with 0" if ranks == 1 else "",
+                )
+        found = {
+            name: {layout: found_of(folder, f"{name}/{layout}") for layout in plan.of(name)} for name in plan.workloads
+        }
         old = {name: from_json((folder / f"{name}.json").read_text()) for name in plan.workloads}
     for layouts in found.values():
         _judge(layouts)
-    return {"benchmark": "layouts", "device": torch.cuda.get_device_name() if gpus else "cpu", "gpus": gpus,
-            "plan": plan.model_dump(mode="json"), "rollouts": old, "workloads": found, "bars": _bars(found),
-            "minutes": (time.time() - began) / 60, "provenance": provenance(project_root(), seed=plan.seed)}
+    return {
+        "benchmark": "layouts",
+        "device": torch.cuda.get_device_name() if gpus else "cpu",
+        "gpus": gpus,
+        "plan": plan.model_dump(mode="json"),
+        "rollouts": old,
+        "workloads": found,
+        "bars": _bars(found),
+        "minutes": (time.time() - began) / 60,
+        "provenance": provenance(project_root(), seed=plan.seed),
+    }
 
 
 def in_words(record: Mapping[str, Any]) -> str:
@@ -151,9 +173,11 @@ def in_words(record: Mapping[str, Any]) -> str:
             said = found.get("left_out")
             if said is None:
                 parity = found["parity"]
-                said = (f"{found['step_ms']:.1f} ms, {found['tokens_per_second']:.0f} tokens/s, efficiency "
-                        f"{found['efficiency']:.2f}, {found['peak_gib']:.2f} GiB, "
-                        f"{parity['distance_in_one_ranks']:.2f} of one rank's distance to the truth")
+                said = (
+                    f"{found['step_ms']:.1f} ms, {found['tokens_per_second']:.0f} tokens/s, efficiency "
+                    f"{found['efficiency']:.2f}, {found['peak_gib']:.2f} GiB, "
+                    f"{parity['distance_in_one_ranks']:.2f} of one rank's distance to the truth"
+                )
             lines.append(f"{workload}, {name}: {said}")
     return "\n".join(lines)
 
@@ -178,11 +202,16 @@ def _judge(layouts: dict[str, dict[str, Any]]) -> None:
         if "left_out" in found:
             continue
         parity = found["parity"]
-        parts = {name: distance / max(alone["parity"]["of_parameters"][name], relative * parity["norms"][name])
-                 for name, distance in parity["of_parameters"].items()}
+        parts = {
+            name: distance / max(alone["parity"]["of_parameters"][name], relative * parity["norms"][name])
+            for name, distance in parity["of_parameters"].items()
+        }
         worst = max(parts, key=lambda name: parts[name])
-        parity |= {"distance_in_one_ranks": parity["distance"] / alone["parity"]["distance"],
-                   "worst_parameter": worst, "worst_in_one_ranks": parts[worst]}
+        parity |= {
+            "distance_in_one_ranks": parity["distance"] / alone["parity"]["distance"],
+            "worst_parameter": worst,
+            "worst_in_one_ranks": parts[worst],
+        }
         parity["within"] = parity["distance_in_one_ranks"] <= WHOLE_FACTOR and parts[worst] <= PARAMETER_FACTOR
         found["efficiency"] = alone["step_ms"] / (found["ranks"] * found["step_ms"])
     for found in layouts.values():
@@ -192,13 +221,24 @@ def _judge(layouts: dict[str, dict[str, Any]]) -> None:
 
 def _bars(workloads: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Parity is a bar; speed is only told."""
-    shares = [max(found["parity"]["distance_in_one_ranks"] / WHOLE_FACTOR,
-                  found["parity"]["worst_in_one_ranks"] / PARAMETER_FACTOR)
-              for layouts in workloads.values() for found in layouts.values() if "left_out" not in found]
+    shares = [
+        max(
+            found["parity"]["distance_in_one_ranks"] / WHOLE_FACTOR,
+            found["parity"]["worst_in_one_ranks"] / PARAMETER_FACTOR,
+        )
+        for layouts in workloads.values()
+        for found in layouts.values()
+        if "left_out" not in found
+    ]
     left_out = sum("left_out" in found for layouts in workloads.values() for found in layouts.values())
-    return {"parity: worst layout in its budget": {"bar": 1.0, "median": max(shares, default=0.0),
-                                                   "holds": all(share <= 1.0 for share in shares)},
-            "layouts left out": {"bar": 0.0, "median": float(left_out), "holds": not left_out}}
+    return {
+        "parity: worst layout in its budget": {
+            "bar": 1.0,
+            "median": max(shares, default=0.0),
+            "holds": all(share <= 1.0 for share in shares),
+        },
+        "layouts left out": {"bar": 0.0, "median": float(left_out), "holds": not left_out},
+    }
 
 
 # ---- one rank ------------------------------------------------------------------------------------------
@@ -223,35 +263,57 @@ class Rank:
         """The axes of a layout."""
         sizes = (layout.dp, layout.cp, layout.tp, layout.ulysses)
         if sizes not in self._meshes:
-            self._meshes[sizes] = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses,
-                                            device=self.device)
+            self._meshes[sizes] = make_mesh(
+                dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses, device=self.device
+            )
         return self._meshes[sizes]
 
     def policy(self, spec: RunSpec, mesh: Mesh) -> tuple[Policy, torch.optim.Optimizer]:
         """The policy of a spec, the last one where that is it; its optimizer leaves the weights as they are."""
         layout = spec.layout
-        key = (spec.precision, layout.dp, layout.cp, layout.tp, layout.ulysses, layout.sequence_parallel,
-               layout.shard_parameters, layout.checkpointing)
+        key = (
+            spec.precision,
+            layout.dp,
+            layout.cp,
+            layout.tp,
+            layout.ulysses,
+            layout.sequence_parallel,
+            layout.shard_parameters,
+            layout.checkpointing,
+        )
         if self._policy is None or self._policy[0] != key:
             self._policy = None
             gc.collect()  # sharded parameters lie in cycles of references
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            policy = load_policy(spec.model.source, mesh=mesh, precision=spec.precision, implementation="auto",
-                                 fused_loss=True, shard_parameters=layout.shard_parameters,
-                                 checkpointing=layout.checkpointing, sequence_parallel=layout.sequence_parallel)
+            policy = load_policy(
+                spec.model.source,
+                mesh=mesh,
+                precision=spec.precision,
+                implementation="auto",
+                fused_loss=True,
+                shard_parameters=layout.shard_parameters,
+                checkpointing=layout.checkpointing,
+                sequence_parallel=layout.sequence_parallel,
+            )
             self._policy = key, policy, make_optimizer(policy, spec.optimizer)
         return self._policy[1:]
 
     def spec(self, workload: Workload, layout: LayoutSpec, *, truth: bool = False) -> RunSpec:
         """The run of a workload in a layout, or of its truth."""
-        return parse_spec(RunSpec, {
-            "model": {"source": str(self.folder / "model")}, "policy": {"fused_loss": True},
-            "layout": layout.model_dump(),
-            "data": {"micro_batch_tokens": workload.truth.row_tokens if truth else workload.row_tokens},
-            "loss": {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}},
-            "precision": workload.truth.precision if truth else workload.precision,
-            "optimizer": {"learning_rate": 0.0, "weight_decay": 0.0}}, where=str(layout))
+        return parse_spec(
+            RunSpec,
+            {
+                "model": {"source": str(self.folder / "model")},
+                "policy": {"fused_loss": True},
+                "layout": layout.model_dump(),
+                "data": {"micro_batch_tokens": workload.truth.row_tokens if truth else workload.row_tokens},
+                "loss": {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}},
+                "precision": workload.truth.precision if truth else workload.precision,
+                "optimizer": {"learning_rate": 0.0, "weight_decay": 0.0},
+            },
+            where=str(layout),
+        )
 
     def prepare(self) -> None:
         """Write weights, rollouts with the old policy's log-probabilities, and the truth of each workload."""
@@ -267,19 +329,37 @@ class Rank:
             self._policy = None
             policy, _ = self.policy(spec, mesh)
             rows, totals = flow.prepare_rows(batch, spec, mesh)
-            result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
-                                   keep_gradients=True, loss_spec=spec.loss, fused=True)
-            save_file({key: value.contiguous().cpu() for key, value in result.gradients.items()},
-                      self.folder / f"{name}.gradients.safetensors")
+            result = flow.run_step(
+                policy,
+                flow.make_loss(spec.loss),
+                rows,
+                totals,
+                num_source=batch.num_tokens,
+                keep_gradients=True,
+                loss_spec=spec.loss,
+                fused=True,
+            )
+            save_file(
+                {key: value.contiguous().cpu() for key, value in result.gradients.items()},
+                self.folder / f"{name}.gradients.safetensors",
+            )
             tokens = {key: result.tokens[key].cpu() for key in ("clipped", "policy_logprobs")}
             save_file(tokens, self.folder / f"{name}.tokens.safetensors")
             apart_S = (tokens["policy_logprobs"].double() - batch.old_logprobs_T.double())[batch.loss_mask_T]
-            write_whole(self.folder / f"{name}.json", to_json({
-                "documents": batch.num_documents, "tokens": batch.num_tokens,
-                "trained_tokens": batch.num_trained_tokens, "loss": float(result.loss["total"]),
-                "clipped": float(tokens["clipped"].sum() / batch.num_trained_tokens),
-                "old_policy_apart_nats": float(apart_S.abs().mean()),
-                "old_policy_apart_most_nats": float(apart_S.abs().max())}))
+            write_whole(
+                self.folder / f"{name}.json",
+                to_json(
+                    {
+                        "documents": batch.num_documents,
+                        "tokens": batch.num_tokens,
+                        "trained_tokens": batch.num_trained_tokens,
+                        "loss": float(result.loss["total"]),
+                        "clipped": float(tokens["clipped"].sum() / batch.num_trained_tokens),
+                        "old_policy_apart_nats": float(apart_S.abs().mean()),
+                        "old_policy_apart_most_nats": float(apart_S.abs().max()),
+                    }
+                ),
+            )
         self._policy = None
 
     def measure(self, workload_name: str, layout_name: str) -> None:
@@ -301,8 +381,17 @@ class Rank:
         with StepClock(self.device) as preparing:
             rows, totals = flow.prepare_rows(batch, spec, mesh)
         clipped_S = _tensor(self.folder / f"{name}.tokens.safetensors", "clipped")
-        result = flow.run_step(policy, loss, rows, totals, num_source=batch.num_tokens, frozen_clip_S=clipped_S,
-                               keep_gradients=True, loss_spec=spec.loss, fused=True)
+        result = flow.run_step(
+            policy,
+            loss,
+            rows,
+            totals,
+            num_source=batch.num_tokens,
+            frozen_clip_S=clipped_S,
+            keep_gradients=True,
+            loss_spec=spec.loss,
+            fused=True,
+        )
         parity = self._parity(name, result, batch) if mesh.is_first else None
         del result
         step_ms = []
@@ -318,12 +407,19 @@ class Rank:
         median = statistics.median(step_ms)
         packed = flow.pack_step(batch, spec)
         balance = flow.plan_row(packed[0].document_ids_T, layout).balance()
-        return {"layout": str(layout), "ranks": layout.world_size, "samples_ms": step_ms, "step_ms": median,
-                "prepare_ms": preparing.step_ms, "tokens_per_second": batch.num_tokens / median * 1e3,
-                "peak_gib": self.most(float(peak_bytes(self.device)), mesh) / 2**30,
-                "padding": sum(row.num_tokens for row in packed) / batch.num_tokens - 1,
-                "attention_max_over_mean": balance.max_over_mean, "attention_in_lock_step": balance.in_lock_step,
-                "parity": parity}
+        return {
+            "layout": str(layout),
+            "ranks": layout.world_size,
+            "samples_ms": step_ms,
+            "step_ms": median,
+            "prepare_ms": preparing.step_ms,
+            "tokens_per_second": batch.num_tokens / median * 1e3,
+            "peak_gib": self.most(float(peak_bytes(self.device)), mesh) / 2**30,
+            "padding": sum(row.num_tokens for row in packed) / batch.num_tokens - 1,
+            "attention_max_over_mean": balance.max_over_mean,
+            "attention_in_lock_step": balance.in_lock_step,
+            "parity": parity,
+        }
 
     def most(self, value: float, mesh: Mesh) -> float:
         """The largest of all ranks."""
@@ -332,8 +428,7 @@ class Rank:
 
     def _parity(self, name: str, result: flow.StepResult, batch: RolloutBatch) -> dict[str, Any]:
         distances, norms = {}, {}
-        with safe_open(self.folder / f"{name}.gradients.safetensors", framework="pt",
-                       device=str(self.device)) as truth:
+        with safe_open(self.folder / f"{name}.gradients.safetensors", framework="pt", device=str(self.device)) as truth:
             for key, gradient in result.gradients.items():
                 true = truth.get_tensor(key).double()
                 distances[key] = float((gradient.to(self.device).double() - true).norm())
@@ -342,19 +437,31 @@ class Rank:
         trained_S = batch.loss_mask_T
         apart_S = (result.tokens["policy_logprobs"].double() - _tensor(tokens, "policy_logprobs").double())[trained_S]
         flipped_S = result.tokens["would_clip"] != _tensor(tokens, "clipped")
-        return {"loss": float(result.loss["total"]), "distance": math.hypot(*distances.values()),
-                "norm": math.hypot(*norms.values()), "of_parameters": distances, "norms": norms,
-                "logprobs_apart_nats": float(apart_S.abs().mean()), "flipped_clips": int(flipped_S.sum())}
+        return {
+            "loss": float(result.loss["total"]),
+            "distance": math.hypot(*distances.values()),
+            "norm": math.hypot(*norms.values()),
+            "of_parameters": distances,
+            "norms": norms,
+            "logprobs_apart_nats": float(apart_S.abs().mean()),
+            "flipped_clips": int(flipped_S.sum()),
+        }
 
 
 def draw_rollouts(workload: Workload, plan: Plan) -> RolloutBatch:
     """The documents of a workload; see `draw_documents`."""
-    return draw_documents(workload.rows, workload.row_tokens, workload.document_tokens,
-                          19 if plan.model == "tiny-qwen3" else 151936, plan.seed)
+    return draw_documents(
+        workload.rows,
+        workload.row_tokens,
+        workload.document_tokens,
+        19 if plan.model == "tiny-qwen3" else 151936,
+        plan.seed,
+    )
 
 
-def draw_documents(rows: int, row_tokens: int, document_tokens: tuple[int, int], vocabulary: int,
-                   seed: int) -> RolloutBatch:
+def draw_documents(
+    rows: int, row_tokens: int, document_tokens: tuple[int, int], vocabulary: int, seed: int
+) -> RolloutBatch:
     """Documents of random tokens that fill rows: the first quarter is a prompt, advantages are of either sign.
 
     A row is full once every document is padded to 16 tokens, and begins with the longest document there can be, which
@@ -375,9 +482,14 @@ def draw_documents(rows: int, row_tokens: int, document_tokens: tuple[int, int],
     documents = []
     for length in lengths:
         advantage = rng.choice((-1, 1)) * rng.uniform(0.2, 2.0)
-        documents.append({"tokens": [rng.randrange(vocabulary) for _ in range(length)],
-                          "loss_mask": [int(t > length // 4) for t in range(length)],
-                          "advantages": advantage, "old_logprobs": [0.0] * length})
+        documents.append(
+            {
+                "tokens": [rng.randrange(vocabulary) for _ in range(length)],
+                "loss_mask": [int(t > length // 4) for t in range(length)],
+                "advantages": advantage,
+                "old_logprobs": [0.0] * length,
+            }
+        )
     return RolloutBatch.from_documents(documents)
 
 

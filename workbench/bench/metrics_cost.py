@@ -50,8 +50,9 @@ def measure(*, pairs: int = 15, later: int = 0, told: Callable[[str], None] = la
     samples: dict[str, list[float]] = {level: [] for level in LEVELS}
     told(f"a policy on {device.type}, {tokens} tokens a step")
     with _checkpoint(large) as source:
-        policy = load_policy(str(source), mesh=mesh, precision="bfloat16" if large else "float32",
-                             implementation="vocabulary_parallel")
+        policy = load_policy(
+            str(source), mesh=mesh, precision="bfloat16" if large else "float32", implementation="vocabulary_parallel"
+        )
     spec = RunSpec(loss=LOSS, precision="bfloat16" if large else "float32")
     rows, totals = flow.prepare_rows(_rollouts(tokens, policy.vocabulary_size), spec, mesh)
     loss = make_loss(spec.loss)
@@ -63,32 +64,63 @@ def measure(*, pairs: int = 15, later: int = 0, told: Callable[[str], None] = la
             if number >= 2:
                 samples[level].append(clock.step_ms)
     medians = {level: statistics.median(values) for level, values in samples.items()}
-    shares = {level: statistics.median(measured - bare for measured, bare in
-                                       zip(samples[level], samples["none"], strict=True)) / medians["none"]
-              for level in LEVELS[1:]}
+    shares = {
+        level: statistics.median(
+            measured - bare for measured, bare in zip(samples[level], samples["none"], strict=True)
+        )
+        / medians["none"]
+        for level in LEVELS[1:]
+    }
     alone = metrics_cost(device, tokens=tokens, documents=DOCUMENTS, spec=spec.loss)
     bound = alone.share_of(medians["none"])
-    bars = {"basic_share": {"bar": BAR, "median": max(shares["basic"], bound), "holds":
-                            max(shares["basic"], bound) <= BAR}} if large else {}
-    return {"benchmark": "metrics_cost", "device": torch.cuda.get_device_name() if large else "cpu",
-            "model": "Qwen3-0.6B architecture, seeded" if large else "tiny", "parameters": _count(policy),
-            "tokens": tokens, "documents": DOCUMENTS, "step_ms": samples, "median_ms": medians, "share": shares,
-            "alone": {"total_ms": alone.total_ms, "issue_ms": alone.issue_ms, "launches": alone.launches,
-                      "metrics": alone.metrics, "share": bound},
-            "bars": bars, "provenance": provenance(project_root())}
+    bars = (
+        {
+            "basic_share": {
+                "bar": BAR,
+                "median": max(shares["basic"], bound),
+                "holds": max(shares["basic"], bound) <= BAR,
+            }
+        }
+        if large
+        else {}
+    )
+    return {
+        "benchmark": "metrics_cost",
+        "device": torch.cuda.get_device_name() if large else "cpu",
+        "model": "Qwen3-0.6B architecture, seeded" if large else "tiny",
+        "parameters": _count(policy),
+        "tokens": tokens,
+        "documents": DOCUMENTS,
+        "step_ms": samples,
+        "median_ms": medians,
+        "share": shares,
+        "alone": {
+            "total_ms": alone.total_ms,
+            "issue_ms": alone.issue_ms,
+            "launches": alone.launches,
+            "metrics": alone.metrics,
+            "share": bound,
+        },
+        "bars": bars,
+        "provenance": provenance(project_root()),
+    }
 
 
 def in_words(record: dict[str, Any]) -> str:
     """A record as lines of text."""
     medians = ", ".join(f"{level} {value:.2f} ms" for level, value in record["median_ms"].items())
     shares = ", ".join(f"{level} {100 * value:+.2f} %" for level, value in record["share"].items())
-    lines = [f"{record['model']} on {record['device']}, {record['tokens']} tokens a step",
-             f"step by level of metrics: {medians} (medians of {len(record['step_ms']['none'])})",
-             f"over none, turn by turn: {shares}",
-             f"basic metrics alone on an idle device: {record['alone']['total_ms']:.2f} ms, "
-             f"{100 * record['alone']['share']:.2f} % of a step"]
-    lines += [f"{name}: {bar['median']:.4f}, bar {bar['bar']}: {'holds' if bar['holds'] else 'MISSED'}"
-              for name, bar in record["bars"].items()]
+    lines = [
+        f"{record['model']} on {record['device']}, {record['tokens']} tokens a step",
+        f"step by level of metrics: {medians} (medians of {len(record['step_ms']['none'])})",
+        f"over none, turn by turn: {shares}",
+        f"basic metrics alone on an idle device: {record['alone']['total_ms']:.2f} ms, "
+        f"{100 * record['alone']['share']:.2f} % of a step",
+    ]
+    lines += [
+        f"{name}: {bar['median']:.4f}, bar {bar['bar']}: {'holds' if bar['holds'] else 'MISSED'}"
+        for name, bar in record["bars"].items()
+    ]
     return "\n".join(lines)
 
 
@@ -113,11 +145,18 @@ def _rollouts(tokens: int, vocabulary: int) -> RolloutBatch:
     documents = []
     for number, length in enumerate(lengths.tolist()):
         near = [uniform + 0.1 * torch.randn(length, generator=draw) for _ in range(3)]
-        documents.append({
-            "tokens": torch.randint(vocabulary, (length,), generator=draw),
-            "loss_mask": torch.arange(length) >= length // 2, "advantages": float(torch.randn((), generator=draw)),
-            "old_logprobs": near[0], "sampler_logprobs": near[1], "ref_logprobs": near[2],
-            "reward": float(number % 2), "group_id": number // 8})
+        documents.append(
+            {
+                "tokens": torch.randint(vocabulary, (length,), generator=draw),
+                "loss_mask": torch.arange(length) >= length // 2,
+                "advantages": float(torch.randn((), generator=draw)),
+                "old_logprobs": near[0],
+                "sampler_logprobs": near[1],
+                "ref_logprobs": near[2],
+                "reward": float(number % 2),
+                "group_id": number // 8,
+            }
+        )
     return RolloutBatch.from_documents(documents)
 
 

@@ -67,12 +67,16 @@ ACCURACY_FACTOR = 1.1
 """How far from the truth the whole gradient may be, in distances of the fast mode."""
 MODES = ("fast", "reproducible")
 GROUPS = {
-    "attention": ("flash", "fmha"), "gradients of keys and values": ("add_by_head", "find_head_peaks"),
+    "attention": ("flash", "fmha"),
+    "gradients of keys and values": ("add_by_head", "find_head_peaks"),
     "matrix products": ("multiply", "gemm", "nvjet", "cutlass", "xmma", "exp_product"),
     "weight gradients": ("add_outer_products",),
-    "norms": ("normalise",), "sums over rows": ("add_columns", "add_at", "write_gradient", "add_squares", "find_peak"),
+    "norms": ("normalise",),
+    "sums over rows": ("add_columns", "add_at", "write_gradient", "add_squares", "find_peak"),
     "rows of logits": ("read_rows", "write_rows", "fold_target", "scale_rows", "say", "add_tiles", "target_logits"),
-    "optimizer": ("multi_tensor", "adam"), "between ranks": ("nccl",)}
+    "optimizer": ("multi_tensor", "adam"),
+    "between ranks": ("nccl",),
+}
 """What a kernel belongs to, by what its name contains; the first that fits. All others: elementwise and copies."""
 
 
@@ -132,8 +136,12 @@ class Plan(_Model):
             SpecError: there is no such workload.
         """
         if strangers := sorted(set(workloads) - set(self.workloads)):
-            raise SpecError(f"workload {', '.join(strangers)}", found="no workload of that name",
-                            rule=f"among {', '.join(self.workloads)}", fix="choose of them, or name none for all")
+            raise SpecError(
+                f"workload {', '.join(strangers)}",
+                found="no workload of that name",
+                rule=f"among {', '.join(self.workloads)}",
+                fix="choose of them, or name none for all",
+            )
         kept = {name: workload for name, workload in self.workloads.items() if not workloads or name in workloads}
         used = {workload.model for workload in kept.values()}
         models = {name: model for name, model in self.models.items() if name in used}
@@ -159,8 +167,13 @@ class Plan(_Model):
         return dict(sorted(found.items()))
 
 
-def measure(*, pairs: int = SAMPLES, minutes: float = MINUTES, only: Sequence[str] = (),
-            told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure(
+    *,
+    pairs: int = SAMPLES,
+    minutes: float = MINUTES,
+    only: Sequence[str] = (),
+    told: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
     """Measure everything that this machine has GPUs for and say it as a record.
 
     Args:
@@ -184,17 +197,40 @@ def measure(*, pairs: int = SAMPLES, minutes: float = MINUTES, only: Sequence[st
         write_whole(folder / "plan.yaml", to_json(chosen.model_dump(mode="json")))
         entries = chosen.entries(gpus)
         for ranks, some in entries.items():
-            run_entries("workbench.bench.reproducible", ranks, some, folder, pairs, deadline=deadline, told=told,
-                        needed=lambda: "" if (folder / PREPARED).exists() else "one rank makes weights and truths")
-        found = {name: {layout: found_of(folder, f"{name}/{layout}") for layout in plan.of(name)
-                        if f"{name}/{layout}" in itertools.chain(*entries.values())} for name in chosen.workloads}
+            run_entries(
+                "workbench.bench.reproducible",
+                ranks,
+                some,
+                folder,
+                pairs,
+                deadline=deadline,
+                told=told,
+                needed=lambda: "" if (folder / PREPARED).exists() else "one rank makes weights and truths",
+            )
+        found = {
+            name: {
+                layout: found_of(folder, f"{name}/{layout}")
+                for layout in plan.of(name)
+                if f"{name}/{layout}" in itertools.chain(*entries.values())
+            }
+            for name in chosen.workloads
+        }
     for layouts in found.values():
         compare_certificates(layouts)
-    machine = {"device": torch.cuda.get_device_name() if gpus else "cpu", "gpus": gpus, "workloads": found,
-               "minutes": (time.time() - began) / 60, "provenance": provenance(project_root(), seed=plan.seed)}
+    machine = {
+        "device": torch.cuda.get_device_name() if gpus else "cpu",
+        "gpus": gpus,
+        "workloads": found,
+        "minutes": (time.time() - began) / 60,
+        "provenance": provenance(project_root(), seed=plan.seed),
+    }
     machines = [*_earlier(plan, gpus, tuple(found)), machine]
-    return {"benchmark": "reproducible", "plan": plan.model_dump(mode="json"),
-            "machines": sorted(machines, key=lambda one: one["gpus"]), "bars": bars(plan, machines)}
+    return {
+        "benchmark": "reproducible",
+        "plan": plan.model_dump(mode="json"),
+        "machines": sorted(machines, key=lambda one: one["gpus"]),
+        "bars": bars(plan, machines),
+    }
 
 
 def in_words(record: Mapping[str, Any]) -> str:
@@ -205,8 +241,10 @@ def in_words(record: Mapping[str, Any]) -> str:
         for workload, layouts in machine["workloads"].items():
             for name, found in layouts.items():
                 lines.append(f"{workload}, {name}: {'; '.join(_words(found))}")
-    lines += [f"{name}: {bar['median']:.3g}, bar {bar['bar']:.3g}, {'holds' if bar['holds'] else 'MISSED'}"
-              for name, bar in record["bars"].items()]
+    lines += [
+        f"{name}: {bar['median']:.3g}, bar {bar['bar']:.3g}, {'holds' if bar['holds'] else 'MISSED'}"
+        for name, bar in record["bars"].items()
+    ]
     return "\n".join(lines)
 
 
@@ -215,11 +253,14 @@ def _words(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"left out: {found['left_out']}"
     if "timed" in found:
         fast, exact = (found["timed"][mode] for mode in MODES)
-        yield (f"{fast['step_ms']:.1f} -> {exact['step_ms']:.1f} ms ({exact['step_ms'] / fast['step_ms']:.3f}x), "
-               f"{fast['peak_gib']:.2f} -> {exact['peak_gib']:.2f} GiB")
+        yield (
+            f"{fast['step_ms']:.1f} -> {exact['step_ms']:.1f} ms ({exact['step_ms'] / fast['step_ms']:.3f}x), "
+            f"{fast['peak_gib']:.2f} -> {exact['peak_gib']:.2f} GiB"
+        )
     if "same" in found:
-        yield ", ".join(f"{mode}: {same['equal']} of {same['tensors']} tensors the same"
-                        for mode, same in found["same"].items())
+        yield ", ".join(
+            f"{mode}: {same['equal']} of {same['tensors']} tensors the same" for mode, same in found["same"].items()
+        )
     if "accuracy" in found:
         yield f"gradient off by {found['accuracy']['factor']:.3f} of the fast mode's"
 
@@ -243,9 +284,13 @@ def _earlier(plan: Plan, gpus: int, measured: Sequence[str]) -> list[dict[str, A
     record = from_json(file.read_text())
     if record["plan"] != from_json(to_json(plan.model_dump(mode="json"))):
         return []
-    kept = [machine if machine["gpus"] != gpus else machine | {"workloads": {
-        name: layouts for name, layouts in machine["workloads"].items() if name not in measured}}
-        for machine in record["machines"]]
+    kept = [
+        machine
+        if machine["gpus"] != gpus
+        else machine
+        | {"workloads": {name: layouts for name, layouts in machine["workloads"].items() if name not in measured}}
+        for machine in record["machines"]
+    ]
     return [machine for machine in kept if machine["workloads"]]
 
 
@@ -261,16 +306,23 @@ def compare_certificates(layouts: Mapping[str, dict[str, Any]]) -> None:
         reference = reference or found["steps"]
         found["same"] = {}
         for mode in MODES:
-            pairs = [(f"step {number}: {name}", said, here["fingerprints"].get(name))
-                     for number, (there, here) in enumerate(zip(reference[mode], found["steps"][mode], strict=True))
-                     for name, said in there["fingerprints"].items()]
+            pairs = [
+                (f"step {number}: {name}", said, here["fingerprints"].get(name))
+                for number, (there, here) in enumerate(zip(reference[mode], found["steps"][mode], strict=True))
+                for name, said in there["fingerprints"].items()
+            ]
             differing = [name for name, said, mine in pairs if said != mine]
-            found["same"][mode] = {"tensors": len(pairs), "equal": len(pairs) - len(differing),
-                                   "first": differing[0] if differing else None}
+            found["same"][mode] = {
+                "tensors": len(pairs),
+                "equal": len(pairs) - len(differing),
+                "first": differing[0] if differing else None,
+            }
     for found in layouts.values():
         if "steps" in found:
-            found["steps"] = {mode: [{key: value for key, value in step.items() if key != "fingerprints"}
-                                     for step in steps] for mode, steps in found["steps"].items()}
+            found["steps"] = {
+                mode: [{key: value for key, value in step.items() if key != "fingerprints"} for step in steps]
+                for mode, steps in found["steps"].items()
+            }
 
 
 def bars(plan: Plan, machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -281,13 +333,23 @@ def bars(plan: Plan, machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         worst = max(values, default=math.inf)
         said[name] = {"bar": bar, "median": worst, "holds": worst <= bar}
 
-    everything = [(name, layout, found) for machine in machines for name, layouts in machine["workloads"].items()
-                  for layout, found in layouts.items()]
-    unequal = [found["same"]["reproducible"]["tensors"] - found["same"]["reproducible"]["equal"]
-               for _, _, found in everything if "same" in found]
+    everything = [
+        (name, layout, found)
+        for machine in machines
+        for name, layouts in machine["workloads"].items()
+        for layout, found in layouts.items()
+    ]
+    unequal = [
+        found["same"]["reproducible"]["tensors"] - found["same"]["reproducible"]["equal"]
+        for _, _, found in everything
+        if "same" in found
+    ]
     at_most("tensors of other bits than one rank's", [float(sum(unequal))], 0.0)
-    at_most("error of the gradient, of the fast mode's",
-            [found["accuracy"]["factor"] for _, _, found in everything if "accuracy" in found], ACCURACY_FACTOR)
+    at_most(
+        "error of the gradient, of the fast mode's",
+        [found["accuracy"]["factor"] for _, _, found in everything if "accuracy" in found],
+        ACCURACY_FACTOR,
+    )
     for name, workload in plan.workloads.items():
         if workload.bars is None:
             continue
@@ -296,10 +358,15 @@ def bars(plan: Plan, machines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if one == name and "timed" in found:
                 timed.setdefault(layout, []).append(found["timed"])
         for layout, measured in timed.items():
-            for what, key, bar in (("time", "step_ms", workload.bars.time),
-                                   ("memory", "peak_gib", workload.bars.memory)):
-                at_most(f"{name}, {layout}: {what}, of the fast mode's",
-                        [modes["reproducible"][key] / modes["fast"][key] for modes in measured], bar)
+            for what, key, bar in (
+                ("time", "step_ms", workload.bars.time),
+                ("memory", "peak_gib", workload.bars.memory),
+            ):
+                at_most(
+                    f"{name}, {layout}: {what}, of the fast mode's",
+                    [modes["reproducible"][key] / modes["fast"][key] for modes in measured],
+                    bar,
+                )
     at_most("left out", [float(sum("left_out" in found for _, _, found in everything))], 0.0)
     return said
 
@@ -332,28 +399,52 @@ class Rank:
     def policy(self, spec: RunSpec, mesh: Mesh) -> Policy:
         """The policy of a spec, the last one where that is it."""
         layout = spec.layout
-        key = (spec.model.source, spec.precision, layout.dp, layout.cp, layout.tp, layout.shard_parameters,
-               layout.checkpointing)
+        key = (
+            spec.model.source,
+            spec.precision,
+            layout.dp,
+            layout.cp,
+            layout.tp,
+            layout.shard_parameters,
+            layout.checkpointing,
+        )
         if self._policy is None or self._policy[0] != key:
             self._policy = None
             gc.collect()  # sharded parameters lie in cycles of references
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self._policy = key, load_policy(spec.model.source, mesh=mesh, precision=spec.precision,
-                                            implementation="auto", shard_parameters=layout.shard_parameters,
-                                            checkpointing=layout.checkpointing)
+            self._policy = (
+                key,
+                load_policy(
+                    spec.model.source,
+                    mesh=mesh,
+                    precision=spec.precision,
+                    implementation="auto",
+                    shard_parameters=layout.shard_parameters,
+                    checkpointing=layout.checkpointing,
+                ),
+            )
         return self._policy[1]
 
     def spec(self, workload: Workload, layout: LayoutSpec, mode: str, precision: str | None = None) -> RunSpec:
         """The run of a workload in a layout, in one of the modes, or of its truth."""
-        return parse_spec(RunSpec, {
-            "model": {"source": str(self.folder / workload.model)}, "layout": layout.model_dump(),
-            "data": {"micro_batch_tokens": workload.row_tokens},
-            "loss": {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}},
-            "reproducible": workload.reproducible.model_dump() if mode == "reproducible" else {},
-            "precision": precision or workload.precision,
-            "optimizer": {"learning_rate": 1e-4 if workload.steps else 0.0, "weight_decay": 0.01,
-                          "max_grad_norm": 1.0}}, where=str(layout))
+        return parse_spec(
+            RunSpec,
+            {
+                "model": {"source": str(self.folder / workload.model)},
+                "layout": layout.model_dump(),
+                "data": {"micro_batch_tokens": workload.row_tokens},
+                "loss": {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}},
+                "reproducible": workload.reproducible.model_dump() if mode == "reproducible" else {},
+                "precision": precision or workload.precision,
+                "optimizer": {
+                    "learning_rate": 1e-4 if workload.steps else 0.0,
+                    "weight_decay": 0.01,
+                    "max_grad_norm": 1.0,
+                },
+            },
+            where=str(layout),
+        )
 
     def prepare(self) -> None:
         """Write the weights of each model, the rollouts of each workload, and its truth where it has one."""
@@ -371,18 +462,26 @@ class Rank:
                 continue
             policy = self.policy(spec, mesh)
             rows, totals = flow.prepare_rows(batch, spec, mesh)
-            result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
-                                   keep_gradients=True, loss_spec=spec.loss)
-            save_file({key: value.contiguous().cpu() for key, value in result.gradients.items()},
-                      self.folder / f"{name}.gradients.safetensors")
+            result = flow.run_step(
+                policy,
+                flow.make_loss(spec.loss),
+                rows,
+                totals,
+                num_source=batch.num_tokens,
+                keep_gradients=True,
+                loss_spec=spec.loss,
+            )
+            save_file(
+                {key: value.contiguous().cpu() for key, value in result.gradients.items()},
+                self.folder / f"{name}.gradients.safetensors",
+            )
             save_file({"clipped": result.tokens["clipped"].cpu()}, self.folder / f"{name}.tokens.safetensors")
         self._policy = None
 
     def _draw(self, workload: Workload) -> RolloutBatch:
         """Documents, and an old policy that finds each token about as likely as a policy that knows nothing."""
         vocabulary = 19 if self.plan.models[workload.model].name == "tiny-qwen3" else 151936
-        batch = draw_documents(workload.rows, workload.row_tokens, workload.document_tokens, vocabulary,
-                               self.plan.seed)
+        batch = draw_documents(workload.rows, workload.row_tokens, workload.document_tokens, vocabulary, self.plan.seed)
         apart_S = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(self.plan.seed))
         return replace(batch, old_logprobs_T=-math.log(vocabulary) + 0.3 * apart_S)
 
@@ -393,9 +492,16 @@ class Rank:
         try:
             if simulated:
                 self._policy = None
-                found = simulate(lambda mesh: Rank(self.folder, self.device, self.samples)._measured(
-                    workload_name, workload, layout, mesh), dp=layout.dp, cp=layout.cp, tp=layout.tp,
-                    device=self.device, timeout_s=GIVE_UP_S)[0] | {"simulated": True}
+                found = simulate(
+                    lambda mesh: Rank(self.folder, self.device, self.samples)._measured(
+                        workload_name, workload, layout, mesh
+                    ),
+                    dp=layout.dp,
+                    cp=layout.cp,
+                    tp=layout.tp,
+                    device=self.device,
+                    timeout_s=GIVE_UP_S,
+                )[0] | {"simulated": True}
             else:
                 mesh = self.mesh(layout)
                 first, found = mesh.is_first, self._measured(workload_name, workload, layout, mesh)
@@ -407,8 +513,11 @@ class Rank:
     def _measured(self, name: str, workload: Workload, layout: LayoutSpec, mesh: Mesh) -> dict[str, Any]:
         batch = load(self.folder / name)
         found: dict[str, Any] = {"layout": str(layout), "ranks": layout.world_size, "tokens": batch.num_tokens}
-        parts = {"accuracy": self._error if workload.truth and layout.world_size == 1 else None,
-                 "steps": self._certified if workload.steps else None, "timed": self._timed if workload.timed else None}
+        parts = {
+            "accuracy": self._error if workload.truth and layout.world_size == 1 else None,
+            "steps": self._certified if workload.steps else None,
+            "timed": self._timed if workload.timed else None,
+        }
         for part, of_mode in parts.items():
             if of_mode is not None:
                 found[part] = {}
@@ -437,31 +546,48 @@ class Rank:
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         with safe_open(self.folder / f"{name}.tokens.safetensors", framework="pt") as tokens:
             clipped_S = tokens.get_tensor("clipped")
-        result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
-                               frozen_clip_S=clipped_S, keep_gradients=True, loss_spec=spec.loss)
+        result = flow.run_step(
+            policy,
+            flow.make_loss(spec.loss),
+            rows,
+            totals,
+            num_source=batch.num_tokens,
+            frozen_clip_S=clipped_S,
+            keep_gradients=True,
+            loss_spec=spec.loss,
+        )
         distances, norms = [], []
-        with safe_open(self.folder / f"{name}.gradients.safetensors", framework="pt",
-                       device=str(self.device)) as truth:
+        with safe_open(self.folder / f"{name}.gradients.safetensors", framework="pt", device=str(self.device)) as truth:
             for key, gradient in result.gradients.items():
                 true = truth.get_tensor(key).double()
                 distances.append(float((gradient.to(self.device).double() - true).norm()))
                 norms.append(float(true.norm()))
         return math.hypot(*distances) / math.hypot(*norms)
 
-    def _certified(self, name: str, policy: Policy, spec: RunSpec, batch: RolloutBatch,
-                   mesh: Mesh) -> list[dict[str, Any]]:
+    def _certified(
+        self, name: str, policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh
+    ) -> list[dict[str, Any]]:
         """What each of a few optimizer steps came to, bit by bit."""
         rows, totals = flow.prepare_rows(batch, spec, mesh)
         optimizer, steps = make_optimizer(policy, spec.optimizer), []
         for _ in range(self.plan.workloads[name].steps):
-            result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens,
-                                   loss_spec=spec.loss)
+            result = flow.run_step(
+                policy, flow.make_loss(spec.loss), rows, totals, num_source=batch.num_tokens, loss_spec=spec.loss
+            )
             marks = mark_gradients(policy)
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             optimizer.step()
             said = certify(policy, result, marks)
-            steps.append({"certificate": said.hash, "fingerprints": dict(said.fingerprints), "unlike": said.unlike,
-                          "loss": float(result.loss["total"]), "norm": norm, **result.range})
+            steps.append(
+                {
+                    "certificate": said.hash,
+                    "fingerprints": dict(said.fingerprints),
+                    "unlike": said.unlike,
+                    "loss": float(result.loss["total"]),
+                    "norm": norm,
+                    **result.range,
+                }
+            )
         return steps
 
     def _timed(self, name: str, policy: Policy, spec: RunSpec, batch: RolloutBatch, mesh: Mesh) -> dict[str, Any]:
@@ -484,9 +610,14 @@ class Rank:
             with StepClock(self.device) as clock:
                 said = step()
             samples.append(clock.step_ms)
-        found = {"warm_ms": samples[:WARM], "samples_ms": samples[WARM:], "prepare_ms": preparing.step_ms,
-                 "step_ms": statistics.median(samples[WARM:]),
-                 "peak_gib": self.most(float(peak_bytes(self.device)), mesh) / 2**30, **said}
+        found = {
+            "warm_ms": samples[:WARM],
+            "samples_ms": samples[WARM:],
+            "prepare_ms": preparing.step_ms,
+            "step_ms": statistics.median(samples[WARM:]),
+            "peak_gib": self.most(float(peak_bytes(self.device)), mesh) / 2**30,
+            **said,
+        }
         return found | (_where_time_goes(step) if self.device.type == "cuda" else {})
 
     def most(self, value: float, mesh: Mesh) -> float:
@@ -503,21 +634,29 @@ def _where_time_goes(step: Callable[[], Any]) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    kernels = [(event.key, event.self_device_time_total / 1e3, event.count) for event in profiler.key_averages()
-               if event.device_type == DeviceType.CUDA]
+    kernels = [
+        (event.key, event.self_device_time_total / 1e3, event.count)
+        for event in profiler.key_averages()
+        if event.device_type == DeviceType.CUDA
+    ]
     groups = dict.fromkeys((*GROUPS, "elementwise and copies"), 0.0)
     for name, milliseconds, _ in kernels:
         groups[group_of(name)] += milliseconds
     longest = sorted(kernels, key=lambda kernel: -kernel[1])[:20]
-    return {"groups_ms": groups, "kernels": sum(count for _, _, count in kernels),
-            "longest": [{"kernel": name[:120], "ms": milliseconds, "calls": count}
-                        for name, milliseconds, count in longest]}
+    return {
+        "groups_ms": groups,
+        "kernels": sum(count for _, _, count in kernels),
+        "longest": [
+            {"kernel": name[:120], "ms": milliseconds, "calls": count} for name, milliseconds, count in longest
+        ],
+    }
 
 
 def group_of(kernel: str) -> str:
     """What a kernel belongs to, by its name."""
-    return next((group for group, parts in GROUPS.items() if any(part in kernel for part in parts)),
-                "elementwise and copies")
+    return next(
+        (group for group, parts in GROUPS.items() if any(part in kernel for part in parts)), "elementwise and copies"
+    )
 
 
 def _build(model: Architecture, seed: int) -> Any:
@@ -527,8 +666,12 @@ def _build(model: Architecture, seed: int) -> Any:
     if model.name == "tiny-qwen3":
         return tiny_qwen3(19, seed=seed)
     if model.name not in QWEN3:
-        raise RecordError(f"model {model.name!r}", found="no such architecture", rule=f"one of {', '.join(QWEN3)}",
-                          fix="choose one of these")
+        raise RecordError(
+            f"model {model.name!r}",
+            found="no such architecture",
+            rule=f"one of {', '.join(QWEN3)}",
+            fix="choose one of these",
+        )
     return published_qwen3(model.name, layers=model.layers, seed=seed)
 
 

@@ -96,8 +96,16 @@ class Task:
         return ("torch", "ours") if self.device == "cuda" else ("ours",)
 
 
-def measure(*, gpus: int = 2, model: str = "tiny-qwen3", steps: int = 200, ranks: int | None = None,
-            give_up_s: float = 900.0, told: Callable[[str], None] = lambda line: None, **task: Any) -> dict[str, Any]:
+def measure(
+    *,
+    gpus: int = 2,
+    model: str = "tiny-qwen3",
+    steps: int = 200,
+    ranks: int | None = None,
+    give_up_s: float = 900.0,
+    told: Callable[[str], None] = lambda line: None,
+    **task: Any,
+) -> dict[str, Any]:
     """Train on one rank and on several, and say how they compare as a record.
 
     Args:
@@ -115,12 +123,18 @@ def measure(*, gpus: int = 2, model: str = "tiny-qwen3", steps: int = 200, ranks
     """
     ranks = gpus or ranks or 2
     if model not in MODELS or steps < 1 or ranks < 2:
-        raise SpecError(f"verify: {ranks} rank(s), model {model!r}, {steps} steps",
-                        rule=f"at least two ranks, one of {', '.join(MODELS)}, and at least one step",
-                        fix="give --gpus 2, or --gpus 0 for two processes on CPU")
+        raise SpecError(
+            f"verify: {ranks} rank(s), model {model!r}, {steps} steps",
+            rule=f"at least two ranks, one of {', '.join(MODELS)}, and at least one step",
+            fix="give --gpus 2, or --gpus 0 for two processes on CPU",
+        )
     if gpus > len(visible_gpus()):
-        raise LaunchError(f"verify on {gpus} GPUs", found=f"{len(visible_gpus())} here", rule="one GPU for each rank",
-                          fix="give --gpus 0 to verify on CPU, through gloo")
+        raise LaunchError(
+            f"verify on {gpus} GPUs",
+            found=f"{len(visible_gpus())} here",
+            rule="one GPU for each rank",
+            fix="give --gpus 0 to verify on CPU, through gloo",
+        )
     device = "cuda" if gpus else "cpu"
     usual = {"tokens": TOKENS_A_RANK[model] * ranks} | MODELS[model]
     settings = dataclasses.asdict(Task(model=model, steps=steps, ranks=ranks, device=device, **usual | task))
@@ -129,12 +143,20 @@ def measure(*, gpus: int = 2, model: str = "tiny-qwen3", steps: int = 200, ranks
         folder = Path(scratch)
         (folder / "task.json").write_text(json.dumps(settings))
         for count in (1, ranks):
-            told(f"{steps} steps on {count} {'GPU' if gpus else 'process'}{'s' if gpus and count > 1 else ''}"
-                 f"{'es' if not gpus and count > 1 else ''}")
+            told(
+                f"{steps} steps on {count} {'GPU' if gpus else 'process'}{'s' if gpus and count > 1 else ''}"
+                f"{'es' if not gpus and count > 1 else ''}"
+            )
             _job(count, folder, give_up_s)
         record = compared(folder, ranks)
-    return {"benchmark": "verify", "device": _device(device), "task": settings, **record,
-            "seconds": time.perf_counter() - began, "provenance": provenance(project_root())}
+    return {
+        "benchmark": "verify",
+        "device": _device(device),
+        "task": settings,
+        **record,
+        "seconds": time.perf_counter() - began,
+        "provenance": provenance(project_root()),
+    }
 
 
 def compared(folder: Path, ranks: int) -> dict[str, Any]:
@@ -147,37 +169,67 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
     moved = _whole(_distances(folder, "start"))
     listed = {}
     for name, found in runs.items():
-        entry = {"step_ms": found["step_ms"], "first_loss": found["losses"][0], "last_loss": found["losses"][-1],
-                 "steps": len(found["losses"])}
+        entry = {
+            "step_ms": found["step_ms"],
+            "first_loss": found["losses"][0],
+            "last_loss": found["losses"][-1],
+            "steps": len(found["losses"]),
+        }
         if found["allocated_bytes"]:
             entry["bytes"] = {kind: _memory(found[f"{kind}_bytes"]) for kind in ("allocated", "reserved")}
         if name != "truth":
-            each = {parameter: _over(distance, own_parameters[parameter])
-                    for parameter, distance in distances[name].items()}
+            each = {
+                parameter: _over(distance, own_parameters[parameter]) for parameter, distance in distances[name].items()
+            }
             worst = max(each, key=lambda parameter: _size(each[parameter]))
-            entry |= {"distance": _whole(distances[name]), "over_one_rank": _over(_whole(distances[name]), own),
-                      "worst_parameter": worst, "worst_over_one_rank": each[worst]}
+            entry |= {
+                "distance": _whole(distances[name]),
+                "over_one_rank": _over(_whole(distances[name]), own),
+                "worst_parameter": worst,
+                "worst_over_one_rank": each[worst],
+            }
         if "same_on_all_ranks" in found:
             entry["same_on_all_ranks"] = found["same_on_all_ranks"]
         listed[name] = entry
     shared = [entry for entry in listed.values() if "same_on_all_ranks" in entry]
-    found = {"distance": _largest(entry["over_one_rank"] for entry in shared),
-             "parameter": _largest(entry["worst_over_one_rank"] for entry in shared),
-             "sight": _over(_whole(distances["off_by_ranks"]), BARS["distance"] * own), "moved": _over(moved, own),
-             "trained": _trained(run for name, run in runs.items() if name == "truth" or name.startswith(ALONE))}
-    bars = {name: {"bar": bar, "found": found[name], "holds": found[name] >= bar if name in _AT_LEAST
-                   else found[name] <= bar} for name, bar in BARS.items() if found[name] is not None}
+    found = {
+        "distance": _largest(entry["over_one_rank"] for entry in shared),
+        "parameter": _largest(entry["worst_over_one_rank"] for entry in shared),
+        "sight": _over(_whole(distances["off_by_ranks"]), BARS["distance"] * own),
+        "moved": _over(moved, own),
+        "trained": _trained(run for name, run in runs.items() if name == "truth" or name.startswith(ALONE)),
+    }
+    bars = {
+        name: {
+            "bar": bar,
+            "found": found[name],
+            "holds": found[name] >= bar if name in _AT_LEAST else found[name] <= bar,
+        }
+        for name, bar in BARS.items()
+        if found[name] is not None
+    }
     bars["same"] = {"bar": True, "found": all(entry["same_on_all_ranks"] for entry in shared)}
     bars["same"]["holds"] = bars["same"]["found"]
     if growths := [entry["bytes"][kind]["growth"] for entry in shared if "bytes" in entry for kind in entry["bytes"]]:
         bars["growth"] = {"bar": 0, "found": max(growths), "holds": max(growths) <= 0}
-    baseline = [name for name, run in runs.items() if (name == "truth" or name.startswith(ALONE)) and not
-                all(map(math.isfinite, run["losses"]))]
-    baseline += [name for name in ("truth" if not math.isfinite(moved) else "", ALONE if not math.isfinite(own) else "")
-                 if name]
+    baseline = [
+        name
+        for name, run in runs.items()
+        if (name == "truth" or name.startswith(ALONE)) and not all(map(math.isfinite, run["losses"]))
+    ]
+    baseline += [
+        name for name in ("truth" if not math.isfinite(moved) else "", ALONE if not math.isfinite(own) else "") if name
+    ]
     verdict, why = _judged(bars, moved, list(dict.fromkeys(baseline)))
-    return {"ranks": ranks, "moved": moved, "one_rank_distance": own, "runs": listed, "bars": bars, "verdict": verdict,
-            "why": why}
+    return {
+        "ranks": ranks,
+        "moved": moved,
+        "one_rank_distance": own,
+        "runs": listed,
+        "bars": bars,
+        "verdict": verdict,
+        "why": why,
+    }
 
 
 def _judged(bars: dict[str, Any], moved: float, broken: Sequence[str]) -> tuple[str, str]:
@@ -187,8 +239,12 @@ def _judged(bars: dict[str, Any], moved: float, broken: Sequence[str]) -> tuple[
         return "unsound baseline", f"not finite: {', '.join(broken)}"
     if not moved or "trained" in missed:
         share = bars.get("trained", {"found": 0.0})["found"]
-        return "vacuous", "training did not move the weights" if not moved else \
-            f"only {share:.1%} of one rank's steps have a gradient that is finite and not zero"
+        return (
+            "vacuous",
+            "training did not move the weights"
+            if not moved
+            else f"only {share:.1%} of one rank's steps have a gradient that is finite and not zero",
+        )
     if too_far := [name for name in ("sight", "moved") if name in missed]:
         return "unsound baseline", f"one rank is too far from the truth to show a missing factor: {', '.join(too_far)}"
     return ("different", f"missed: {', '.join(missed)}") if missed else ("equal", "")
@@ -196,30 +252,42 @@ def _judged(bars: dict[str, Any], moved: float, broken: Sequence[str]) -> tuple[
 
 def verdict_of(record: dict[str, Any]) -> str:
     """The verdict of a record; of one from before records had a verdict by its bars."""
-    return str(record.get("verdict") or ("equal" if all(bar["holds"] for bar in record["bars"].values())
-                                         else "different"))
+    return str(
+        record.get("verdict") or ("equal" if all(bar["holds"] for bar in record["bars"].values()) else "different")
+    )
 
 
 def in_words(record: dict[str, Any]) -> str:
     """A record as lines of text, the verdict last."""
     task = record["task"]
-    lines = [f"{task['model']}, {task['steps']} steps of {task['rows']} rows of {task['tokens']} tokens, on "
-             f"{record['ranks']} x {record['device']}, {record['seconds']:.0f} s",
-             f"one rank in float32 is {record['one_rank_distance']:.2e} from the float64 truth; training moved the "
-             f"weights by {record['moved']:.2e}"]
+    lines = [
+        f"{task['model']}, {task['steps']} steps of {task['rows']} rows of {task['tokens']} tokens, on "
+        f"{record['ranks']} x {record['device']}, {record['seconds']:.0f} s",
+        f"one rank in float32 is {record['one_rank_distance']:.2e} from the float64 truth; training moved the "
+        f"weights by {record['moved']:.2e}",
+    ]
     for name, entry in record["runs"].items():
         if "same_on_all_ranks" in entry:
-            memory = "".join(f", {kind} {found['after'] / 2**20:.1f} MiB, growth {found['growth']} bytes"
-                             for kind, found in entry.get("bytes", {}).items())
-            lines.append(f"{name}: {entry['over_one_rank']:.2f} times that (a parameter at most "
-                         f"{entry['worst_over_one_rank']:.2f} times its own), {entry['step_ms']:.1f} ms a step{memory}")
-    lines += [f"{name}: {_number(bar['found'])}, bar {_number(bar['bar'])}: {'holds' if bar['holds'] else 'MISSED'}"
-              for name, bar in record["bars"].items()]
+            memory = "".join(
+                f", {kind} {found['after'] / 2**20:.1f} MiB, growth {found['growth']} bytes"
+                for kind, found in entry.get("bytes", {}).items()
+            )
+            lines.append(
+                f"{name}: {entry['over_one_rank']:.2f} times that (a parameter at most "
+                f"{entry['worst_over_one_rank']:.2f} times its own), {entry['step_ms']:.1f} ms a step{memory}"
+            )
+    lines += [
+        f"{name}: {_number(bar['found'])}, bar {_number(bar['bar'])}: {'holds' if bar['holds'] else 'MISSED'}"
+        for name, bar in record["bars"].items()
+    ]
     ranks = f"{record['ranks']} ranks"
     verdict, why = verdict_of(record), record.get("why", "")
-    lines.append({"equal": f"{ranks} and one rank train the same weights",
-                  "different": f"{ranks} and one rank do NOT agree: see what is missed"}.get(
-                      verdict, f"{verdict}: {why}; {ranks} and one rank cannot be compared by this"))
+    lines.append(
+        {
+            "equal": f"{ranks} and one rank train the same weights",
+            "different": f"{ranks} and one rank do NOT agree: see what is missed",
+        }.get(verdict, f"{verdict}: {why}; {ranks} and one rank cannot be compared by this")
+    )
     return "\n".join(lines)
 
 
@@ -282,19 +350,28 @@ def _job(ranks: int, folder: Path, give_up_s: float) -> None:
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     asked = f"verify: {ranks} rank{'s' if ranks > 1 else ''}"
     with (folder / f"said{ranks}").open("w+") as log:
-        process = subprocess.Popen(_command(ranks, folder), env={"OMP_NUM_THREADS": "1"} | alone,
-                                   stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            _command(ranks, folder),
+            env={"OMP_NUM_THREADS": "1"} | alone,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
         try:
             process.wait(give_up_s)
         except subprocess.TimeoutExpired:
-            raise LaunchError(asked, found=f"no end after {give_up_s:.0f} s; {_last_words(log)}",
-                              rule="every rank comes to the same collectives",
-                              fix="look where its last words point") from None
+            raise LaunchError(
+                asked,
+                found=f"no end after {give_up_s:.0f} s; {_last_words(log)}",
+                rule="every rank comes to the same collectives",
+                fix="look where its last words point",
+            ) from None
         finally:
             _end(process)
         if process.returncode:
-            raise LaunchError(asked, found=_last_words(log), rule="every rank ends with 0",
-                              fix="look where its last words point")
+            raise LaunchError(
+                asked, found=_last_words(log), rule="every rank ends with 0", fix="look where its last words point"
+            )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -59,6 +59,7 @@ def make_model(name: str, device: torch.device, *, precision: str = "float32", o
 
 # -- batches ---------------------------------------------------------------------------------------------------
 
+
 def make_batches(task: Task, model: Any, device: torch.device) -> list[dict[str, Tensor]]:
     """Rows of seeded tokens, unequal masks, and log-probabilities near those of the untrained model."""
     g = torch.Generator().manual_seed(0)
@@ -70,8 +71,11 @@ def make_batches(task: Task, model: Any, device: torch.device) -> list[dict[str,
         mask_BT = (places_BT < lengths_B1) & (places_BT > t // 8) & (torch.rand(b, t, generator=g) < 0.8)
         if number == BATCHES - 1:
             mask_BT = (places_BT > 0) & (places_BT < t // (2 * task.ranks)) & (torch.arange(b) == 0)[:, None]
-        batch = {"tokens": torch.randint(vocabulary, (b, t), generator=g), "mask": mask_BT,
-                 "advantages": torch.randn(b, 1, generator=g).expand(b, t).contiguous()}
+        batch = {
+            "tokens": torch.randint(vocabulary, (b, t), generator=g),
+            "mask": mask_BT,
+            "advantages": torch.randn(b, 1, generator=g).expand(b, t).contiguous(),
+        }
         said_BT = _own_logprobs(model, {name: value.to(device) for name, value in batch.items()}).float().cpu()
         for name in ("old_logprobs", "ref_logprobs"):
             batch[name] = (said_BT + 0.1 * torch.randn(b, t, generator=g)).clamp_max(-1e-3)
@@ -95,8 +99,10 @@ def saved(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def loaded(content: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
     """And back, on a device."""
-    return [{name.partition(".")[2]: value.to(device) for name, value in content.items()
-             if name.startswith(f"{number}.")} for number in range(BATCHES)]
+    return [
+        {name.partition(".")[2]: value.to(device) for name, value in content.items() if name.startswith(f"{number}.")}
+        for number in range(BATCHES)
+    ]
 
 
 # -- training --------------------------------------------------------------------------------------------------
@@ -143,19 +149,31 @@ def under_ours(align: Alignment, task: Task) -> Backward:
     def backward(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         whole = shifted(**batch) | {"documents": ids_T.view(task.rows, task.tokens).to(batch["tokens"].device)}
         held = {name: plan.split(value.flatten(), align.cp.rank) for name, value in whole.items()}
-        logits = model(input_ids=held["tokens"][None], position_ids=held["positions"][None], use_cache=False,
-                       shard=shard).logits[0]
+        logits = model(
+            input_ids=held["tokens"][None], position_ids=held["positions"][None], use_cache=False, shard=shard
+        ).logits[0]
         said = token_logprobs_from_logits(logits, held["targets"], wanted=()).logprobs_T
-        loss = align.policy_loss(LOSS, policy_logprobs=said, num_documents=task.rows, **{
-            name: held[name] for name in ("old_logprobs", "ref_logprobs", "advantages", "mask", "documents")})
+        loss = align.policy_loss(
+            LOSS,
+            policy_logprobs=said,
+            num_documents=task.rows,
+            **{name: held[name] for name in ("old_logprobs", "ref_logprobs", "advantages", "mask", "documents")},
+        )
         loss.backward()
         return loss
 
     return backward
 
 
-def train(model: nn.Module, backward: Backward, batches: list[dict[str, Tensor]], task: Task, *, mesh: Mesh,
-          engine: Engine | None = None) -> dict[str, Any]:
+def train(
+    model: nn.Module,
+    backward: Backward,
+    batches: list[dict[str, Tensor]],
+    task: Task,
+    *,
+    mesh: Mesh,
+    engine: Engine | None = None,
+) -> dict[str, Any]:
     """Steps of plain SGD, and what each of them said and held.
 
     Args:
@@ -180,14 +198,22 @@ def train(model: nn.Module, backward: Backward, batches: list[dict[str, Tensor]]
             if engine == "sum":
                 all_sum_([parameter.grad for parameter in model.parameters()], mesh["cp"])
             if engine is None:
-                norms.append(torch.linalg.vector_norm(torch.stack(
-                    [torch.linalg.vector_norm(parameter.grad) for parameter in model.parameters()])).item())
+                norms.append(
+                    torch.linalg.vector_norm(
+                        torch.stack([torch.linalg.vector_norm(parameter.grad) for parameter in model.parameters()])
+                    ).item()
+                )
             optimizer.step()
             if mesh.device.type == "cuda":
                 allocated.append(torch.cuda.memory_allocated(mesh.device))
                 reserved.append(torch.cuda.memory_reserved(mesh.device))
-    return {"losses": losses, "gradient_norms": norms, "allocated_bytes": allocated, "reserved_bytes": reserved,
-            "step_ms": clock.step_ms / task.steps}
+    return {
+        "losses": losses,
+        "gradient_norms": norms,
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "step_ms": clock.step_ms / task.steps,
+    }
 
 
 def same_on_all_ranks(model: nn.Module, mesh: Mesh) -> bool:
@@ -201,6 +227,7 @@ def same_on_all_ranks(model: nn.Module, mesh: Mesh) -> bool:
 
 # -- the two jobs ----------------------------------------------------------------------------------------------
 
+
 def one_rank(task: Task, folder: Path, device: torch.device) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     """The truth, one rank's float32 in several orders of the rows, and a gradient that is off by the ranks."""
     mesh = make_mesh(device=device, alone=True)
@@ -208,8 +235,10 @@ def one_rank(task: Task, folder: Path, device: torch.device) -> Iterator[tuple[s
     save_file(saved(make_batches(task, exact, device)), folder / "batches.safetensors")
     batches = loaded(load_file(folder / "batches.safetensors"), device)
     in_order = torch.arange(task.rows, device=device)
-    wide = [{name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-            for batch in batches]
+    wide = [
+        {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+        for batch in batches
+    ]
     save_file(_weights(exact), folder / "start.safetensors")
     yield "truth", exact, train(exact, on_whole_rows(in_order), wide, task, mesh=mesh)
     for number in range(task.orders):

@@ -82,8 +82,15 @@ def _do(given: list[str]) -> int:
         if error.errno not in _DISK:
             raise
         said = f"workbench {verb}: {error.strerror}: {error.filename or 'no file is named'}"
-        print("\n".join([*safe_lines(said), "  do: make room, or make the folder writable, and say it again: what is "
-                         "recorded is kept"]), file=sys.stderr)
+        print(
+            "\n".join(
+                [
+                    *safe_lines(said),
+                    "  do: make room, or make the folder writable, and say it again: what is recorded is kept",
+                ]
+            ),
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -98,14 +105,19 @@ def _rollouts(arguments: Sequence[str]) -> int:
 
     code = tyro.extras.subcommand_cli_from_dict(
         {"import": rollouts.import_, "check": rollouts.check, "record": rollouts.record},
-        prog="workbench rollouts", args=list(arguments), description="Import, check or record rollouts.",
-        config=(tyro.conf.PositionalRequiredArgs,))
+        prog="workbench rollouts",
+        args=list(arguments),
+        description="Import, check or record rollouts.",
+        config=(tyro.conf.PositionalRequiredArgs,),
+    )
     return code or 0
 
 
 def _help() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {verb:<{width}}  {meaning}" for verb, meaning in VERBS.items())
-    return (f"usage: workbench VERB ...\n\n{(workbench.__doc__ or '').splitlines()[0]}\n\n{verbs}\n\n"
-            "`workbench VERB --help` says more.\n"
-            "Begin with: workbench run experiments/layout_parity/ablation.yaml")
+    return (
+        f"usage: workbench VERB ...\n\n{(workbench.__doc__ or '').splitlines()[0]}\n\n{verbs}\n\n"
+        "`workbench VERB --help` says more.\n"
+        "Begin with: workbench run experiments/layout_parity/ablation.yaml"
+    )

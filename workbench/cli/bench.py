@@ -19,22 +19,39 @@ from workbench.runs.store import project_root, to_json, without_machine_paths, w
 class BenchOptions:
     """Options of the verb."""
 
-    names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(
-        help="Which benchmarks; all if none is named: " + "; ".join(f"{n}, {q}" for n, q in BENCHMARKS.items()))] = ()
-    folder: Annotated[Path | None, tyro.conf.arg(
-        help="Where records are written; if left out a folder of experiments/ of the project.")] = None
+    names: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(
+            help="Which benchmarks; all if none is named: " + "; ".join(f"{n}, {q}" for n, q in BENCHMARKS.items())
+        ),
+    ] = ()
+    folder: Annotated[
+        Path | None,
+        tyro.conf.arg(help="Where records are written; if left out a folder of experiments/ of the project."),
+    ] = None
     pairs: Annotated[int | None, tyro.conf.arg(help="Samples of each kind, where a benchmark takes pairs.")] = None
-    only: Annotated[tuple[str, ...], tyro.conf.arg(
-        help="Workloads, of a benchmark that can measure some and keep its record of the others.")] = ()
+    only: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(help="Workloads, of a benchmark that can measure some and keep its record of the others."),
+    ] = ()
 
 
 def main(arguments: Sequence[str]) -> int:
     """Do `workbench bench`; 1 if a bar is missed."""
-    options = tyro.cli(BenchOptions, args=list(arguments), prog="workbench bench",
-                       description="Measure what is claimed of speed on this machine, and write it down.")
+    options = tyro.cli(
+        BenchOptions,
+        args=list(arguments),
+        prog="workbench bench",
+        description="Measure what is claimed of speed on this machine, and write it down.",
+    )
     if strangers := [name for name in options.names if name not in BENCHMARKS]:
-        raise SpecError(f"benchmark {', '.join(strangers)}", found="no benchmark of that name",
-                        rule=f"one of {', '.join(BENCHMARKS)}", fix="choose one of them, or name none for all")
+        raise SpecError(
+            f"benchmark {', '.join(strangers)}",
+            found="no benchmark of that name",
+            rule=f"one of {', '.join(BENCHMARKS)}",
+            fix="choose one of them, or name none for all",
+        )
     held = True
     for name in options.names or BENCHMARKS:
         benchmark = importlib.import_module(f"workbench.bench.{name}")

@@ -14,9 +14,14 @@ from workbench.cli.terminal import safe_lines, say
 _YAML = (".yaml", ".yml")
 
 
-def _bisect(a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
-            b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")], *,
-            block_tokens: int | None = None, steps: int | None = None, json: bool = False) -> int:
+def _bisect(
+    a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
+    b: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="B")],
+    *,
+    block_tokens: int | None = None,
+    steps: int | None = None,
+    json: bool = False,
+) -> int:
     """Run two configurations again and name the first tensor, and block of tokens, in which they differ.
 
     The verdict is "equal", "different", "vacuous" (the same bits, and nothing was trained) or "unsound baseline" (the
@@ -35,8 +40,17 @@ def _bisect(a: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="A")],
     names = (_called(a), _called(b))
     found = bisect(meant(a), meant(b), names=names, block_tokens=block_tokens, steps=steps)
     if json:
-        print(to_json({"verdict": found.verdict, "equal": found.equal, **asdict(found),
-                       "evidence": found.evidence and found.evidence.as_json()}).decode(), end="")
+        print(
+            to_json(
+                {
+                    "verdict": found.verdict,
+                    "equal": found.equal,
+                    **asdict(found),
+                    "evidence": found.evidence and found.evidence.as_json(),
+                }
+            ).decode(),
+            end="",
+        )
     else:
         say(safe_lines(str(found)))
     return 0 if found.equal else 1
@@ -64,8 +78,12 @@ def meant(asked: str) -> Any:
     planned = {run.name: run.spec for run in load_ablation(file).expand()}
     if name not in planned:
         found = f"no run {name!r} in {file}" if name else f"an ablation of {len(planned)} runs"
-        raise SpecError(f"bisect {asked}", found=found, rule=f"one of {', '.join(planned)}",
-                        fix=f"say which, as {file}:{next(iter(planned))}")
+        raise SpecError(
+            f"bisect {asked}",
+            found=found,
+            rule=f"one of {', '.join(planned)}",
+            fix=f"say which, as {file}:{next(iter(planned))}",
+        )
     return planned[name]
 
 

@@ -16,8 +16,13 @@ from workbench.runs.store import ENDED
 BY = "the command line"
 
 
-def cancel(asked: str | Path, *, by: str = BY, project: Path | None = None,
-           on_end: Callable[[str, str, bool], None] | None = None) -> dict[str, str]:
+def cancel(
+    asked: str | Path,
+    *,
+    by: str = BY,
+    project: Path | None = None,
+    on_end: Callable[[str, str, bool], None] | None = None,
+) -> dict[str, str]:
     """End a run, or all runs of an experiment that have not ended, and wait until they have.
 
     Args:

@@ -47,16 +47,20 @@ def certified(run: str, reference: str) -> tuple[str, bool]:
     runs = [run for asked in (run, reference) for run in look_up(asked).opened()]
     found = compare_certificates(runs[0], runs[1]) if len(runs) == 2 else None
     if found is None:
-        raise RecordError(f"compare {run} with {reference}",
-                          found="no certificates in one of them" if len(runs) == 2 else f"{len(runs)} runs",
-                          rule="two runs, each with a certificate of its steps",
-                          fix="set record: {certificate: true} and run again; the reproducible mode does by itself")
+        raise RecordError(
+            f"compare {run} with {reference}",
+            found="no certificates in one of them" if len(runs) == 2 else f"{len(runs)} runs",
+            rule="two runs, each with a certificate of its steps",
+            fix="set record: {certificate: true} and run again; the reproducible mode does by itself",
+        )
     seen = "" if found.evidence is None else f"\ncould have seen: {found.evidence.summary()}"
     return f"{found}{seen}", found.verdict == "equal"
 
 
-def _compare(experiment_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")],
-             reference: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REFERENCE")] = "") -> int:
+def _compare(
+    experiment_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="EXPERIMENT")],
+    reference: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="REFERENCE")] = "",
+) -> int:
     """Print the verdicts of an experiment; or, given two runs, whether their certificates agree.
 
     Exit code 0: every configuration without a planted fault agrees; 1: one of them is different, vacuous, has an

@@ -12,9 +12,12 @@ import tyro
 from workbench.cli.terminal import safe_lines, say
 
 
-def _diagnose(trusted: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TRUSTED")],
-              suspect: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SUSPECT")], *,
-              json: bool = False) -> int:
+def _diagnose(
+    trusted: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TRUSTED")],
+    suspect: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SUSPECT")],
+    *,
+    json: bool = False,
+) -> int:
     """Why does one run differ from another that is right? Ranked causes, and what to try next.
 
     The verdict is "equal", "different", "vacuous" (no trained token or no gradient: nothing was there to compare) or
@@ -41,10 +44,16 @@ def in_plain(diagnosis: Any) -> dict[str, Any]:
     """A diagnosis as numbers and words."""
     following = diagnosis.next_experiment()
     causes = [asdict(cause) | {"needs": sorted(cause.needs)} for cause in diagnosis.causes]
-    return {"trusted": diagnosis.trusted, "suspect": diagnosis.suspect, "verdict": diagnosis.verdict,
-            "equal": diagnosis.equal, "evidence": diagnosis.sight and diagnosis.sight.as_json(),
-            "first_step": diagnosis.evidence.first.number, "causes": causes,
-            "next_experiment": following and asdict(following)}
+    return {
+        "trusted": diagnosis.trusted,
+        "suspect": diagnosis.suspect,
+        "verdict": diagnosis.verdict,
+        "equal": diagnosis.equal,
+        "evidence": diagnosis.sight and diagnosis.sight.as_json(),
+        "first_step": diagnosis.evidence.first.number,
+        "causes": causes,
+        "next_experiment": following and asdict(following),
+    }
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -31,8 +31,21 @@ from workbench.runs.store import project_root, to_json
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
-NEEDED = ("transformers", "torchx", "safetensors", "pydantic", "tyro", "pandas", "pyarrow", "psutil", "matplotlib",
-          "jupyterlab", "ipywidgets", "nbclient", "nbformat")
+NEEDED = (
+    "transformers",
+    "torchx",
+    "safetensors",
+    "pydantic",
+    "tyro",
+    "pandas",
+    "pyarrow",
+    "psutil",
+    "matplotlib",
+    "jupyterlab",
+    "ipywidgets",
+    "nbclient",
+    "nbformat",
+)
 """Packages that the workbench does not work without, besides torch."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -76,16 +89,33 @@ def examine(project: Path | None = None) -> list[Finding]:
 
 def _findings(project: Path) -> Iterator[Finding]:
     checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-        _python, _packages, _torch_and_rendezvous, _triton, _processors, _memory, _gpus,
-        lambda: _project(project), lambda: _disk(project), _shared_memory, _limits, _browser, _widgets, _schedulers,
-        _extras, lambda: _runs(project))
+        _python,
+        _packages,
+        _torch_and_rendezvous,
+        _triton,
+        _processors,
+        _memory,
+        _gpus,
+        lambda: _project(project),
+        lambda: _disk(project),
+        _shared_memory,
+        _limits,
+        _browser,
+        _widgets,
+        _schedulers,
+        _extras,
+        lambda: _runs(project),
+    )
     for check in checks:
         try:
             found = check()
             yield from [found] if isinstance(found, Finding) else found
         except Exception as error:  # whatever is wrong with this machine, the rest of it is still looked at
-            yield Finding(getattr(check, "__name__", "check").strip("_<>"), PROBLEM,
-                          f"could not be looked at: {type(error).__name__}: {error}")
+            yield Finding(
+                getattr(check, "__name__", "check").strip("_<>"),
+                PROBLEM,
+                f"could not be looked at: {type(error).__name__}: {error}",
+            )
 
 
 # ---- software ------------------------------------------------------------------------------------------
@@ -117,12 +147,22 @@ def _torch_and_rendezvous() -> Iterator[Finding]:
         yield Finding("torch", NOTE, f"{_version('torch')}; not asked further, as its ranks did not meet")
         yield Finding("rendezvous", PROBLEM, error.parts["found"], error.parts["fix"])
         return
-    build = [f"CUDA {facts['cuda']}" if facts["cuda"] else "for CPU only",
-             f"NCCL {facts['nccl']}" if facts["nccl"] else "no NCCL", "gloo" if facts["gloo"] else "no gloo"]
-    yield Finding("torch", OK if facts["gloo"] else PROBLEM, f"{facts['torch']} ({', '.join(build)})",
-                  "" if facts["gloo"] else "install a build of torch with gloo: CPU ranks cannot talk without it")
-    yield Finding("rendezvous", OK, f"2 ranks met through gloo in {facts['met_s'] * 1e3:.0f} ms, after "
-                                    f"{facts['loaded_s']:.1f} s of loading torch")
+    build = [
+        f"CUDA {facts['cuda']}" if facts["cuda"] else "for CPU only",
+        f"NCCL {facts['nccl']}" if facts["nccl"] else "no NCCL",
+        "gloo" if facts["gloo"] else "no gloo",
+    ]
+    yield Finding(
+        "torch",
+        OK if facts["gloo"] else PROBLEM,
+        f"{facts['torch']} ({', '.join(build)})",
+        "" if facts["gloo"] else "install a build of torch with gloo: CPU ranks cannot talk without it",
+    )
+    yield Finding(
+        "rendezvous",
+        OK,
+        f"2 ranks met through gloo in {facts['met_s'] * 1e3:.0f} ms, after {facts['loaded_s']:.1f} s of loading torch",
+    )
     yield from _gpus_of_torch(facts)
 
 
@@ -134,14 +174,19 @@ def _gpus_of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
             yield Finding("NCCL", PROBLEM, "missing, and there are several GPUs", "install a build of torch with NCCL")
     elif present:
         why = "this torch is built for CPU" if not facts["cuda"] else "torch sees none; the driver may be too old"
-        yield Finding("CUDA", PROBLEM if facts["cuda"] else NOTE, f"{present} GPUs, and {why}",
-                      "install a torch that fits the driver: make TORCH_INDEX=<address of CUDA builds>")
+        yield Finding(
+            "CUDA",
+            PROBLEM if facts["cuda"] else NOTE,
+            f"{present} GPUs, and {why}",
+            "install a torch that fits the driver: make TORCH_INDEX=<address of CUDA builds>",
+        )
 
 
 def _triton() -> Finding:
     version = _version("triton")
-    return Finding("triton", OK if version else NOTE, version or "not installed",
-                   "" if version else "only GPU kernels need it")
+    return Finding(
+        "triton", OK if version else NOTE, version or "not installed", "" if version else "only GPU kernels need it"
+    )
 
 
 def _browser() -> Finding:
@@ -154,8 +199,12 @@ def _browser() -> Finding:
 def _widgets() -> Finding:
     manager = _version("jupyterlab_widgets")
     if _version("jupyterlab") and _version("ipywidgets") and not manager:
-        return Finding("widgets", PROBLEM, "JupyterLab's part of ipywidgets is missing: panels stay blank",
-                       "pip install jupyterlab_widgets, in the environment that starts JupyterLab")
+        return Finding(
+            "widgets",
+            PROBLEM,
+            "JupyterLab's part of ipywidgets is missing: panels stay blank",
+            "pip install jupyterlab_widgets, in the environment that starts JupyterLab",
+        )
     return Finding("widgets", OK, f"jupyterlab_widgets {manager}")
 
 
@@ -219,8 +268,13 @@ def _smi(query: str, what: str = "gpu") -> list[list[str]]:
     if shutil.which("nvidia-smi") is None:
         return []
     try:
-        done = subprocess.run(["nvidia-smi", f"--query-{what}={query}", "--format=csv,noheader"], capture_output=True,
-                              text=True, timeout=30, check=True)
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-{what}={query}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
@@ -233,8 +287,12 @@ def _disk(project: Path) -> Finding:
     try:
         speed, flush_ms = _write_speed(folder)
     except OSError as error:
-        return Finding("disk", PROBLEM, f"{folder.name} cannot be written: {error.strerror}",
-                       "make the folder writable, or work in a clone that is yours")
+        return Finding(
+            "disk",
+            PROBLEM,
+            f"{folder.name} cannot be written: {error.strerror}",
+            "make the folder writable, or work in a clone that is yours",
+        )
     says = f"{size(free)} free, {speed / _MIB:.0f} MiB/s written, {flush_ms:.1f} ms for a record"
     if free < _DISK_PROBLEM:
         return Finding("disk", PROBLEM, says, "make room: a run that cannot write its record fails")
@@ -277,8 +335,10 @@ def _shared_memory() -> Finding:
 def _limits() -> Finding:
     files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
     files, processes = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (files, processes))
-    says = ", ".join(f"{'any number of' if limit == math.inf else limit} {what}"
-                     for limit, what in ((files, "open files"), (processes, "processes")))
+    says = ", ".join(
+        f"{'any number of' if limit == math.inf else limit} {what}"
+        for limit, what in ((files, "open files"), (processes, "processes"))
+    )
     if files < _FILES_PROBLEM:
         return Finding("limits", PROBLEM, says, "ulimit -n 4096: every rank opens a socket to each other")
     if files < _FILES_NOTE:
@@ -295,11 +355,15 @@ def _project(project: Path) -> Finding:
     shown = str(project)
     home = str(Path.home())
     if home != "/" and (shown == home or shown.startswith(f"{home}/")):
-        shown = f"~{shown[len(home):]}"
+        shown = f"~{shown[len(home) :]}"
     missing = [name for name in ("data", "experiments") if not (project / name).is_dir()]
     if missing:
-        return Finding("project", NOTE, f"{shown}, without a folder {' and '.join(missing)}",
-                       "change to a clone of the project, or run files by their path")
+        return Finding(
+            "project",
+            NOTE,
+            f"{shown}, without a folder {' and '.join(missing)}",
+            "change to a clone of the project, or run files by their path",
+        )
     return Finding("project", OK, shown)
 
 

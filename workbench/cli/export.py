@@ -15,8 +15,14 @@ from workbench.report.exporters.export import Exported, TrackerName, default_fol
 from workbench.runs.lookup import look_up
 
 
-def export(asked: str | Path, *, to: TrackerName, project: str = "workbench", folder: Path | None = None,
-           root: Path | None = None) -> list[Exported]:
+def export(
+    asked: str | Path,
+    *,
+    to: TrackerName,
+    project: str = "workbench",
+    folder: Path | None = None,
+    root: Path | None = None,
+) -> list[Exported]:
     """Make a run at a tracker of a run, or of each run of an experiment; see `export_runs`.
 
     Args:
@@ -44,8 +50,13 @@ def lines_of(exported: Sequence[Exported]) -> list[str]:
     return lines + [safe(f"  in {count} run{'' if count == 1 else 's'}: {note}") for note, count in notes.items()]
 
 
-def _export(run_or_experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_EXPERIMENT")], *,
-            to: TrackerName, project: str = "workbench", folder: Path | None = None) -> int:
+def _export(
+    run_or_experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_EXPERIMENT")],
+    *,
+    to: TrackerName,
+    project: str = "workbench",
+    folder: Path | None = None,
+) -> int:
     """Write runs that have ended for a tracker, offline: nothing is sent anywhere.
 
     Exporting again adds what is new and leaves the rest alone. Exit code 1 if a run was left out.

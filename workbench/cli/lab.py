@@ -25,14 +25,29 @@ def lab_command(project: Path, more: Sequence[str] = ()) -> list[str]:
     """
     notebooks = sorted((project / "notebooks").glob("*.ipynb"))
     if not notebooks:
-        raise LaunchError("open JupyterLab on the notebooks", found="no notebooks/*.ipynb in the project",
-                          rule="run it in a clone of the project", fix="change to the project's folder")
+        raise LaunchError(
+            "open JupyterLab on the notebooks",
+            found="no notebooks/*.ipynb in the project",
+            rule="run it in a clone of the project",
+            fix="change to the project's folder",
+        )
     if find_spec("jupyterlab") is None:
-        raise LaunchError("open JupyterLab", found="it is not installed", rule="jupyterlab is a dependency",
-                          fix="run `make lab`, or install the project with pip")
+        raise LaunchError(
+            "open JupyterLab",
+            found="it is not installed",
+            rule="jupyterlab is a dependency",
+            fix="run `make lab`, or install the project with pip",
+        )
     root = ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    return [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={project}",
-            f"--LabApp.default_url=/lab/tree/notebooks/{notebooks[0].name}", *root, *more]
+    return [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        f"--ServerApp.root_dir={project}",
+        f"--LabApp.default_url=/lab/tree/notebooks/{notebooks[0].name}",
+        *root,
+        *more,
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -36,8 +36,9 @@ def tail_lines(run: RunDirectory, *, ranks: Sequence[int] | None = None, lines: 
     return [*logs.read(), *logs.rest()]
 
 
-def follow_lines(run: RunDirectory, *, ranks: Sequence[int] | None = None,
-                 lines: int = -1) -> Iterator[tuple[int, str]]:
+def follow_lines(
+    run: RunDirectory, *, ranks: Sequence[int] | None = None, lines: int = -1
+) -> Iterator[tuple[int, str]]:
     """(rank, line) as ranks print, until the run has ended; of what there is already, the last lines first.
 
     Args:
@@ -100,10 +101,12 @@ class _Logs:
         missing = [rank for rank in self.ranks or () if rank not in self.offset]
         if missing:
             there = ", ".join(map(str, _ranks_with_logs(self.run))) or "none"
-            raise RecordError(f"read the log of rank {missing[0]} of {self.run.path.name}",
-                              found=f"ranks with a log: {there}; the run is {self.run.status}",
-                              rule="a rank has a log once it has begun",
-                              fix=f"`workbench status {spelled(self.run.path)}` says how each rank does")
+            raise RecordError(
+                f"read the log of rank {missing[0]} of {self.run.path.name}",
+                found=f"ranks with a log: {there}; the run is {self.run.status}",
+                rule="a rank has a log once it has begun",
+                fix=f"`workbench status {spelled(self.run.path)}` says how each rank does",
+            )
 
 
 def _ranks_with_logs(run: RunDirectory) -> list[int]:
@@ -143,8 +146,13 @@ def _shown(rank: int, line: str, *, prefix: bool, escape: bool) -> str:
     return f"[rank {rank}] {shown}" if prefix else shown
 
 
-def _logs(run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")], *,
-          follow: Annotated[bool, tyro.conf.arg(aliases=["-f"])] = False, rank: str = "all", lines: int = 50) -> int:
+def _logs(
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    *,
+    follow: Annotated[bool, tyro.conf.arg(aliases=["-f"])] = False,
+    rank: str = "all",
+    lines: int = 50,
+) -> int:
     """What the ranks of a run print.
 
     On a terminal control characters are written out, because a terminal would obey them; anywhere else lines come as
@@ -157,13 +165,18 @@ def _logs(run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")
         lines: How many of each rank's last lines to begin with; -1 for all.
     """
     if rank != "all" and not rank.isdecimal():
-        raise RecordError(f"read the log of rank {rank!r}", found=rank, rule="the number of a rank, or all",
-                          fix="say --rank 0")
+        raise RecordError(
+            f"read the log of rank {rank!r}", found=rank, rule="the number of a rank, or all", fix="say --rank 0"
+        )
     target = look_up(run)
     if len(target.runs) > 1:
         names = ", ".join(found.name for found in target.runs if found.name.isprintable())
-        raise RecordError(f"read the logs of {safe(run)}", found="an experiment of several runs",
-                          rule="logs are those of one run", fix=f"name one of its runs: {names}")
+        raise RecordError(
+            f"read the logs of {safe(run)}",
+            found="an experiment of several runs",
+            rule="logs are those of one run",
+            fix=f"name one of its runs: {names}",
+        )
     [directory] = target.opened()
     ranks = None if rank == "all" else [int(rank)]
     world_size = int(directory.state.get("world_size", directory.spec.layout.world_size))

@@ -75,14 +75,26 @@ def list_runs(*experiment_dirs: Path | str, every: bool = False, project: Path |
 def listing(found: Found) -> Listed:
     """A run as a list shows it; one that cannot be read says so."""
     run, state = found.run, found.state
-    common = {"experiment": found.experiment_dir.name, "name": found.name, "folder": found.path.name,
-              "created_ns": found.created_ns, "ranks": int(state.get("world_size", 0)),
-              "device": str(state.get("device", "")), "backend": str(state.get("backend", ""))}
+    common = {
+        "experiment": found.experiment_dir.name,
+        "name": found.name,
+        "folder": found.path.name,
+        "created_ns": found.created_ns,
+        "ranks": int(state.get("world_size", 0)),
+        "device": str(state.get("device", "")),
+        "backend": str(state.get("backend", "")),
+    }
     if run is None:
         return Listed(state="unreadable", steps_done=0, steps=0, seconds=None, why=found.problem, **common)
     status = run.status
-    return Listed(state=status, steps_done=steps_recorded(run), steps=run.spec.steps, why=_why(found, status),
-                  seconds=seconds(state, status), **common | {"ranks": common["ranks"] or run.spec.layout.world_size})
+    return Listed(
+        state=status,
+        steps_done=steps_recorded(run),
+        steps=run.spec.steps,
+        why=_why(found, status),
+        seconds=seconds(state, status),
+        **common | {"ranks": common["ranks"] or run.spec.layout.world_size},
+    )
 
 
 def seconds(state: dict[str, int], status: str) -> float | None:
@@ -117,15 +129,27 @@ def lines_of(listed: Sequence[Listed], *, letters: int | None = None) -> list[st
     for run in listed:
         name = run.folder if count[run.experiment, run.name] > 1 else run.name
         where = f"{run.ranks} x {run.device}" if run.device and run.ranks else run.device
-        rows.append([run.experiment if several else "", name, run.state,
-                     f"{run.steps_done}/{run.steps}" if run.steps else "", when(run.created_ns),
-                     "" if run.seconds is None else duration(round(run.seconds, 1)),
-                     ", ".join(filter(None, [where, run.backend])), run.why])
+        rows.append(
+            [
+                run.experiment if several else "",
+                name,
+                run.state,
+                f"{run.steps_done}/{run.steps}" if run.steps else "",
+                when(run.created_ns),
+                "" if run.seconds is None else duration(round(run.seconds, 1)),
+                ", ".join(filter(None, [where, run.backend])),
+                run.why,
+            ]
+        )
     return table(rows, ("EXPERIMENT", "RUN", "STATE", "STEPS", "WHEN", "TOOK", "WHERE", "WHY"), width=letters)
 
 
-def _ls(experiment_dir: tyro.conf.Positional[tuple[str, ...]] = (), *,
-        every: Annotated[bool, tyro.conf.arg(name="all")] = False, json: bool = False) -> int:
+def _ls(
+    experiment_dir: tyro.conf.Positional[tuple[str, ...]] = (),
+    *,
+    every: Annotated[bool, tyro.conf.arg(name="all")] = False,
+    json: bool = False,
+) -> int:
     """Every run of the experiments, newest last.
 
     A run that says running while nobody is left who could end it is lost. Of several attempts of one name the newest

@@ -27,8 +27,9 @@ def load_function(place: str) -> Callable[..., Any]:
     path, _, name = place.rpartition(":")
     file = Path(path)
     if not file.is_file():
-        raise SpecError(f"prove {place}", found=f"no file {path}", rule="FILE.py:NAME of a function in it",
-                        fix="check the path")
+        raise SpecError(
+            f"prove {place}", found=f"no file {path}", rule="FILE.py:NAME of a function in it", fix="check the path"
+        )
     described = importlib.util.spec_from_file_location(f"proved_{file.stem}", file)
     assert described is not None, "a .py file has a loader"
     assert described.loader is not None, "a .py file has a loader"
@@ -38,20 +39,33 @@ def load_function(place: str) -> Callable[..., Any]:
     try:
         described.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise SpecError(f"prove {place}", found=f"{type(error).__name__}: {error}", rule=f"{file.name} can be imported",
-                        fix="mend what is named above") from error
+        raise SpecError(
+            f"prove {place}",
+            found=f"{type(error).__name__}: {error}",
+            rule=f"{file.name} can be imported",
+            fix="mend what is named above",
+        ) from error
     finally:
         sys.path.pop(0)
     function = getattr(module, name, None)
     if not callable(function):
-        raise SpecError(f"prove {place}", found=f"{file.name} has no function {name!r}", rule="FILE.py:NAME",
-                        fix="check the name")
+        raise SpecError(
+            f"prove {place}", found=f"{file.name} has no function {name!r}", rule="FILE.py:NAME", fix="check the name"
+        )
     return function
 
 
-def _prove(loss: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LOSS")], *, spec: Path | None = None,
-           engine: Literal["sum", "mean"] | None = None, laws: tuple[str, ...] = (), seed: int = 0,
-           rounds: int = 4, budget_s: float = 20.0, json: bool = False) -> int:
+def _prove(
+    loss: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LOSS")],
+    *,
+    spec: Path | None = None,
+    engine: Literal["sum", "mean"] | None = None,
+    laws: tuple[str, ...] = (),
+    seed: int = 0,
+    rounds: int = 4,
+    budget_s: float = 20.0,
+    json: bool = False,
+) -> int:
     """Does a loss keep the laws of parallel training? Loss, gradient and metrics, against one unsplit process.
 
     Exit code 1 if a law is broken that the loss does not declare, or was not tried.
@@ -76,14 +90,17 @@ def _prove(loss: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LOS
     if loss.rpartition(":")[0].endswith(".py"):
         what = load_function(loss)
     elif loss.endswith(".py"):
-        raise SpecError(f"prove {loss}", found="a file, and no function", rule="FILE.py:NAME of a function in it",
-                        fix=f"name the function: {loss}:NAME")
+        raise SpecError(
+            f"prove {loss}",
+            found="a file, and no function",
+            rule="FILE.py:NAME of a function in it",
+            fix=f"name the function: {loss}:NAME",
+        )
     elif loss.endswith((".yaml", ".yml")):
         what = load_run_spec(Path(loss))
     elif settings is not None:
         what, settings = settings.merged({"loss": {"name": loss}}), None
-    proof = prove(what, spec=settings, engine=engine, laws=laws or None, seed=seed, rounds=rounds,
-                  budget_s=budget_s)
+    proof = prove(what, spec=settings, engine=engine, laws=laws or None, seed=seed, rounds=rounds, budget_s=budget_s)
     if json:
         print(to_json(in_plain(proof)).decode(), end="")
     else:
@@ -94,16 +111,25 @@ def _prove(loss: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="LOS
 def in_plain(proof: Any) -> dict[str, Any]:
     """A proof as numbers and words, the documents of its counterexamples too."""
     laws = [_named(law) | {"counterexample": law.counterexample and _named(law.counterexample)} for law in proof.laws]
-    return {"subject": proof.subject, "ok": proof.ok, "verdict": proof.verdict, "broken": proof.broken,
-            "declared": proof.declared, "seed": proof.seed, "seconds": proof.seconds, "laws": laws}
+    return {
+        "subject": proof.subject,
+        "ok": proof.ok,
+        "verdict": proof.verdict,
+        "broken": proof.broken,
+        "declared": proof.declared,
+        "seed": proof.seed,
+        "seconds": proof.seconds,
+        "laws": laws,
+    }
 
 
 def _named(value: Any) -> dict[str, Any]:
-    return {name: [asdict(document) for document in kept] if name == "source" else kept
-            for name, kept in vars(value).items()}
+    return {
+        name: [asdict(document) for document in kept] if name == "source" else kept
+        for name, kept in vars(value).items()
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Do `workbench prove`: exit code 1 if the loss is not proved."""
-    return tyro.cli(_prove, args=list(arguments), prog="workbench prove",
-                    config=(tyro.conf.FlagCreatePairsOff,))
+    return tyro.cli(_prove, args=list(arguments), prog="workbench prove", config=(tyro.conf.FlagCreatePairsOff,))

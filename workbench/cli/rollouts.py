@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from workbench.rollouts.batch import RolloutBatch
 
 
-def import_(source: Path, output: Path, *, temperature: float = 1.0, ignore: tuple[str, ...] = (),
-            overwrite: bool = False) -> None:
+def import_(
+    source: Path, output: Path, *, temperature: float = 1.0, ignore: tuple[str, ...] = (), overwrite: bool = False
+) -> None:
     """Turn rollouts from elsewhere into a recording.
 
     Args:
@@ -30,9 +31,12 @@ def import_(source: Path, output: Path, *, temperature: float = 1.0, ignore: tup
     from workbench.rollouts import files, importers
 
     if ignore and source.suffix != ".npz":
-        raise SpecError(f"import {source} with ignore {', '.join(ignore)}", found=f"a {source.suffix} file",
-                        rule="ignore is for the arrays of a .npz file",
-                        fix="remove the keys from the records")
+        raise SpecError(
+            f"import {source} with ignore {', '.join(ignore)}",
+            found=f"a {source.suffix} file",
+            rule="ignore is for the arrays of a .npz file",
+            fix="remove the keys from the records",
+        )
     if source.suffix == ".jsonl":
         batch = importers.read_jsonl(source, temperature=temperature)
     elif source.suffix == ".parquet":
@@ -40,10 +44,15 @@ def import_(source: Path, output: Path, *, temperature: float = 1.0, ignore: tup
     elif source.suffix == ".npz":
         batch = importers.read_npz(source, temperature=temperature, ignore=ignore)
     else:
-        raise SpecError(f"import {source}", found=f"suffix {source.suffix!r}",
-                        rule=".jsonl, .parquet or .npz", fix="rename the file after what it holds")
-    files.save(batch, output, overwrite=overwrite,
-               provenance={"made_by": "workbench rollouts import", "source": source.name})
+        raise SpecError(
+            f"import {source}",
+            found=f"suffix {source.suffix!r}",
+            rule=".jsonl, .parquet or .npz",
+            fix="rename the file after what it holds",
+        )
+    files.save(
+        batch, output, overwrite=overwrite, provenance={"made_by": "workbench rollouts import", "source": source.name}
+    )
     print(f"{output}: written")
     check(output)
 
@@ -84,15 +93,24 @@ def check(folder: Path, *, loss: str = "grpo") -> int:
         print(f"  warning: {warning}")
     nothing = trainable.nothing_for(spec)
     if nothing and (needs_advantages or not trainable.trained_tokens):
-        print(f"  vacuous: {nothing}. The loss has no gradient here, and runs that train nothing agree whatever is "
-              "wrong." + (" (For a loss without advantages say so: --loss sft.)" if needs_advantages else ""))
+        print(
+            f"  vacuous: {nothing}. The loss has no gradient here, and runs that train nothing agree whatever is "
+            "wrong." + (" (For a loss without advantages say so: --loss sft.)" if needs_advantages else "")
+        )
     elif nothing:
         print(f"  refused: {nothing}.")
     return 1 if nothing else 0
 
 
-def record(folder: Path = Path("data/arithmetic"), *, prompts: int = 12, answers: int = 6,
-           temperature: float = 1.0, seed: int = 0, overwrite: bool = False) -> None:
+def record(
+    folder: Path = Path("data/arithmetic"),
+    *,
+    prompts: int = 12,
+    answers: int = 6,
+    temperature: float = 1.0,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> None:
     """Warm a tiny policy up on arithmetic, sample answers, and record them with the policy (some 2 minutes).
 
     Args:
@@ -106,8 +124,7 @@ def record(folder: Path = Path("data/arithmetic"), *, prompts: int = 12, answers
     from workbench.runs.recording import RecordingSettings, record_rollouts
 
     settings = RecordingSettings(prompts=prompts, answers=answers, temperature=temperature, seed=seed)
-    numbers = record_rollouts(folder, settings, overwrite=overwrite,
-                              on_event=lambda line: print(line, flush=True))
+    numbers = record_rollouts(folder, settings, overwrite=overwrite, on_event=lambda line: print(line, flush=True))
     for name, value in numbers.items():
         print(f"  {name}: {value:.4g}" if isinstance(value, float) else f"  {name}: {value}")
     check(folder / "rollouts")
@@ -127,8 +144,13 @@ def _field_table(batch: RolloutBatch, entries: dict[str, object]) -> list[str]:
             over, chosen = "tokens", values[real]
         rows.append((name, entry.unit, over, *_three_numbers(chosen)))
     widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    return ["  ".join(text.ljust(width) if column < 3 else text.rjust(width)
-                      for column, (text, width) in enumerate(zip(row, widths, strict=True))) for row in rows]
+    return [
+        "  ".join(
+            text.ljust(width) if column < 3 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
 
 
 def _three_numbers(values: Tensor) -> tuple[str, str, str]:
@@ -147,8 +169,9 @@ def _reward_lines(batch: RolloutBatch) -> list[str]:
         groups = [batch.rewards_N[batch.group_ids_N == group] for group in batch.group_ids_N.unique()]
         mixed = sum(bool(rewards.min() < rewards.max()) for rewards in groups)
         values, counts = batch.rewards_N.unique(return_counts=True)
-        shown = ", ".join(f"{count} of {value:.4g}" for value, count in zip(values.tolist(), counts.tolist(),
-                                                                        strict=True))
+        shown = ", ".join(
+            f"{count} of {value:.4g}" for value, count in zip(values.tolist(), counts.tolist(), strict=True)
+        )
         lines.append(f"rewards: {shown}" if len(values) <= 8 else f"rewards: {len(values)} different values")
         lines.append(f"{mixed} groups have different rewards; the others give no advantage")
     return lines

@@ -44,13 +44,26 @@ def _plan(path: Path, only: Sequence[str], changes: Mapping[str, Any]) -> _Plan:
     planned = ablation.expand(where=str(path))
     chosen = select(planned, only) if only else planned
     asked = {plan.name: plan.spec for plan in whole.expand()}
-    return _Plan(ablation.question, experiment_folder(path), chosen, whole=chosen == whole.expand(),
-                 trial=any(asked.get(plan.name) != plan.spec for plan in chosen))
+    return _Plan(
+        ablation.question,
+        experiment_folder(path),
+        chosen,
+        whole=chosen == whole.expand(),
+        trial=any(asked.get(plan.name) != plan.spec for plan in chosen),
+    )
 
 
-def launch_ablation(path: Path | str, *, where: Where = "torchx", only: Sequence[str] = (),
-                    changes: Mapping[str, Any] | None = None, project: Path | None = None, fresh: bool = False,
-                    force: bool = False, options: Mapping[str, str] | None = None) -> Sweep:
+def launch_ablation(
+    path: Path | str,
+    *,
+    where: Where = "torchx",
+    only: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+    project: Path | None = None,
+    fresh: bool = False,
+    force: bool = False,
+    options: Mapping[str, str] | None = None,
+) -> Sweep:
     """Set the runs of an ablation going and return at once; runs that are there already are not run again.
 
     Watch them with `attach`, end some with ``sweep.cancel(...)``, and call `conclude` for verdicts and report.
@@ -77,14 +90,27 @@ def launch_ablation(path: Path | str, *, where: Where = "torchx", only: Sequence
         >>> comparison, page = wb.conclude(sweep)                                   # doctest: +SKIP
     """
     plan = _plan(Path(path), only, changes or {})
-    sweep = launch(plan.chosen, plan.experiment_dir, where=where, project=project, fresh=fresh, force=force,
-                   trial=plan.trial, options=options)
+    sweep = launch(
+        plan.chosen,
+        plan.experiment_dir,
+        where=where,
+        project=project,
+        fresh=fresh,
+        force=force,
+        trial=plan.trial,
+        options=options,
+    )
     sweep.question, sweep.saved_in = plan.question, _saved_in(plan)
     return sweep
 
 
-def conclude(sweep: Sweep, *, on_event: Callable[[RunEvent], None] | None = None, project: Path | None = None,
-             notebook: bool = False) -> tuple[Comparison, Path]:
+def conclude(
+    sweep: Sweep,
+    *,
+    on_event: Callable[[RunEvent], None] | None = None,
+    project: Path | None = None,
+    notebook: bool = False,
+) -> tuple[Comparison, Path]:
     """Wait for the end of a sweep, hold every run against its reference, save the comparison and write the report.
 
     Args:
@@ -101,10 +127,15 @@ def conclude(sweep: Sweep, *, on_event: Callable[[RunEvent], None] | None = None
     from workbench.compare.align import Subject, compare_runs
     from workbench.report.page import write_report
 
-    subjects = [Subject(plan.name, run, plan.reference, plan.truth)
-                for plan, run in zip(sweep.planned, sweep.runs, strict=True)]
-    comparison = compare_runs(subjects, question=sweep.question, experiment=sweep.experiment_dir.name,
-                              provenance=provenance((project or project_root()).resolve()))
+    subjects = [
+        Subject(plan.name, run, plan.reference, plan.truth) for plan, run in zip(sweep.planned, sweep.runs, strict=True)
+    ]
+    comparison = compare_runs(
+        subjects,
+        question=sweep.question,
+        experiment=sweep.experiment_dir.name,
+        provenance=provenance((project or project_root()).resolve()),
+    )
     comparison.save(sweep.saved_in / "comparison.json")
     page = write_report(comparison, sweep.saved_in / "report.html")
     if notebook:
@@ -114,10 +145,19 @@ def conclude(sweep: Sweep, *, on_event: Callable[[RunEvent], None] | None = None
     return comparison, page
 
 
-def run_ablation(path: Path | str, *, where: Where = "torchx", only: Sequence[str] = (),
-                 changes: Mapping[str, Any] | None = None, project: Path | None = None, fresh: bool = False,
-                 force: bool = False, options: Mapping[str, str] | None = None, notebook: bool = False,
-                 on_event: Callable[[RunEvent], None] | None = None) -> tuple[Comparison, Path]:
+def run_ablation(
+    path: Path | str,
+    *,
+    where: Where = "torchx",
+    only: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+    project: Path | None = None,
+    fresh: bool = False,
+    force: bool = False,
+    options: Mapping[str, str] | None = None,
+    notebook: bool = False,
+    on_event: Callable[[RunEvent], None] | None = None,
+) -> tuple[Comparison, Path]:
     """Run an ablation, hold every run against its reference, save the comparison and write the report.
 
     `launch_ablation` and `conclude` in one call; interrupting it (Ctrl-C) cancels what runs.
@@ -142,8 +182,9 @@ def run_ablation(path: Path | str, *, where: Where = "torchx", only: Sequence[st
         SpecError: the file cannot be used, a configuration changed since it was last run, or it is being run already.
         LaunchError: nothing could be started.
     """
-    sweep = launch_ablation(path, where=where, only=only, changes=changes, project=project, fresh=fresh, force=force,
-                            options=options)
+    sweep = launch_ablation(
+        path, where=where, only=only, changes=changes, project=project, fresh=fresh, force=force, options=options
+    )
     try:
         return conclude(sweep, on_event=on_event, project=project, notebook=notebook)
     except KeyboardInterrupt:
@@ -152,8 +193,15 @@ def run_ablation(path: Path | str, *, where: Where = "torchx", only: Sequence[st
         raise
 
 
-def dry_run(path: Path | str, *, where: Where, only: Sequence[str] = (), changes: Mapping[str, Any] | None = None,
-            project: Path | None = None, options: Mapping[str, str] | None = None) -> dict[str, str]:
+def dry_run(
+    path: Path | str,
+    *,
+    where: Where,
+    only: Sequence[str] = (),
+    changes: Mapping[str, Any] | None = None,
+    project: Path | None = None,
+    options: Mapping[str, str] | None = None,
+) -> dict[str, str]:
     """What would be submitted, word for word, by name of the run. Nothing is made, started or contacted.
 
     Raises:
@@ -175,23 +223,36 @@ def main(arguments: Sequence[str]) -> int:
     base = _base(load_ablation(path)) if path else RunSpec()
     chosen = _kinds(arguments)
     described = _described(base.merged(chosen) if chosen else base)
-    options = tyro.cli(described, args=list(arguments), prog="workbench run",
-                       description="Run an ablation (or one spec), compare its runs and write the report. Exit code 0: "
-                                   "every configuration without a planted fault agrees; 1: one of them is different, "
-                                   "vacuous, has an unsound baseline, or failed; 2: the input was refused.")
+    options = tyro.cli(
+        described,
+        args=list(arguments),
+        prog="workbench run",
+        description="Run an ablation (or one spec), compare its runs and write the report. Exit code 0: "
+        "every configuration without a planted fault agrees; 1: one of them is different, "
+        "vacuous, has an unsound baseline, or failed; 2: the input was refused.",
+    )
     if path is None:
-        raise SpecError(f"run {options.file}", found="another kind of file",
-                        rule="a file that ends in .yaml or .yml", fix="experiments/ holds examples")
-    asked: dict[str, Any] = {"where": options.where, "only": options.only, "options": _options(options.scheduler),
-                             "changes": _given(arguments, options.settings.model_dump(mode="json"))}
+        raise SpecError(
+            f"run {options.file}",
+            found="another kind of file",
+            rule="a file that ends in .yaml or .yml",
+            fix="experiments/ holds examples",
+        )
+    asked: dict[str, Any] = {
+        "where": options.where,
+        "only": options.only,
+        "options": _options(options.scheduler),
+        "changes": _given(arguments, options.settings.model_dump(mode="json")),
+    }
     if options.dry_run:
         for name, request in dry_run(path, **asked).items():
             print(f"# {name}\n{request}\n")
         return 0
     progress = _Progress()
     try:
-        comparison, report = run_ablation(path, fresh=options.fresh, force=options.force, notebook=options.notebook,
-                                          on_event=progress, **asked)
+        comparison, report = run_ablation(
+            path, fresh=options.fresh, force=options.force, notebook=options.notebook, on_event=progress, **asked
+        )
     except KeyboardInterrupt:
         progress.clear()
         print("the same command does what is missing; a run that kept a checkpoint goes on from it", file=sys.stderr)
@@ -219,27 +280,83 @@ def verdict_table(comparison: Comparison) -> str:
 def _described(base: RunSpec) -> type[Any]:
     """The options of the verb, made from the spec's own model with the file's settings as defaults."""
     settings = Annotated[RunSpec, tyro.conf.arg(name="", help="Settings of every run, over the file's base.")]
-    return dataclasses.make_dataclass("RunOptions", [
-        ("file", Annotated[Path, tyro.conf.Positional, tyro.conf.arg(
-            help="YAML of an ablation or of one run's spec.", metavar="ABLATION_OR_SPEC.yaml")]),
-        ("where", Annotated[Where, tyro.conf.arg(
-            help="A torchx job for each run, ranks of a process pool, one rank in this process, or a cluster.")],
-         "torchx"),
-        ("only", Annotated[tuple[str, ...], tyro.conf.arg(
-            help="Only these configurations or runs, and all that they need.")], ()),
-        ("fresh", Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(
-            help="Run everything anew, not only what is missing.")], False),
-        ("force", Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(
-            help="Run what changed since the last time anew, beside the old runs, instead of refusing.")], False),
-        ("dry_run", Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(
-            help="Print the exact request of every job, and do nothing.")], False),
-        ("notebook", Annotated[bool, tyro.conf.arg(
-            help="Execute the report as a notebook too, beside the page.")], True),
-        ("scheduler", Annotated[tuple[str, ...], tyro.conf.arg(
-            help="Options of the cluster's scheduler, such as partition=gpu or queue=default.", metavar="KEY=VALUE")],
-         ()),
-        ("settings", settings, dataclasses.field(default=base)),
-    ])
+    return dataclasses.make_dataclass(
+        "RunOptions",
+        [
+            (
+                "file",
+                Annotated[
+                    Path,
+                    tyro.conf.Positional,
+                    tyro.conf.arg(help="YAML of an ablation or of one run's spec.", metavar="ABLATION_OR_SPEC.yaml"),
+                ],
+            ),
+            (
+                "where",
+                Annotated[
+                    Where,
+                    tyro.conf.arg(
+                        help="A torchx job for each run, ranks of a process pool, one rank in this process, or "
+                        "a cluster."
+                    ),
+                ],
+                "torchx",
+            ),
+            (
+                "only",
+                Annotated[
+                    tuple[str, ...], tyro.conf.arg(help="Only these configurations or runs, and all that they need.")
+                ],
+                (),
+            ),
+            (
+                "fresh",
+                Annotated[
+                    bool,
+                    tyro.conf.FlagCreatePairsOff,
+                    tyro.conf.arg(help="Run everything anew, not only what is missing."),
+                ],
+                False,
+            ),
+            (
+                "force",
+                Annotated[
+                    bool,
+                    tyro.conf.FlagCreatePairsOff,
+                    tyro.conf.arg(
+                        help="Run what changed since the last time anew, beside the old runs, instead of refusing."
+                    ),
+                ],
+                False,
+            ),
+            (
+                "dry_run",
+                Annotated[
+                    bool,
+                    tyro.conf.FlagCreatePairsOff,
+                    tyro.conf.arg(help="Print the exact request of every job, and do nothing."),
+                ],
+                False,
+            ),
+            (
+                "notebook",
+                Annotated[bool, tyro.conf.arg(help="Execute the report as a notebook too, beside the page.")],
+                True,
+            ),
+            (
+                "scheduler",
+                Annotated[
+                    tuple[str, ...],
+                    tyro.conf.arg(
+                        help="Options of the cluster's scheduler, such as partition=gpu or queue=default.",
+                        metavar="KEY=VALUE",
+                    ),
+                ],
+                (),
+            ),
+            ("settings", settings, dataclasses.field(default=base)),
+        ],
+    )
 
 
 def _base(ablation: AblationSpec) -> RunSpec:
@@ -253,9 +370,12 @@ def _changed(ablation: AblationSpec, changes: Mapping[str, Any], *, where: str) 
         for key in axis.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:
-            raise SpecError(f"{where}: set {axis} = {value} for every run", found=f"{axis} is an axis",
-                            rule="an axis gives every configuration its values",
-                            fix="use --only to choose runs, or change the axis in the file")
+            raise SpecError(
+                f"{where}: set {axis} = {value} for every run",
+                found=f"{axis} is an axis",
+                rule="an axis gives every configuration its values",
+                fix="use --only to choose runs, or change the axis in the file",
+            )
     return ablation.model_copy(update={"base": merge(ablation.base, changes)})
 
 
@@ -275,8 +395,11 @@ def _given(arguments: Sequence[str], settings: Mapping[str, Any]) -> dict[str, A
 
 def _options(pairs: Sequence[str]) -> dict[str, str]:
     if bad := [pair for pair in pairs if "=" not in pair]:
-        raise SpecError(f"--scheduler {' '.join(bad)}", rule="options are KEY=VALUE, such as partition=gpu",
-                        fix="write an equals sign between option and value")
+        raise SpecError(
+            f"--scheduler {' '.join(bad)}",
+            rule="options are KEY=VALUE, such as partition=gpu",
+            fix="write an equals sign between option and value",
+        )
     return dict(pair.split("=", 1) for pair in pairs)
 
 
@@ -306,7 +429,7 @@ class _Progress:
             print(event, flush=True)
         elif self.live:
             width = os.get_terminal_size().columns
-            print(f"\r\x1b[K{str(event)[:width - 1]}", end="", flush=True)
+            print(f"\r\x1b[K{str(event)[: width - 1]}", end="", flush=True)
 
     def clear(self) -> None:
         if self.live:

@@ -143,8 +143,7 @@ def describe(asked: str | Path, *, project: Path | None = None) -> list[RunStatu
         RecordError: nothing of that name, or runs that cannot be opened.
     """
     target = look_up(asked, project)
-    return [_describe(run, found.experiment_dir)
-            for found, run in zip(target.runs, target.opened(), strict=True)]
+    return [_describe(run, found.experiment_dir) for found, run in zip(target.runs, target.opened(), strict=True)]
 
 
 def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
@@ -165,19 +164,34 @@ def _describe(run: RunDirectory, experiment_dir: Path) -> RunStatus:
     evidence = Evidence.of_steps(steps)
     times = [record["time/step_ms"] for record in steps[1:] if "time/step_ms" in record]
     return RunStatus(
-        experiment=experiment_dir.name, name=run.name, folder=run.path.name, state=status,
-        cancel_requested=run.cancel_requested, created_ns=int(state.get("created_ns", 0)),
-        started_ns=state.get("started_ns"), ended_ns=state.get("ended_ns"), seconds=seconds(state, status),
-        steps_done=len(steps) if not problem else steps_recorded(run), steps=run.spec.steps, world_size=world_size,
-        device=str(state.get("device", "")), device_note=str(state.get("device_note", "")),
-        backend=str(state.get("backend", "")), handle=str(state.get("handle", "")),
+        experiment=experiment_dir.name,
+        name=run.name,
+        folder=run.path.name,
+        state=status,
+        cancel_requested=run.cancel_requested,
+        created_ns=int(state.get("created_ns", 0)),
+        started_ns=state.get("started_ns"),
+        ended_ns=state.get("ended_ns"),
+        seconds=seconds(state, status),
+        steps_done=len(steps) if not problem else steps_recorded(run),
+        steps=run.spec.steps,
+        world_size=world_size,
+        device=str(state.get("device", "")),
+        device_note=str(state.get("device_note", "")),
+        backend=str(state.get("backend", "")),
+        handle=str(state.get("handle", "")),
         continues=_continues(state, steps),
-        compared_with=usual.name if usual else "", settings=settings_that_differ(usual, run) if usual else {},
+        compared_with=usual.name if usual else "",
+        settings=settings_that_differ(usual, run) if usual else {},
         seconds_left=Pace(steps).seconds_left(run.spec.steps - len(steps)) if status == "running" else None,
-        step_ms=median(times) if times else None, last=steps[-1] if steps else {},
+        step_ms=median(times) if times else None,
+        last=steps[-1] if steps else {},
         evidence=evidence and evidence.as_json(),
-        ranks=_ranks(run, world_size, exits), waiting=[] if status in ENDED else _waiting(run, world_size, exits),
-        failure=failure, problem=problem)
+        ranks=_ranks(run, world_size, exits),
+        waiting=[] if status in ENDED else _waiting(run, world_size, exits),
+        failure=failure,
+        problem=problem,
+    )
 
 
 def _continues(state: dict[str, Any], steps: Sequence[dict[str, Any]]) -> str:
@@ -188,8 +202,11 @@ def _continues(state: dict[str, Any], steps: Sequence[dict[str, Any]]) -> str:
 def settings_that_differ(usual: RunDirectory, run: RunDirectory) -> dict[str, list[Any]]:
     """Setting -> its value in one run and in another, where they differ."""
     theirs, ours = (flatten(each.spec.model_dump(mode="json")) for each in (usual, run))
-    return {key: [theirs.get(key), ours.get(key)] for key in sorted(theirs.keys() | ours.keys())
-            if theirs.get(key) != ours.get(key)}
+    return {
+        key: [theirs.get(key), ours.get(key)]
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key) != ours.get(key)
+    }
 
 
 def _usual(run: RunDirectory, experiment_dir: Path) -> RunDirectory | None:
@@ -217,9 +234,15 @@ def _ranks(run: RunDirectory, world_size: int, exits: dict[int | None, dict[str,
     for rank in numbers:
         log, record = run.log_path(rank), exits.get(rank)
         inside = views[rank].inside if rank in views else None
-        found.append(RankStatus(rank, log.stat().st_size if log.is_file() else None, _last_line(log),
-                                "" if record is None else "well" if record["ok"] else str(record.get("cause")),
-                                str(inside) if inside else ""))
+        found.append(
+            RankStatus(
+                rank,
+                log.stat().st_size if log.is_file() else None,
+                _last_line(log),
+                "" if record is None else "well" if record["ok"] else str(record.get("cause")),
+                str(inside) if inside else "",
+            )
+        )
     return found
 
 
@@ -238,8 +261,11 @@ def _waiting(run: RunDirectory, world_size: int, exits: dict[int | None, dict[st
     views, now = flight.read_all(run.path / "ranks"), time.time_ns()
     waits = find_waits(views, range(world_size), [rank for rank in exits if rank is not None])
     stacks = _stacks(run)
-    return [WaitStatus(wait.rank, wait.in_words(now), stacks.get(wait.rank, ""))
-            for wait in waits if now - wait.entry.entered_ns > _PATIENCE_S * 1e9]
+    return [
+        WaitStatus(wait.rank, wait.in_words(now), stacks.get(wait.rank, ""))
+        for wait in waits
+        if now - wait.entry.entered_ns > _PATIENCE_S * 1e9
+    ]
 
 
 def _stacks(run: RunDirectory) -> dict[int, str]:
@@ -255,9 +281,13 @@ def _stacks(run: RunDirectory) -> dict[int, str]:
 
 def lines_of_run(status: RunStatus) -> list[str]:
     """One run as lines of text."""
-    return [f"{safe(status.experiment)}/{safe(status.folder)}", *_in_columns(_facts(status)),
-            *_ranks_in_words(status), *_stacks_in_words(status),
-            *_failure_in_words(status.failure)]
+    return [
+        f"{safe(status.experiment)}/{safe(status.folder)}",
+        *_in_columns(_facts(status)),
+        *_ranks_in_words(status),
+        *_stacks_in_words(status),
+        *_failure_in_words(status.failure),
+    ]
 
 
 def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
@@ -270,10 +300,17 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     moments = (("asked for", status.created_ns), ("began", status.started_ns), ("ended", status.ended_ns))
     yield "when", ", ".join(f"{what} {when(moment)}" for what, moment in moments if moment)
     device = f" on {status.device}" if status.device else ""
-    yield "where", "".join([f"{status.world_size} rank{'s' if status.world_size > 1 else ''}{device}",
-                            f", {status.backend}" if status.backend else "",
-                            f", {status.handle}" if status.backend in _CLUSTERS else "",
-                            f" ({status.device_note})" if status.device_note else ""])
+    yield (
+        "where",
+        "".join(
+            [
+                f"{status.world_size} rank{'s' if status.world_size > 1 else ''}{device}",
+                f", {status.backend}" if status.backend else "",
+                f", {status.handle}" if status.backend in _CLUSTERS else "",
+                f" ({status.device_note})" if status.device_note else "",
+            ]
+        ),
+    )
     if status.continues:
         yield "goes on", status.continues
     if status.last:
@@ -301,9 +338,15 @@ def _in_columns(facts: Iterator[tuple[str, str]]) -> list[str]:
 
 
 def _ranks_in_words(status: RunStatus) -> list[str]:
-    rows = [[f"rank {rank.rank}", _how_it_does(rank),
-             "no log" if rank.log_bytes is None else f"log {size(rank.log_bytes)}", rank.last_line]
-            for rank in status.ranks]
+    rows = [
+        [
+            f"rank {rank.rank}",
+            _how_it_does(rank),
+            "no log" if rank.log_bytes is None else f"log {size(rank.log_bytes)}",
+            rank.last_line,
+        ]
+        for rank in status.ranks
+    ]
     return [f"  {line}" for line in table(rows)]
 
 
@@ -314,8 +357,12 @@ def _how_it_does(rank: RankStatus) -> str:
 
 
 def _stacks_in_words(status: RunStatus) -> list[str]:
-    return [line for wait in status.waiting if wait.stack
-            for line in ["", f"where rank {wait.rank} is:", *_indented(wait.stack)]]
+    return [
+        line
+        for wait in status.waiting
+        if wait.stack
+        for line in ["", f"where rank {wait.rank} is:", *_indented(wait.stack)]
+    ]
 
 
 def _indented(text: str) -> list[str]:
@@ -328,11 +375,16 @@ def _failure_in_words(failure: dict[str, Any] | None) -> list[str]:
     place = ", ".join(f"{axis}={number}" for axis, number in failure.get("coordinates", {}).items())
     also = ", ".join("the agent" if rank is None else str(rank) for rank in failure.get("also_failed", []))
     lines = ["", f"failed: {safe(failure_in_short(failure))}"]
-    lines += [line for line in (
-        f"  cause: {failure['cause']}" if failure.get("cause") else "",
-        f"  place: {place}" if place else "",
-        f"  in:    {safe(failure['waited_in'])}" if failure.get("waited_in") else "",
-        f"  after it: {also}" if also else "") if line]
+    lines += [
+        line
+        for line in (
+            f"  cause: {failure['cause']}" if failure.get("cause") else "",
+            f"  place: {place}" if place else "",
+            f"  in:    {safe(failure['waited_in'])}" if failure.get("waited_in") else "",
+            f"  after it: {also}" if also else "",
+        )
+        if line
+    ]
     for title, text in (("where it hung", failure.get("stack")), ("traceback", failure.get("traceback"))):
         if text:
             lines += ["", f"{title}:", *_indented(str(text))]
@@ -344,8 +396,11 @@ def lines_of_experiment(target: Target, *, letters: int | None = None) -> list[s
     listed = [listing(found) for found in target.runs]
     count = Counter(run.state for run in listed)
     tally = ", ".join(f"{count[state]} {state}" for state in (*STATES, "unreadable") if count[state])
-    lines = [f"{safe(target.runs[0].experiment_dir.name)}: {len(listed)} runs, {tally}", "",
-             *lines_of(listed, letters=letters)]
+    lines = [
+        f"{safe(target.runs[0].experiment_dir.name)}: {len(listed)} runs, {tally}",
+        "",
+        *lines_of(listed, letters=letters),
+    ]
     lines += [f"{safe(found.name)}: {safe(wait.words)}" for found in target.runs for wait in _waits_of(found)]
     if broken := next((found for found, run in zip(target.runs, listed, strict=True) if run.state == "failed"), None):
         lines += ["", f"`workbench status {safe(spelled(broken.path))}` shows a failure with its traceback"]
@@ -359,8 +414,11 @@ def _waits_of(found: Found) -> list[WaitStatus]:
     return _waiting(found.run, world_size, found.run.exits())
 
 
-def _status(run_or_experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_EXPERIMENT")], *,
-            json: bool = False) -> int:
+def _status(
+    run_or_experiment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_OR_EXPERIMENT")],
+    *,
+    json: bool = False,
+) -> int:
     """All that is known of a run, or how an experiment stands.
 
     Args:

@@ -21,8 +21,10 @@ def safe(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() or letter == "\t" else letter.encode("unicode_escape").decode()
-                   for letter in text)
+    return "".join(
+        letter if letter.isprintable() or letter == "\t" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def safe_lines(text: str) -> list[str]:
@@ -44,7 +46,7 @@ def table(rows: Sequence[Sequence[str]], heads: Sequence[str] = (), *, width: in
     lines += [[row[index] for index in kept] for row in clean]
     widths = [max((len(line[column]) for line in lines), default=0) for column in range(len(kept))]
     padded = ("  ".join(f"{cell:<{size}}" for cell, size in zip(line, widths, strict=True)).rstrip() for line in lines)
-    return [line if width is None or len(line) <= width else f"{line[:max(0, width - 1)]}…" for line in padded]
+    return [line if width is None or len(line) <= width else f"{line[: max(0, width - 1)]}…" for line in padded]
 
 
 def say(lines: Iterable[str]) -> None:

@@ -25,17 +25,21 @@ class VerifyOptions:
     gpus: Annotated[int, tyro.conf.arg(help="How many share each row; 0: two processes on CPU, through gloo.")] = 2
     model: Annotated[str, tyro.conf.arg(help=f"One of {', '.join(verify.MODELS)}; seeded weights.")] = "tiny-qwen3"
     steps: Annotated[int, tyro.conf.arg(help="Optimizer steps of every run.")] = 200
-    record: Annotated[Path | None, tyro.conf.arg(
-        help="Where the record is written; if left out experiments/benchmarks/verify.json of the project, and "
-             "verify_cpu.json there for --gpus 0.")] = None
+    record: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="Where the record is written; if left out experiments/benchmarks/verify.json of the project, and "
+            "verify_cpu.json there for --gpus 0."
+        ),
+    ] = None
 
 
 def main(arguments: Sequence[str]) -> int:
     """Do `workbench verify`; 0 if the verdict is "equal", 1 for any other."""
-    options = tyro.cli(VerifyOptions, args=list(arguments), prog="workbench verify",
-                       description=_DESCRIPTION)
-    record = verify.measure(gpus=options.gpus, model=options.model, steps=options.steps,
-                            told=lambda line: print(f"  {line}", flush=True))
+    options = tyro.cli(VerifyOptions, args=list(arguments), prog="workbench verify", description=_DESCRIPTION)
+    record = verify.measure(
+        gpus=options.gpus, model=options.model, steps=options.steps, told=lambda line: print(f"  {line}", flush=True)
+    )
     record["command"] = " ".join(["workbench verify", *map(without_machine_paths, arguments)])
     name = "verify.json" if options.gpus else "verify_cpu.json"
     path = options.record or project_root() / "experiments" / "benchmarks" / name

@@ -68,8 +68,9 @@ class Subject:
     failure: Mapping[str, Any] | None = None
 
 
-def compare_runs(subjects: Sequence[Subject], *, experiment: str, question: str,
-                 provenance: Mapping[str, Any] | None = None) -> Comparison:
+def compare_runs(
+    subjects: Sequence[Subject], *, experiment: str, question: str, provenance: Mapping[str, Any] | None = None
+) -> Comparison:
     """Hold every configuration against its reference.
 
     Raises:
@@ -79,8 +80,12 @@ def compare_runs(subjects: Sequence[Subject], *, experiment: str, question: str,
     for subject in subjects:
         for role in (subject.reference, subject.truth):
             if role and role not in by_name:
-                raise RecordError(f"compare {subject.name!r} against {role!r}", found="no such configuration",
-                                  rule=f"one of {', '.join(by_name)}", fix="correct reference or truth of the ablation")
+                raise RecordError(
+                    f"compare {subject.name!r} against {role!r}",
+                    found="no such configuration",
+                    rule=f"one of {', '.join(by_name)}",
+                    fix="correct reference or truth of the ablation",
+                )
     made = [_configuration(subject, by_name) for subject in subjects]  # one that cannot be compared stops no other
     return Comparison(experiment, question, made, dict(provenance or {}))
 
@@ -107,13 +112,21 @@ def _described(subject: Subject) -> dict[str, Any]:
     run = subject.run
     settings = subject.settings or (run.spec.model_dump(mode="json") if run else {})
     state = run.state if run else {"state": "failed"}
-    return {"name": subject.name, "settings": settings, "against": subject.reference, "state": state["state"],
-            "device": state.get("device", "cpu"), "device_note": state.get("device_note", ""),
-            "run": f"runs/{run.path.name}" if run else "", "world_size": run.spec.layout.world_size if run else 1}
+    return {
+        "name": subject.name,
+        "settings": settings,
+        "against": subject.reference,
+        "state": state["state"],
+        "device": state.get("device", "cpu"),
+        "device_note": state.get("device_note", ""),
+        "run": f"runs/{run.path.name}" if run else "",
+        "world_size": run.spec.layout.world_size if run else 1,
+    }
 
 
-def _stands_alone(base: dict[str, Any], run: RunReader, subject: Subject,
-                  by_name: Mapping[str, Subject]) -> Configuration:
+def _stands_alone(
+    base: dict[str, Any], run: RunReader, subject: Subject, by_name: Mapping[str, Subject]
+) -> Configuration:
     """A run that is compared with none: a reference, or one of runs that train differently."""
     base |= {"ratios": ratio_histograms(run, run), "evidence": _evidence(run, None)}
     unsound = _not_finite(run)
@@ -124,8 +137,9 @@ def _stands_alone(base: dict[str, Any], run: RunReader, subject: Subject,
     if nothing := why_vacuous(run, run):
         return Configuration(**base, verdict="vacuous", why=nothing)
     followed = any(subject.name in (other.reference, other.truth) for other in by_name.values())
-    return Configuration(**base, verdict="reference",
-                         why="what the others are held against" if followed else "stands for itself")
+    return Configuration(
+        **base, verdict="reference", why="what the others are held against" if followed else "stands for itself"
+    )
 
 
 def _too_far_from_truth(run: RunReader, truth: RunDirectory | None) -> str:
@@ -170,8 +184,9 @@ def _evidence(run: RunReader, reference: RunReader | None) -> dict[str, Any]:
     return {} if found is None else found.as_json()
 
 
-def _held_by_bits(subject: Subject, run: RunDirectory, reference: RunDirectory,
-                  certified: CertificateComparison) -> bool:
+def _held_by_bits(
+    subject: Subject, run: RunDirectory, reference: RunDirectory, certified: CertificateComparison
+) -> bool:
     """Whether certificates decide: they must, or they agree and there is nothing to measure budgets with."""
     measurable = _both_full(run, reference) and (run.spec.precision == "float64" or bool(subject.truth))
     return held_by_bits(run.spec, reference.spec) or (certified.equal and not measurable)
@@ -181,31 +196,45 @@ def _both_full(run: RunDirectory, reference: RunDirectory) -> bool:
     return all(each.spec.record.gradients == "full" for each in (run, reference))
 
 
-def _judge_bits(base: dict[str, Any], run: RunReader, reference: RunReader,
-                certified: CertificateComparison) -> Configuration:
+def _judge_bits(
+    base: dict[str, Any], run: RunReader, reference: RunReader, certified: CertificateComparison
+) -> Configuration:
     """Equal if all bits are; what gradients there are on disk is measured against the reference's."""
     if certified.steps != run.spec.steps or run.spec.steps != reference.spec.steps:
-        raise RecordError(f"compare {run.name} with {reference.name} by certificates",
-                          found=f"{certified.steps} certificates, {run.spec.steps} and {reference.spec.steps} steps",
-                          rule="a certificate for each step, and as many steps in both", fix="run both again")
+        raise RecordError(
+            f"compare {run.name} with {reference.name} by certificates",
+            found=f"{certified.steps} certificates, {run.spec.steps} and {reference.spec.steps} steps",
+            rule="a certificate for each step, and as many steps in both",
+            fix="run both again",
+        )
     whole, parameters = [], []
     for step in range(run.spec.steps if _both_full(run.run, reference.run) else 0):
         mine, theirs = (each.gradients(step) for each in (run, reference))
         if not _unlike(mine, theirs):
             rows = _differences(step, mine, theirs, theirs, dict.fromkeys(theirs, (0.0, "bits")))
             parameters += rows
-            whole.append(_whole(step, rows, mine, theirs, theirs, exact=True) | {
-                "flipped_clips": flipped_clips(run, reference, step),
-                "relative_loss": _relative(run.loss(step), reference.loss(step))})
+            whole.append(
+                _whole(step, rows, mine, theirs, theirs, exact=True)
+                | {
+                    "flipped_clips": flipped_clips(run, reference, step),
+                    "relative_loss": _relative(run.loss(step), reference.loss(step)),
+                }
+            )
     base |= {"whole_gradient": whole, "parameters": parameters}
     if certified.verdict == "unsound baseline":
-        return Configuration(**base, verdict="unsound baseline", first_step=reference.diverged_step,
-                             why=certified.not_finite)
+        return Configuration(
+            **base, verdict="unsound baseline", first_step=reference.diverged_step, why=certified.not_finite
+        )
     if certified.equal:
         return Configuration(**base, verdict="equal", why=certified.why)
     first = next((name.removeprefix("gradient/") for name in certified.differing if name.startswith("gradient/")), None)
-    return Configuration(**base, verdict="different", first_step=certified.step, first_parameter=first,
-                         why=_with(certified.why, _not_finite(run)))
+    return Configuration(
+        **base,
+        verdict="different",
+        first_step=certified.step,
+        first_parameter=first,
+        why=_with(certified.why, _not_finite(run)),
+    )
 
 
 def _standards(subject: Subject, run: RunReader, by_name: Mapping[str, Subject]) -> tuple[RunReader, RunReader]:
@@ -215,19 +244,28 @@ def _standards(subject: Subject, run: RunReader, by_name: Mapping[str, Subject])
     for role, name in (("reference", subject.reference), ("truth", truth)):
         other = by_name[name].run if name else None
         if other is None or other.state["state"] != "succeeded":
-            raise RecordError(f"its {role} did not finish, so there is nothing to hold it against" if name else
-                              f"below float64 a budget is measured from a float64 truth, and {subject.name} has none",
-                              found=name or f"precision {run.spec.precision}", rule=f"a finished {role}",
-                              fix="name a float64 configuration as `truth` of the ablation")
+            raise RecordError(
+                f"its {role} did not finish, so there is nothing to hold it against"
+                if name
+                else f"below float64 a budget is measured from a float64 truth, and {subject.name} has none",
+                found=name or f"precision {run.spec.precision}",
+                rule=f"a finished {role}",
+                fix="name a float64 configuration as `truth` of the ablation",
+            )
         if (role == "truth" or exact) and other.spec.precision != "float64":
-            raise RecordError(f"{name} is the {role} of {subject.name}", found=f"precision {other.spec.precision}",
-                              rule="a truth, and the reference of a float64 run, are float64 runs",
-                              fix="add such a configuration to the ablation")
+            raise RecordError(
+                f"{name} is the {role} of {subject.name}",
+                found=f"precision {other.spec.precision}",
+                rule="a truth, and the reference of a float64 run, are float64 runs",
+                fix="add such a configuration to the ablation",
+            )
         if other.spec.steps != run.spec.steps:
-            raise RecordError(f"compare {run.name} with {name}",
-                              found=f"{run.spec.steps} steps against {other.spec.steps}",
-                              rule="configurations of one ablation take the same number of steps",
-                              fix="set steps in the base of the ablation")
+            raise RecordError(
+                f"compare {run.name} with {name}",
+                found=f"{run.spec.steps} steps against {other.spec.steps}",
+                rule="configurations of one ablation take the same number of steps",
+                fix="set steps in the base of the ablation",
+            )
         found.append(RunReader(other))
     return (found[0], found[0]) if exact else (found[0], found[1])
 
@@ -252,30 +290,44 @@ def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: Ru
             break
         mine, theirs = (each.gradients(step) for each in (run, reference))
         if unlike := _unlike(mine, theirs):
-            return Configuration(**base, verdict="different", first_step=step, first_parameter=unlike[0].split(" ")[0],
-                                 why=f"another model than the reference's: {'; '.join(unlike)}")
+            return Configuration(
+                **base,
+                verdict="different",
+                first_step=step,
+                first_parameter=unlike[0].split(" ")[0],
+                why=f"another model than the reference's: {'; '.join(unlike)}",
+            )
         if stopped := too_small("baseline", reference, step, theirs):
             unsound = True
             break
         true = theirs if exact else truth.gradients(step)
         if unlike := _unlike(mine, true, whose="the truth"):
-            raise RecordError(f"measure {run.name} by the truth {truth.name}", found="; ".join(unlike),
-                              rule="a truth is a run of the same model", fix="name such a run as `truth`")
+            raise RecordError(
+                f"measure {run.name} by the truth {truth.name}",
+                found="; ".join(unlike),
+                rule="a truth is a run of the same model",
+                fix="name such a run as `truth`",
+            )
         if not exact and (stopped := _baseline_error(reference, truth, step, theirs, true)):
             unsound = True
             break
         budgets = _float64_budgets(theirs) if exact else _measured_budgets(theirs, true)
         rows = _differences(step, mine, theirs, true, budgets)
         parameters += rows
-        whole.append(_whole(step, rows, mine, theirs, true, exact) | {
-            "flipped_clips": flipped_clips(run, truth, step),
-            "relative_loss": _relative(run.loss(step), reference.loss(step))})
+        whole.append(
+            _whole(step, rows, mine, theirs, true, exact)
+            | {
+                "flipped_clips": flipped_clips(run, truth, step),
+                "relative_loss": _relative(run.loss(step), reference.loss(step)),
+            }
+        )
     failing = [w["step"] for w in whole if not w["within"]]
     bitwise = all(w["bitwise_equal"] for w in whole)
     base |= {"whole_gradient": whole, "parameters": parameters}
     if stopped and not failing:
-        return Configuration(**base, verdict="unsound baseline" if unsound else "different", first_step=len(whole),
-                             why=stopped)
+        return Configuration(
+            **base, verdict="unsound baseline" if unsound else "different", first_step=len(whole), why=stopped
+        )
     if not failing:
         verdict = "equal" if exact or bitwise else "within budget"
         return Configuration(**base, verdict=verdict, why=_agreement_sentence(verdict, whole, parameters, bitwise))
@@ -283,9 +335,15 @@ def _judge(base: dict[str, Any], run: RunReader, reference: RunReader, truth: Ru
     # In production precision the whole gradient may be over its budget while no single parameter is.
     worst = next((row for row in first if not row.within), max(first, key=lambda row: row.relative_l2))
     factor, meaning = name_factor(first, run.spec)
-    return Configuration(**base, verdict="different", factor=factor, factor_meaning=meaning,
-                         first_step=failing[0], first_parameter=worst.parameter,
-                         why=_with(_difference_sentence(failing[0], worst, first, factor, meaning), _not_finite(run)))
+    return Configuration(
+        **base,
+        verdict="different",
+        factor=factor,
+        factor_meaning=meaning,
+        first_step=failing[0],
+        first_parameter=worst.parameter,
+        why=_with(_difference_sentence(failing[0], worst, first, factor, meaning), _not_finite(run)),
+    )
 
 
 def _other_tokens(run: RunReader, others: Mapping[str, RunReader], step: int) -> str:
@@ -302,10 +360,16 @@ def _other_tokens(run: RunReader, others: Mapping[str, RunReader], step: int) ->
 
 def _unlike(mine: Gradients, reference: Gradients, *, whose: str = "the reference") -> list[str]:
     """Parameters that only one of the two has, or that have other shapes."""
-    found = [f"{name} is only in {whose if name in reference else 'this one'}"
-             for name in [*reference, *mine] if (name in mine) != (name in reference)]
-    return found + [f"{name} is {tuple(mine[name].shape)}, not {tuple(reference[name].shape)}"
-                    for name in reference if name in mine and mine[name].shape != reference[name].shape]
+    found = [
+        f"{name} is only in {whose if name in reference else 'this one'}"
+        for name in [*reference, *mine]
+        if (name in mine) != (name in reference)
+    ]
+    return found + [
+        f"{name} is {tuple(mine[name].shape)}, not {tuple(reference[name].shape)}"
+        for name in reference
+        if name in mine and mine[name].shape != reference[name].shape
+    ]
 
 
 # ---- distances and budgets -------------------------------------------------------------------------------
@@ -333,30 +397,43 @@ def _measured_budgets(reference: Gradients, truth: Gradients) -> dict[str, tuple
     return budgets
 
 
-def _differences(step: int, mine: Gradients, reference: Gradients, truth: Gradients,
-                 budgets: Mapping[str, tuple[float, str]]) -> list[ParameterDifference]:
+def _differences(
+    step: int, mine: Gradients, reference: Gradients, truth: Gradients, budgets: Mapping[str, tuple[float, str]]
+) -> list[ParameterDifference]:
     rows = []
     for name, theirs in reference.items():
         own, theirs = mine[name].double().flatten(), theirs.double().flatten()
         norm, reference_norm = float(own.norm()), float(theirs.norm())
         distance, (budget, judged_by) = _distance(own, truth[name]), budgets[name]
-        rows.append(ParameterDifference(
-            step=step, parameter=name, norm=norm, reference_norm=reference_norm,
-            norm_ratio=_ratio(norm, reference_norm), relative_l2=_share(float((own - theirs).norm()), reference_norm),
-            cosine=_ratio(float(own @ theirs), norm * reference_norm), distance=distance, budget=budget,
-            judged_by=judged_by, within=distance <= budget))
+        rows.append(
+            ParameterDifference(
+                step=step,
+                parameter=name,
+                norm=norm,
+                reference_norm=reference_norm,
+                norm_ratio=_ratio(norm, reference_norm),
+                relative_l2=_share(float((own - theirs).norm()), reference_norm),
+                cosine=_ratio(float(own @ theirs), norm * reference_norm),
+                distance=distance,
+                budget=budget,
+                judged_by=judged_by,
+                within=distance <= budget,
+            )
+        )
     return rows
 
 
-def _whole(step: int, rows: list[ParameterDifference], mine: Gradients, reference: Gradients, truth: Gradients,
-           exact: bool) -> dict[str, Any]:
+def _whole(
+    step: int, rows: list[ParameterDifference], mine: Gradients, reference: Gradients, truth: Gradients, exact: bool
+) -> dict[str, Any]:
     """The whole gradient of one step: all parameters as one vector.
 
     In float64 every parameter has its own bar, and the whole is judged by the parameter that is nearest to its
     bar (or furthest over it). Below float64 the whole vector has a measured budget.
     """
-    own, theirs, true = (torch.cat([g[name].double().flatten() for name in reference])
-                         for g in (mine, reference, truth))
+    own, theirs, true = (
+        torch.cat([g[name].double().flatten() for name in reference]) for g in (mine, reference, truth)
+    )
     if exact:
         worst = max(rows, key=lambda row: math.inf if math.isnan(row.distance) else _share(row.distance, row.budget))
         distance, budget = worst.distance, worst.budget
@@ -364,11 +441,16 @@ def _whole(step: int, rows: list[ParameterDifference], mine: Gradients, referenc
     else:
         distance, budget = _distance(own, true), WHOLE_FACTOR * _distance(theirs, true)
         within = distance <= budget and all(row.within for row in rows)
-    return {"step": step, "distance": distance, "budget": budget, "within": within,
-            "relative_l2": _share(float((own - theirs).norm()), float(theirs.norm())),
-            "norm_ratio": _ratio(float(own.norm()), float(theirs.norm())),
-            "cosine": _ratio(float(own @ theirs), float(own.norm() * theirs.norm())),
-            "bitwise_equal": all(torch.equal(mine[name], reference[name]) for name in reference)}
+    return {
+        "step": step,
+        "distance": distance,
+        "budget": budget,
+        "within": within,
+        "relative_l2": _share(float((own - theirs).norm()), float(theirs.norm())),
+        "norm_ratio": _ratio(float(own.norm()), float(theirs.norm())),
+        "cosine": _ratio(float(own @ theirs), float(own.norm() * theirs.norm())),
+        "bitwise_equal": all(torch.equal(mine[name], reference[name]) for name in reference),
+    }
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -391,23 +473,27 @@ def _relative(a: float, b: float) -> float:
 # ---- words -----------------------------------------------------------------------------------------------
 
 
-def _agreement_sentence(verdict: str, whole: list[dict[str, Any]], parameters: list[ParameterDifference],
-                        bitwise: bool) -> str:
+def _agreement_sentence(
+    verdict: str, whole: list[dict[str, Any]], parameters: list[ParameterDifference], bitwise: bool
+) -> str:
     share = max(_share(w["distance"], w["budget"]) for w in whole)
     floors = len({row.parameter for row in parameters if row.judged_by == "floor"})
     flips = sum(w["flipped_clips"] or 0 for w in whole)
     steps = f"all {len(whole)} steps" if len(whole) > 1 else "the step"
     if bitwise:
         return f"every gradient of {steps} is bit for bit the reference's"
-    text = (f"every parameter of {steps} within 1e-12; the nearest to its bar is at {share:.2g} of it"
-            if verdict == "equal" else
-            f"{steps} no further from the float64 truth than budgeted; at most {share:.2g} of the budget")
+    text = (
+        f"every parameter of {steps} within 1e-12; the nearest to its bar is at {share:.2g} of it"
+        if verdict == "equal"
+        else f"{steps} no further from the float64 truth than budgeted; at most {share:.2g} of the budget"
+    )
     text += f"; {flips} clip decision(s) would flip" if flips else ""
     return text + (f"; {floors} parameter(s) judged by the floor" if floors else "")
 
 
-def _difference_sentence(step: int, worst: ParameterDifference, rows: list[ParameterDifference],
-                         factor: float | None, meaning: str) -> str:
+def _difference_sentence(
+    step: int, worst: ParameterDifference, rows: list[ParameterDifference], factor: float | None, meaning: str
+) -> str:
     over = sum(not row.within for row in rows)
     text = f"step {step}: {over} of {len(rows)} parameters over budget, first {worst.parameter}"
     if factor is None:

@@ -70,16 +70,24 @@ class Parting:
     def words(self) -> str:
         """It in a sentence."""
         what = self.tensor.removesuffix(INPUT)
-        module = {True: f"what goes into {what} (made by attention, a sum or a product before it)",
-                  False: "the log-probabilities" if what == LOGPROBS else f"what {what} makes"}
+        module = {
+            True: f"what goes into {what} (made by attention, a sum or a product before it)",
+            False: "the log-probabilities" if what == LOGPROBS else f"what {what} makes",
+        }
         made = module[self.tensor.endswith(INPUT)]
-        said = {"forward": made, "loss": f"the loss ({what})", "backward": f"the gradient of {made}",
-                "gradients": f"the gradient of {what}, whose pieces were the same",
-                "weights": f"{what} after the optimizer's step, whose gradient was the same"}[self.way]
+        said = {
+            "forward": made,
+            "loss": f"the loss ({what})",
+            "backward": f"the gradient of {made}",
+            "gradients": f"the gradient of {what}, whose pieces were the same",
+            "weights": f"{what} after the optimizer's step, whose gradient was the same",
+        }[self.way]
         text = f"step {self.step}, {self.way}: {said}"
         if self.tokens is not None:
-            text += f", row {self.row}, tokens {self.tokens[0]} to {self.tokens[1] - 1} (block {self.block}); " \
-                    f"{self.blocks} of its {self.of} blocks differ"
+            text += (
+                f", row {self.row}, tokens {self.tokens[0]} to {self.tokens[1] - 1} (block {self.block}); "
+                f"{self.blocks} of its {self.of} blocks differ"
+            )
         return text + (f"; the same until {self.before}" if self.before else "")
 
 
@@ -127,20 +135,39 @@ class Bisection:
         """The two names and where they part."""
         steps = f"{self.steps} step{'s' * (self.steps != 1)}"
         reason = "" if self.verdict == "equal" else f"{self.verdict}, {self.not_finite or self.vacuous}: "
-        found = self.parting.words if self.parting else \
-            f"{reason}the same bits in {steps}: {self.stations} tensors on the way, the loss, every gradient and weight"
-        changed = [f"  {name} was run with {', '.join(f'{key} = {value}' for key, value in changes.items())}, so that "
-                   "both have the same rows" for name, changes in self.changes.items()]
-        seen = [] if self.evidence is None else [f"  could have seen: {self.evidence.summary()}",
-                                                 *(f"  warning: {warning}" for warning in self.evidence.warnings)]
+        found = (
+            self.parting.words
+            if self.parting
+            else f"{reason}the same bits in {steps}: {self.stations} tensors on the way, the loss, every gradient and "
+            "weight"
+        )
+        changed = [
+            f"  {name} was run with {', '.join(f'{key} = {value}' for key, value in changes.items())}, so that "
+            "both have the same rows"
+            for name, changes in self.changes.items()
+        ]
+        seen = (
+            []
+            if self.evidence is None
+            else [
+                f"  could have seen: {self.evidence.summary()}",
+                *(f"  warning: {warning}" for warning in self.evidence.warnings),
+            ]
+        )
         return "\n".join([f"{self.a} and {self.b}: {found}", *changed, *seen])
 
     __repr__ = __str__
 
 
-def bisect(a: RunSpec | RunDirectory | Path | str, b: RunSpec | RunDirectory | Path | str, *,
-           names: tuple[str, str] = ("", ""), block_tokens: int | None = None, steps: int | None = None,
-           project: Path | None = None) -> Bisection:
+def bisect(
+    a: RunSpec | RunDirectory | Path | str,
+    b: RunSpec | RunDirectory | Path | str,
+    *,
+    names: tuple[str, str] = ("", ""),
+    block_tokens: int | None = None,
+    steps: int | None = None,
+    project: Path | None = None,
+) -> Bisection:
     """Run two specs again and name the first tensor and block of tokens in which they differ.
 
     Args:
@@ -164,24 +191,46 @@ def bisect(a: RunSpec | RunDirectory | Path | str, b: RunSpec | RunDirectory | P
     """
     project = project or project_root()
     found = [_found(asked, project) for asked in (a, b)]
-    called = _told_apart([run.name if isinstance(run, RunDirectory) else name or letter
-                          for run, name, letter in zip(found, names, "ab", strict=True)])
+    called = _told_apart(
+        [
+            run.name if isinstance(run, RunDirectory) else name or letter
+            for run, name, letter in zip(found, names, "ab", strict=True)
+        ]
+    )
     traced = [run for run in found if isinstance(run, RunDirectory)]
     if len(traced) == 2 and _both_traced(traced[0], traced[1], block_tokens):
         return _held(called, traced, {})
     specs = [run.spec if isinstance(run, RunDirectory) else run for run in found]
     block = block_tokens or specs[0].reproducible.block_tokens or specs[1].reproducible.block_tokens or BLOCK_TOKENS
     most, changes = _steps(found, [spec.steps for spec in specs] + ([steps] if steps else [])), _same_rows(specs)
-    told = {name: {f"data.{key}": value for key, value in change.items()}
-            for name, change in zip(called, changes, strict=True) if change}
+    told = {
+        name: {f"data.{key}": value for key, value in change.items()}
+        for name, change in zip(called, changes, strict=True)
+        if change
+    }
     bisection = None
     for taken in sorted({1, most}):  # what parts at all mostly parts in the first step
         with tempfile.TemporaryDirectory() as folder:
             runs = []
             for letter, run, spec, change in zip("ab", found, specs, changes, strict=True):
-                runs.append(RunDirectory.create(Path(folder) / letter, letter, spec.merged({
-                    "data": change, "steps": taken, "record": {"certificate": True, "trace_tokens": block,
-                                                               "tokens": True, "gradients": "norms"}})))
+                runs.append(
+                    RunDirectory.create(
+                        Path(folder) / letter,
+                        letter,
+                        spec.merged(
+                            {
+                                "data": change,
+                                "steps": taken,
+                                "record": {
+                                    "certificate": True,
+                                    "trace_tokens": block,
+                                    "tokens": True,
+                                    "gradients": "norms",
+                                },
+                            }
+                        ),
+                    )
+                )
                 _bring_frozen_clip(run, runs[-1])
                 run_here(runs[-1], project)
             bisection = _held(called, runs, told)
@@ -201,20 +250,29 @@ def _found(asked: RunSpec | RunDirectory | Path | str, project: Path) -> RunSpec
         return load_run_spec(Path(asked))
     runs = look_up(asked, project).opened()
     if len(runs) != 1:
-        raise RecordError(f"bisect {asked}", found=f"an experiment of {len(runs)} runs", rule="one run, or one spec",
-                          fix=f"name a run of it, such as {runs[0].path.parent.parent.name}/{runs[0].name}")
+        raise RecordError(
+            f"bisect {asked}",
+            found=f"an experiment of {len(runs)} runs",
+            rule="one run, or one spec",
+            fix=f"name a run of it, such as {runs[0].path.parent.parent.name}/{runs[0].name}",
+        )
     return runs[0]
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:
-    return list(names) if names[0] != names[1] else [f"{name}-{letter}" for name, letter in zip(names, "ab",
-                                                                                              strict=True)]
+    return (
+        list(names) if names[0] != names[1] else [f"{name}-{letter}" for name, letter in zip(names, "ab", strict=True)]
+    )
 
 
 def _both_traced(a: RunDirectory, b: RunDirectory, block_tokens: int | None) -> bool:
     said = {run.spec.record.trace_tokens for run in (a, b)}
-    return None not in said and len(said) == 1 and block_tokens in (None, *said) and \
-        all(run.status == "succeeded" and run.spec.certified for run in (a, b))
+    return (
+        None not in said
+        and len(said) == 1
+        and block_tokens in (None, *said)
+        and all(run.status == "succeeded" and run.spec.certified for run in (a, b))
+    )
 
 
 def _same_rows(specs: Sequence[RunSpec]) -> list[dict[str, int]]:
@@ -223,8 +281,10 @@ def _same_rows(specs: Sequence[RunSpec]) -> list[dict[str, int]]:
         return [{}, {}]
     rows = math.lcm(*(spec.layout.dp * spec.data.micro_batches for spec in specs))
     wanted = [rows // spec.layout.dp for spec in specs]
-    return [{} if spec.data.micro_batches == count else {"micro_batches": count}
-            for spec, count in zip(specs, wanted, strict=True)]
+    return [
+        {} if spec.data.micro_batches == count else {"micro_batches": count}
+        for spec, count in zip(specs, wanted, strict=True)
+    ]
 
 
 def _steps(found: Sequence[RunSpec | RunDirectory], bounds: Sequence[int]) -> int:
@@ -264,15 +324,22 @@ def _held(names: Sequence[str], runs: Sequence[RunDirectory], changes: Mapping[s
 def _seen(runs: Sequence[RunDirectory], steps: int) -> tuple[Evidence | None, str, str]:
     """Evidence, why it is vacuous, and what of the first run is not finite."""
     lines = [run.steps()[:steps] for run in runs]
-    return (weaker(*(Evidence.of_steps(each) for each in lines)), next(filter(None, map(nothing_trained, lines)), ""),
-            first_not_finite(lines[0]))
+    return (
+        weaker(*(Evidence.of_steps(each) for each in lines)),
+        next(filter(None, map(nothing_trained, lines)), ""),
+        first_not_finite(lines[0]),
+    )
 
 
 def _trace(run: RunDirectory, step: int) -> Trace:
     trace = read_trace(run, step)
     if trace is None:
-        raise RecordError(f"bisect {run.name}", found=f"no trace of step {step}",
-                          rule="a run with record.trace_tokens has one of each step", fix="run it again")
+        raise RecordError(
+            f"bisect {run.name}",
+            found=f"no trace of step {step}",
+            rule="a run with record.trace_tokens has one of each step",
+            fix="run it again",
+        )
     return trace
 
 
@@ -280,11 +347,13 @@ def _pairs(traces: Sequence[Trace], names: Sequence[str]) -> list[tuple[int, int
     """The rows of both that hold the same tokens, in the order of the first."""
     mine, theirs = ([_trimmed(row) for row in trace.forward[TOKENS]] for trace in traces)
     if sorted(mine) != sorted(theirs):
-        raise RecordError(f"bisect {names[0]} and {names[1]}",
-                          found=f"rows of other tokens ({len(mine)} and {len(theirs)} rows)",
-                          rule="both have the same documents in the same rows, padded alike",
-                          fix="give both the same data.path, data.documents_per_step and dp * data.micro_batches, and "
-                              "an order that does not pad inside a row")
+        raise RecordError(
+            f"bisect {names[0]} and {names[1]}",
+            found=f"rows of other tokens ({len(mine)} and {len(theirs)} rows)",
+            rule="both have the same documents in the same rows, padded alike",
+            fix="give both the same data.path, data.documents_per_step and dp * data.micro_batches, and "
+            "an order that does not pad inside a row",
+        )
     left = list(range(len(theirs)))
     pairs = []
     for number, row in enumerate(mine):
@@ -304,13 +373,27 @@ class _Way:
     def parting(self, step: int, way: Way, pairs: Sequence[tuple[int, int]], block_tokens: int) -> Parting | None:
         """The first station at which they differ, and where."""
         for number, station in enumerate(self.common):
-            apart = [(row, block) for row, other in pairs
-                     for block, (a, b) in enumerate(itertools.zip_longest(
-                         self._mine[station][row], self._theirs[station][other], fillvalue=_NOTHING)) if a != b]
+            apart = [
+                (row, block)
+                for row, other in pairs
+                for block, (a, b) in enumerate(
+                    itertools.zip_longest(self._mine[station][row], self._theirs[station][other], fillvalue=_NOTHING)
+                )
+                if a != b
+            ]
             if apart:
                 (row, block), before = apart[0], self.common[number - 1] if number else ""
-                return Parting(step, way, station, row, block, (block * block_tokens, (block + 1) * block_tokens),
-                               len(apart), sum(len(_trimmed(self._mine[station][row])) for row, _ in pairs), before)
+                return Parting(
+                    step,
+                    way,
+                    station,
+                    row,
+                    block,
+                    (block * block_tokens, (block + 1) * block_tokens),
+                    len(apart),
+                    sum(len(_trimmed(self._mine[station][row])) for row, _ in pairs),
+                    before,
+                )
         return None
 
 

@@ -98,8 +98,10 @@ class CertificateComparison:
             of = f"all {self.steps} steps" if self.steps > 1 else "the step"
             if self.vacuous and not problem:
                 return f"vacuous: {self.vacuous}, so the same certificate of {of} proves nothing"
-            return (f"{problem}the certificate of {of} is the reference's: loss, log-probabilities, gradients and "
-                    "weights are the same bits")
+            return (
+                f"{problem}the certificate of {of} is the reference's: loss, log-probabilities, gradients and "
+                "weights are the same bits"
+            )
         more = f" and {len(self.differing) - 1} more" if len(self.differing) > 1 else ", alone"
         words = f"{problem}step {self.step}: certificates part at {self.differing[0]}{more} of {self.tensors} tensors"
         words += f"; {self.element}" if self.element else ""
@@ -132,12 +134,28 @@ def compare_certificates(run: RunDirectory, reference: RunDirectory) -> Certific
     for number in range(steps):
         if mine[number].hash != theirs[number].hash or mine[number].unlike:
             differing = mine[number].differing(theirs[number])
-            return CertificateComparison(run.name, reference.name, steps, number, tuple(differing),
-                                         len(mine[number].fingerprints), _element(differing[0], number, run, reference),
-                                         mine[number].unlike, evidence, vacuous,
-                                         first_not_finite(their_lines[:number + 1]))
-    return CertificateComparison(run.name, reference.name, steps, tensors=len(mine[0].fingerprints), evidence=evidence,
-                                 vacuous=vacuous, not_finite=first_not_finite(their_lines))
+            return CertificateComparison(
+                run.name,
+                reference.name,
+                steps,
+                number,
+                tuple(differing),
+                len(mine[number].fingerprints),
+                _element(differing[0], number, run, reference),
+                mine[number].unlike,
+                evidence,
+                vacuous,
+                first_not_finite(their_lines[: number + 1]),
+            )
+    return CertificateComparison(
+        run.name,
+        reference.name,
+        steps,
+        tensors=len(mine[0].fingerprints),
+        evidence=evidence,
+        vacuous=vacuous,
+        not_finite=first_not_finite(their_lines),
+    )
 
 
 def nothing_trained(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -167,9 +185,12 @@ def _certificates(run: RunDirectory) -> list[Certificate]:
             break
         certificate = read_certificate(run, number)
         if certificate is None or certificate.hash != step["certificate"]:
-            raise RecordError(f"compare {run.path.name} by certificates",
-                              found=f"step {number}: {'no' if certificate is None else 'another'} certificate beside "
-                                    "its hash", rule="a record keeps both", fix="run the configuration again")
+            raise RecordError(
+                f"compare {run.path.name} by certificates",
+                found=f"step {number}: {'no' if certificate is None else 'another'} certificate beside its hash",
+                rule="a record keeps both",
+                fix="run the configuration again",
+            )
         found.append(certificate)
     return found
 

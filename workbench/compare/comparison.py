@@ -155,8 +155,14 @@ class Configuration:
         """A doubt about a difference in float64 that is as small as rounding which a cancelling gradient amplifies."""
         error = self.relative_error
         small = self.verdict == "different" and self.settings.get("precision") == "float64" and error is not None
-        return (f"the whole gradient differs by less than {AMPLIFIED:.0e} of itself: rounding alone does that where "
-                "the gradient cancels or an earlier step amplified it") if small and error < AMPLIFIED else ""
+        return (
+            (
+                f"the whole gradient differs by less than {AMPLIFIED:.0e} of itself: rounding alone does that where "
+                "the gradient cancels or an earlier step amplified it"
+            )
+            if small and error < AMPLIFIED
+            else ""
+        )
 
 
 def _largest(values: Iterable[float]) -> float | None:
@@ -188,9 +194,12 @@ class Comparison:
         for configuration in self.configurations:
             if configuration.name == name:
                 return configuration
-        raise RecordError(f"comparison of {self.experiment}: configuration {name!r}",
-                          found=", ".join(c.name for c in self.configurations),
-                          rule="a configuration of the ablation", fix="choose one that is there")
+        raise RecordError(
+            f"comparison of {self.experiment}: configuration {name!r}",
+            found=", ".join(c.name for c in self.configurations),
+            rule="a configuration of the ablation",
+            fix="choose one that is there",
+        )
 
     def check(self, *names: str) -> None:
         """Pass if configurations agree with their references; for the end of a script, a notebook or a CI job.
@@ -204,9 +213,12 @@ class Comparison:
         """
         bad, of = self.disagreeing(*names), len(names or self._without_faults())
         if bad:
-            raise VerdictError(f"{self.experiment}: {len(bad)} of {of} configurations do not agree",
-                               found="; ".join(f"{c.name} is {c.verdict} ({c.why})" for c in bad),
-                               rule="equal or within budget of the reference", fix="read the report, worst first")
+            raise VerdictError(
+                f"{self.experiment}: {len(bad)} of {of} configurations do not agree",
+                found="; ".join(f"{c.name} is {c.verdict} ({c.why})" for c in bad),
+                rule="equal or within budget of the reference",
+                fix="read the report, worst first",
+            )
 
     def disagreeing(self, *names: str) -> list[Configuration]:
         """The configurations that do not agree with their references.
@@ -226,21 +238,36 @@ class Comparison:
         if not own.against:
             return {}
         theirs, flat = flatten(self[own.against].settings), flatten(own.settings)
-        return {key: (theirs.get(key), flat.get(key)) for key in dict.fromkeys((*flat, *theirs))
-                if key not in _PLACE and repr(theirs.get(key)) != repr(flat.get(key))}
+        return {
+            key: (theirs.get(key), flat.get(key))
+            for key in dict.fromkeys((*flat, *theirs))
+            if key not in _PLACE and repr(theirs.get(key)) != repr(flat.get(key))
+        }
 
     def table(self) -> pd.DataFrame:
         """One row a configuration: verdict, factor, first difference, worst distance over budget."""
         rows = []
         for c in self.configurations:
-            rows.append({
-                "configuration": c.name, "layout": layout_of(c.settings), "precision": c.settings["precision"],
-                "device": c.device, "verdict": c.verdict, "factor": c.factor, "meaning": c.factor_meaning,
-                "relative_l2": c.relative_error, "of_budget": c.times_budget,
-                "first_step": c.first_step, "first_parameter": c.first_parameter, "diverged_step": c.diverged_step,
-                "gradient_documents": c.evidence.get("gradient_document_share"),
-                "gradient_tokens": c.evidence.get("gradient_token_share"),
-                "clipped": c.evidence.get("clipped_share"), "why": c.why})
+            rows.append(
+                {
+                    "configuration": c.name,
+                    "layout": layout_of(c.settings),
+                    "precision": c.settings["precision"],
+                    "device": c.device,
+                    "verdict": c.verdict,
+                    "factor": c.factor,
+                    "meaning": c.factor_meaning,
+                    "relative_l2": c.relative_error,
+                    "of_budget": c.times_budget,
+                    "first_step": c.first_step,
+                    "first_parameter": c.first_parameter,
+                    "diverged_step": c.diverged_step,
+                    "gradient_documents": c.evidence.get("gradient_document_share"),
+                    "gradient_tokens": c.evidence.get("gradient_token_share"),
+                    "clipped": c.evidence.get("clipped_share"),
+                    "why": c.why,
+                }
+            )
         return pd.DataFrame(rows).set_index("configuration")
 
     def steps(self) -> pd.DataFrame:
@@ -249,13 +276,13 @@ class Comparison:
 
     def parameters(self) -> pd.DataFrame:
         """One row a configuration, step and parameter."""
-        return pd.DataFrame([{"configuration": c.name} | asdict(p)
-                             for c in self.configurations for p in c.parameters])
+        return pd.DataFrame([{"configuration": c.name} | asdict(p) for c in self.configurations for p in c.parameters])
 
     def settings_that_differ(self) -> pd.DataFrame:
         """One row a configuration, one column each setting that is not the same everywhere."""
-        flat = pd.DataFrame([flatten(c.settings) for c in self.configurations],
-                            index=[c.name for c in self.configurations])
+        flat = pd.DataFrame(
+            [flatten(c.settings) for c in self.configurations], index=[c.name for c in self.configurations]
+        )
         differing = [key for key in flat.columns if flat[key].map(repr).nunique() > 1]
         return flat[differing]
 
@@ -274,11 +301,16 @@ class Comparison:
             data = from_json(path.read_bytes())
             data["configurations"] = [
                 Configuration(**(c | {"parameters": [ParameterDifference(**p) for p in c["parameters"]]}))
-                for c in data["configurations"]]
+                for c in data["configurations"]
+            ]
             return cls(**data)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise RecordError(f"read comparison {path}", found=f"{type(error).__name__}: {error}",
-                              rule="a file written by Comparison.save", fix="run the ablation again") from None
+            raise RecordError(
+                f"read comparison {path}",
+                found=f"{type(error).__name__}: {error}",
+                rule="a file written by Comparison.save",
+                fix="run the ablation again",
+            ) from None
 
     def __repr__(self) -> str:
         """The verdicts as text; see `verdict_lines`."""
@@ -295,8 +327,15 @@ class Comparison:
         for c in self.configurations:
             factor = "" if c.factor is None else f"x {c.factor:.4g}"
             meaning = f"= {c.factor_meaning}" if c.factor_meaning else ""
-            parts = [f"{c.name:<{width}}", f"{c.verdict:<16}", factor, meaning, c.error_text, _changes(
-                self.setting_changes(c.name)), c.why]
+            parts = [
+                f"{c.name:<{width}}",
+                f"{c.verdict:<16}",
+                factor,
+                meaning,
+                c.error_text,
+                _changes(self.setting_changes(c.name)),
+                c.why,
+            ]
             lines.append("  ".join(part for part in parts if part))
         shared: dict[str, list[str]] = {}
         for c in self.configurations:

@@ -29,9 +29,16 @@ def name_factor(rows: Sequence[ParameterDifference], spec: RunSpec) -> tuple[flo
     factor = statistics.median(ratios)
     if not factor or max(abs(ratio / factor - 1) for ratio in ratios) > SAME:
         return factor, ""
-    return factor, meaning(factor, {"cp": spec.layout.cp, "dp": spec.layout.dp, "tp": spec.layout.tp,
-                                    "micro_batches": spec.data.micro_batches,
-                                    "dp * cp": spec.layout.dp * spec.layout.cp})
+    return factor, meaning(
+        factor,
+        {
+            "cp": spec.layout.cp,
+            "dp": spec.layout.dp,
+            "tp": spec.layout.tp,
+            "micro_batches": spec.data.micro_batches,
+            "dp * cp": spec.layout.dp * spec.layout.cp,
+        },
+    )
 
 
 def meaning(factor: float, sizes: Mapping[str, float]) -> str:

@@ -53,10 +53,12 @@ class RunReader:
         """
         records = self.run.steps()
         if [record.get("step") for record in records] != list(range(self.spec.steps)):
-            raise RecordError(f"read {self.run.path.name}/metrics.jsonl",
-                              found=f"records of {len(records)} steps: {_numbers(records)}",
-                              rule=f"one record for each of the {self.spec.steps} steps of a run that succeeded",
-                              fix="the file was cut or changed after it was written; run the configuration again")
+            raise RecordError(
+                f"read {self.run.path.name}/metrics.jsonl",
+                found=f"records of {len(records)} steps: {_numbers(records)}",
+                rule=f"one record for each of the {self.spec.steps} steps of a run that succeeded",
+                fix="the file was cut or changed after it was written; run the configuration again",
+            )
         return records
 
     @cached_property
@@ -67,9 +69,17 @@ class RunReader:
     @cached_property
     def diverged_step(self) -> int | None:
         """The first step whose loss or gradient norm is not finite; None if all are."""
-        return next((record["step"] for record in self.steps
-                     if not all(isinstance(record.get(key), float | int) and math.isfinite(record[key])
-                                for key in ("loss/total/sum", "gradient/norm/global"))), None)
+        return next(
+            (
+                record["step"]
+                for record in self.steps
+                if not all(
+                    isinstance(record.get(key), float | int) and math.isfinite(record[key])
+                    for key in ("loss/total/sum", "gradient/norm/global")
+                )
+            ),
+            None,
+        )
 
     def loss(self, step: int) -> float:
         """The total loss of a step."""
@@ -86,16 +96,23 @@ class RunReader:
             RecordError: not recorded, damaged, or not what the step record says of them.
         """
         if self.spec.record.gradients != "full":
-            raise RecordError(f"compare {self.name}", found=f"record.gradients = {self.spec.record.gradients}",
-                              rule="verdicts need every element of every gradient", fix="set record: {gradients: full}")
+            raise RecordError(
+                f"compare {self.name}",
+                found=f"record.gradients = {self.spec.record.gradients}",
+                rule="verdicts need every element of every gradient",
+                fix="set record: {gradients: full}",
+            )
         tensors, norms = self.run.read_tensors(f"step{step:04d}.gradients"), self.steps[step].get("gradient_norms")
         if norms is None:
             return tensors
         where = f"{self.run.path.name}/tensors/step{step:04d}.gradients.safetensors"
         if differing := sorted(norms.keys() ^ tensors.keys()):
-            raise RecordError(f"read {where}", found=f"{', '.join(differing[:4])} in only one of file and step record",
-                              rule="a gradient for each parameter whose norm was recorded",
-                              fix="the file was changed after it was written; run the configuration again")
+            raise RecordError(
+                f"read {where}",
+                found=f"{', '.join(differing[:4])} in only one of file and step record",
+                rule="a gradient for each parameter whose norm was recorded",
+                fix="the file was changed after it was written; run the configuration again",
+            )
         check_gradients(tensors, norms, where=where)
         certificate = read_certificate(self.run, step)
         if certificate is not None:

@@ -17,8 +17,10 @@ from workbench.runs.spec import flatten
 SEEDS = ("seed", "model.seed")
 """The settings that only choose a draw."""
 
-NOTHING_TO_DRAW = {"seed": "documents are recorded and none are sampled",
-                   "model.seed": "weights are loaded from a checkpoint"}
+NOTHING_TO_DRAW = {
+    "seed": "documents are recorded and none are sampled",
+    "model.seed": "weights are loaded from a checkpoint",
+}
 """Setting of `SEEDS` -> when it draws nothing."""
 
 _PLACE = ("frozen_clip",)
@@ -117,8 +119,10 @@ class SeedGroup:
     def by_step(self, key: str) -> dict[int, Spread]:
         """Mean and spread of a metric at every step that any of the runs recorded."""
         steps = sorted({record["step"] for c in self.members for record in c.steps})
-        return {step: Spread.of([record.get(key) for c in self.members for record in c.steps
-                                 if record["step"] == step]) for step in steps}
+        return {
+            step: Spread.of([record.get(key) for c in self.members for record in c.steps if record["step"] == step])
+            for step in steps
+        }
 
 
 def seed_groups(comparison: Comparison) -> list[SeedGroup]:
@@ -126,10 +130,14 @@ def seed_groups(comparison: Comparison) -> list[SeedGroup]:
     alike: dict[str, list[Configuration]] = {}
     for c in comparison.configurations:
         settings = flatten(c.settings)
-        alike.setdefault(repr(sorted((key, repr(value)) for key, value in settings.items()
-                                     if key not in SEEDS + _PLACE)), []).append(c)
-    return [SeedGroup(_common_name([c.name for c in members]), tuple(members))
-            for members in alike.values() if len(members) > 1 and _draws_differ(members)]
+        alike.setdefault(
+            repr(sorted((key, repr(value)) for key, value in settings.items() if key not in SEEDS + _PLACE)), []
+        ).append(c)
+    return [
+        SeedGroup(_common_name([c.name for c in members]), tuple(members))
+        for members in alike.values()
+        if len(members) > 1 and _draws_differ(members)
+    ]
 
 
 def _draws_differ(members: Sequence[Configuration]) -> bool:
@@ -139,8 +147,12 @@ def _draws_differ(members: Sequence[Configuration]) -> bool:
 
 def _recorded(c: Configuration) -> str:
     """What a run recorded of its numbers, exactly: equal texts are equal bits."""
-    return repr([sorted((key, repr(value)) for key, value in record.items() if key.split("/")[0] not in _COSTS)
-                 for record in c.steps])
+    return repr(
+        [
+            sorted((key, repr(value)) for key, value in record.items() if key.split("/")[0] not in _COSTS)
+            for record in c.steps
+        ]
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -164,6 +176,9 @@ def identical_notes(comparison: Comparison) -> list[str]:
 def _common_name(names: Sequence[str]) -> str:
     """The parts between dashes that all names share, in order; the first name if they share none."""
     split = [name.split("-") for name in names]
-    shared = [part for place, part in enumerate(split[0])
-              if all(place < len(other) and other[place] == part for other in split)]
+    shared = [
+        part
+        for place, part in enumerate(split[0])
+        if all(place < len(other) and other[place] == part for other in split)
+    ]
     return "-".join(shared) or names[0]

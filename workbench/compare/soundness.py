@@ -60,8 +60,12 @@ def too_small(role: str, run: RunReader, step: int, gradients: Gradients) -> str
     if run.norm(step) != 0:
         return ""
     largest = max((float(values.abs().max()) for values in gradients.values() if values.numel()), default=0.0)
-    return f"in step {step} the gradient of {role} {run.name} is too small to measure: its largest element is " \
-           f"{largest:.2g}, and the squares of such numbers are 0 in float64" if largest else ""
+    return (
+        f"in step {step} the gradient of {role} {run.name} is too small to measure: its largest element is "
+        f"{largest:.2g}, and the squares of such numbers are 0 in float64"
+        if largest
+        else ""
+    )
 
 
 def too_far(baseline: RunReader, truth: RunReader, step: int, error: float, norm: float) -> str:
@@ -78,11 +82,15 @@ def too_far(baseline: RunReader, truth: RunReader, step: int, error: float, norm
     if error <= allowed * norm:
         return ""
     if not norm:
-        return (f"in step {step} the gradient of the float64 ground truth {truth.name} is zero and that of baseline "
-                f"{baseline.name} is rounding, of norm {error:.2g}")
-    return (f"in step {step} the gradient of baseline {baseline.name} has a relative error of {error / norm:.2g} "
-            f"against the float64 ground truth {truth.name}; rounding in {baseline.spec.precision} explains at most "
-            f"{allowed:.2g}")
+        return (
+            f"in step {step} the gradient of the float64 ground truth {truth.name} is zero and that of baseline "
+            f"{baseline.name} is rounding, of norm {error:.2g}"
+        )
+    return (
+        f"in step {step} the gradient of baseline {baseline.name} has a relative error of {error / norm:.2g} "
+        f"against the float64 ground truth {truth.name}; rounding in {baseline.spec.precision} explains at most "
+        f"{allowed:.2g}"
+    )
 
 
 def evidence_of(run: RunReader, baseline: RunReader | None) -> Evidence | None:

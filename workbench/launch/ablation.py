@@ -106,31 +106,43 @@ class AblationSpec(BaseModel):
         names = [name for name, _, _ in settings]
         illegal = [name for name in names if not RUN_NAME.fullmatch(name)]
         if illegal:
-            raise SpecError(f"{where}: names of runs", found=", ".join(map(repr, illegal)),
-                            rule="letters, digits, '.', '_' and '-', beginning with a letter or digit",
-                            fix="rename the configuration; values of axes are part of names too")
+            raise SpecError(
+                f"{where}: names of runs",
+                found=", ".join(map(repr, illegal)),
+                rule="letters, digits, '.', '_' and '-', beginning with a letter or digit",
+                fix="rename the configuration; values of axes are part of names too",
+            )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise SpecError(f"{where}: two runs of one name", found=", ".join(twice),
-                            rule="every run has a name of its own: a configuration's with the values of the "
-                                 "axes, joined by '-', or an extra's", fix="rename one of them")
+            raise SpecError(
+                f"{where}: two runs of one name",
+                found=", ".join(twice),
+                rule="every run has a name of its own: a configuration's with the values of the "
+                "axes, joined by '-', or an extra's",
+                fix="rename one of them",
+            )
         if self.truth and self.truth not in names:
             raise _unknown(where, "truth", self.truth, names)
         _check_order(where, specs)
 
-        references = {self._place(specs[name]): name for name, configuration, _ in settings
-                      if configuration == self.reference}
+        references = {
+            self._place(specs[name]): name for name, configuration, _ in settings if configuration == self.reference
+        }
         planned = []
         for name, configuration, _ in settings:
             reference = references.get(self._place(specs[name]))
             if name == self.truth and (reference is None or specs[reference].precision != specs[name].precision):
                 reference = name  # it need not be held against anything
             if reference is None:
-                place = ", ".join(f"{axis}={value}" for axis, value in
-                                  zip(self.axes, self._place(specs[name]), strict=True))
-                raise SpecError(f"{where}: extra {name!r} has no reference", found=place,
-                                rule=f"its values of the axes are among those of {self.reference!r}",
-                                fix="give it one of the axes' values, or add its value to the axis")
+                place = ", ".join(
+                    f"{axis}={value}" for axis, value in zip(self.axes, self._place(specs[name]), strict=True)
+                )
+                raise SpecError(
+                    f"{where}: extra {name!r} has no reference",
+                    found=place,
+                    rule=f"its values of the axes are among those of {self.reference!r}",
+                    fix="give it one of the axes' values, or add its value to the axis",
+                )
             truth = "" if name == self.truth else self.truth
             reference = "" if name == reference else reference
             planned.append(Planned(name, specs[name], reference, truth, configuration))
@@ -145,9 +157,11 @@ class AblationSpec(BaseModel):
         except SpecError as error:
             return f"AblationSpec({self.question!r}; {error.parts['asked']}: {error.parts['found']})"
         width = max(len(run.name) for run in planned)
-        lines = [f"  {run.name:<{width}}  {self.role(run, planned)}: "
-                 f"{', '.join(f'{key}={value}' for key, value in differs(run, planned).items()) or 'nothing changed'}"
-                 for run in planned]
+        lines = [
+            f"  {run.name:<{width}}  {self.role(run, planned)}: "
+            f"{', '.join(f'{key}={value}' for key, value in differs(run, planned).items()) or 'nothing changed'}"
+            for run in planned
+        ]
         return "\n".join([f"AblationSpec({self.question!r}, {len(planned)} runs)", *lines])
 
     __str__ = __repr__
@@ -175,21 +189,30 @@ class AblationSpec(BaseModel):
     def _check_axes(self, where: str) -> None:
         for axis, values in self.axes.items():
             if not values:
-                raise SpecError(f"{where}: axis {axis!r} has no values", rule="at least one value",
-                                fix="give values, or remove the axis")
+                raise SpecError(
+                    f"{where}: axis {axis!r} has no values",
+                    rule="at least one value",
+                    fix="give values, or remove the axis",
+                )
             for name, changes in self.configurations.items():
                 own = _lookup(changes, axis)
                 if own is not None:
-                    raise SpecError(f"{where}: configuration {name!r} sets {axis}", found=f"{axis} = {own}",
-                                    rule=f"{axis} is an axis, which gives every configuration its values",
-                                    fix="move the configuration to `extra`, which is outside the axes")
+                    raise SpecError(
+                        f"{where}: configuration {name!r} sets {axis}",
+                        found=f"{axis} = {own}",
+                        rule=f"{axis} is an axis, which gives every configuration its values",
+                        fix="move the configuration to `extra`, which is outside the axes",
+                    )
 
     def _check_truth(self, where: str, planned: Sequence[Planned]) -> None:
         """Refuse verdicts without something exact to rest on."""
         exact = {run.name: run.configuration for run in planned if run.spec.precision == "float64"}
         specs = {run.name: run.spec for run in planned}
-        inexact = [run.name for run in planned if run.reference and run.name not in exact
-                   and not held_by_bits(run.spec, specs[run.reference])]
+        inexact = [
+            run.name
+            for run in planned
+            if run.reference and run.name not in exact and not held_by_bits(run.spec, specs[run.reference])
+        ]
         if self.truth in exact or not (self.truth or inexact):
             return
         fitting = [f"`truth: {name}`" for name, configuration in exact.items() if configuration == self.reference]
@@ -199,10 +222,12 @@ class AblationSpec(BaseModel):
         else:
             asked, found = "truth is missing", f"below float64 and held against a reference: {', '.join(inexact)}"
         raise SpecError(
-            f"{where}: {asked}", found=found,
+            f"{where}: {asked}",
+            found=found,
             rule="below float64 nothing is exact: a run is judged by how far it is from the truth, a float64 run, next "
-                 "to how far its reference is",
-            fix=f"write {fitting[0] if fitting else f'`truth: exact` and `extra: {{exact: {example}}}`'}")
+            "to how far its reference is",
+            fix=f"write {fitting[0] if fitting else f'`truth: exact` and `extra: {{exact: {example}}}`'}",
+        )
 
     def _place(self, spec: RunSpec) -> tuple[str, ...]:
         """Where a run lies on the axes."""
@@ -219,8 +244,12 @@ def load_ablation(path: Path | str) -> AblationSpec:
     path = Path(path)
     settings = read_yaml(path)
     if not isinstance(settings, Mapping):
-        raise SpecError(f"read {path}", found=f"a {type(settings).__name__}", rule="a mapping of settings",
-                        fix="experiments/ holds examples")
+        raise SpecError(
+            f"read {path}",
+            found=f"a {type(settings).__name__}",
+            rule="a mapping of settings",
+            fix="experiments/ holds examples",
+        )
     if not {"configurations", "axes", "question", "reference"}.intersection(settings):
         parse_spec(RunSpec, settings, where=str(path))
         settings = {"base": settings, "reference": path.stem, "configurations": {path.stem: {}}}
@@ -242,8 +271,9 @@ def select(planned: Sequence[Planned], names: Sequence[str]) -> list[Planned]:
     needed, more = set(), {run.name for run in planned if run.name in names or run.configuration in names}
     while more:
         needed |= more
-        more = {name for run in planned if run.name in more
-                for name in (run.reference, run.truth, run.spec.frozen_clip)} - needed
+        more = {
+            name for run in planned if run.name in more for name in (run.reference, run.truth, run.spec.frozen_clip)
+        } - needed
     return [run for run in planned if run.name in needed]
 
 
@@ -266,10 +296,12 @@ def _parse_all(where: str, settings: Sequence[tuple[str, dict[str, Any]]]) -> di
         if unknown := sorted(set(specs[name].faults).difference(fault_names())):
             wrong.append(f"{name}: unknown fault {', '.join(unknown)} (known: {', '.join(fault_names())})")
     if wrong:
-        raise SpecError(f"{where}: {len(wrong)} of {len(settings)} runs cannot be used",
-                        found="; ".join(wrong),
-                        rule="settings of RunSpec, and faults of workbench.runs.faults; unknown ones are refused",
-                        fix="correct the file; `workbench run --help` lists every setting")
+        raise SpecError(
+            f"{where}: {len(wrong)} of {len(settings)} runs cannot be used",
+            found="; ".join(wrong),
+            rule="settings of RunSpec, and faults of workbench.runs.faults; unknown ones are refused",
+            fix="correct the file; `workbench run --help` lists every setting",
+        )
     return specs
 
 
@@ -283,9 +315,12 @@ def _check_order(where: str, specs: Mapping[str, RunSpec]) -> None:
             if needed not in specs:
                 raise _unknown(f"{where}: run {seen[-1]!r}", "frozen_clip", needed, specs)
             if needed in seen:
-                raise SpecError(f"{where}: run {name!r} needs its own clip decisions",
-                                found=" -> ".join([*seen, needed]), rule="the run that decides comes first",
-                                fix="leave frozen_clip out of the run whose decisions the others take")
+                raise SpecError(
+                    f"{where}: run {name!r} needs its own clip decisions",
+                    found=" -> ".join([*seen, needed]),
+                    rule="the run that decides comes first",
+                    fix="leave frozen_clip out of the run whose decisions the others take",
+                )
             seen.append(needed)
 
 
@@ -305,12 +340,19 @@ def _check_comparable(where: str, planned: Sequence[Planned]) -> None:
                 facts["record.gradients"] = (run.spec.record.gradients, other.record.gradients)
             if role == "reference":
                 facts["precision"] = (run.spec.precision, other.precision)
-            unequal = [f"{key} {mine} against {theirs}" for key, (mine, theirs) in facts.items()
-                       if mine != theirs or (key == "record.gradients" and mine != "full")]
+            unequal = [
+                f"{key} {mine} against {theirs}"
+                for key, (mine, theirs) in facts.items()
+                if mine != theirs or (key == "record.gradients" and mine != "full")
+            ]
             if unequal:
                 rule, fix = _OF_BITS if bits else _OF_GRADIENTS
-                raise SpecError(f"{where}: hold {run.name!r} against its {role} {others[role]!r}",
-                                found=", ".join(unequal), rule=rule, fix=fix)
+                raise SpecError(
+                    f"{where}: hold {run.name!r} against its {role} {others[role]!r}",
+                    found=", ".join(unequal),
+                    rule=rule,
+                    fix=fix,
+                )
 
 
 _OF_GRADIENTS = (
@@ -318,11 +360,13 @@ _OF_GRADIENTS = (
     "precision of its runs",
     "set steps and record: {gradients: full} in `base`; several precisions are an axis, axes: {precision: [float64, "
     "float32]}. Curves alone need no gradients: what differs is an axis then, such as axes: {loss.name: [grpo, cispo], "
-    "seed: [0, 1]}, and every run stands for itself")
+    "seed: [0, 1]}, and every run stands for itself",
+)
 _OF_BITS = (
     "bits are compared step by step: both take as many steps of the same rows, in one precision and in the same pieces",
     "set steps, precision and reproducible in `base`; give each layout data.micro_batches, so that dp times these is "
-    "the same, or all of them one data.micro_batch_tokens")
+    "the same, or all of them one data.micro_batch_tokens",
+)
 
 
 def _rows(spec: RunSpec) -> str:
@@ -336,8 +380,12 @@ def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> SpecErro
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "choose one of them"
-    return SpecError(f"{where}: {what} {name!r} does not exist", found=", ".join(names),
-                     rule=f"{what} names something that is there", fix=hint)
+    return SpecError(
+        f"{where}: {what} {name!r} does not exist",
+        found=", ".join(names),
+        rule=f"{what} names something that is there",
+        fix=hint,
+    )
 
 
 def _nested(dotted: str, value: Any) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def leave_with(parent_pid: int, *, poll_s: float = 0.5, grace_s: float = 10.0) -
         poll_s: how often to look.
         grace_s: how long the orderly way may take.
     """
+
     def watch() -> None:
         while os.getppid() == parent_pid:
             time.sleep(poll_s)

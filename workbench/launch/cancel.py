@@ -45,8 +45,11 @@ def cancel_run(run: RunDirectory, *, by: str = "the command line", wait_s: float
 
 def _left_to_a_cluster(state: dict[str, Any]) -> bool:
     """Whether only the cluster can be asked: a launcher on another machine may have gone, and nobody here can look."""
-    return (state.get("backend") in CLUSTERS and bool(state.get("handle"))
-            and not is_of_this_machine(state.get("launcher", {})))
+    return (
+        state.get("backend") in CLUSTERS
+        and bool(state.get("handle"))
+        and not is_of_this_machine(state.get("launcher", {}))
+    )
 
 
 def _end_without_launcher(run: RunDirectory) -> str:

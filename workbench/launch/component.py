@@ -43,8 +43,16 @@ class Cluster:
     mounts: Sequence[str] = field(default=())
 
 
-def run_job(name: str, run_path: Path, world_size: int, placement: Placement, *, project: Path,
-            worker: str = WORKER, cluster: Cluster | None = None) -> AppDef:
+def run_job(
+    name: str,
+    run_path: Path,
+    world_size: int,
+    placement: Placement,
+    *,
+    project: Path,
+    worker: str = WORKER,
+    cluster: Cluster | None = None,
+) -> AppDef:
     """Describe the job that executes one run directory.
 
     Args:
@@ -65,17 +73,34 @@ def run_job(name: str, run_path: Path, world_size: int, placement: Placement, *,
         environment["WB_PARENT_PID"] = str(os.getpid())
     else:
         environment = {key: value for key, value in environment.items() if not key.startswith("CUDA_")}
-    arguments = ["-m", "workbench.launch.agent", "--standalone", "--nnodes=1",
-                 f"--nproc-per-node={world_size}", "--max-restarts=0",
-                 "-m", worker, str(run_path.resolve()), "--project", str(project.resolve())]
+    arguments = [
+        "-m",
+        "workbench.launch.agent",
+        "--standalone",
+        "--nnodes=1",
+        f"--nproc-per-node={world_size}",
+        "--max-restarts=0",
+        "-m",
+        worker,
+        str(run_path.resolve()),
+        "--project",
+        str(project.resolve()),
+    ]
     there = cluster or Cluster(python=sys.executable)
     memory_mb = MEMORY_MB[placement.device] if there.memory_mb is None else there.memory_mb
     role = specs.Role(
-        name="trainer", image=there.image, entrypoint=there.python, args=arguments, env=environment, num_replicas=1,
+        name="trainer",
+        image=there.image,
+        entrypoint=there.python,
+        args=arguments,
+        env=environment,
+        num_replicas=1,
         mounts=specs.parse_mounts(list(there.mounts)) if there.mounts else [],
         # on this machine we give out GPUs ourselves: torchx would begin at device 0 for every job
-        resource=specs.Resource(cpu=world_size, memMB=memory_mb * world_size,
-                                gpu=len(placement.gpus) if cluster else 0))
+        resource=specs.Resource(
+            cpu=world_size, memMB=memory_mb * world_size, gpu=len(placement.gpus) if cluster else 0
+        ),
+    )
     return specs.AppDef(name=name, roles=[role])
 
 

@@ -72,8 +72,11 @@ def oom_kills(root: Path = Path("/")) -> int:
     """
     groups = [line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
     files = [root / "sys/fs/cgroup" / path.strip("/") / "memory.events" for number, _, path in groups if number == "0"]
-    files += [root / "sys/fs/cgroup/memory" / path.strip("/") / "memory.oom_control"
-              for _, kinds, path in groups if kinds == "memory"]
+    files += [
+        root / "sys/fs/cgroup/memory" / path.strip("/") / "memory.oom_control"
+        for _, kinds, path in groups
+        if kinds == "memory"
+    ]
     for file in [*files, root / "proc/vmstat"]:
         found = re.search(r"^oom_kill (\d+)$", _read(file), flags=re.MULTILINE)
         if found:
@@ -81,8 +84,16 @@ def oom_kills(root: Path = Path("/")) -> int:
     return 0
 
 
-def write_hang(run: RunDirectory, rank: int, words: str, *, certain: bool, waited_in: str = "",
-               stack: str = "", stopped: bool = False) -> None:
+def write_hang(
+    run: RunDirectory,
+    rank: int,
+    words: str,
+    *,
+    certain: bool,
+    waited_in: str = "",
+    stack: str = "",
+    stopped: bool = False,
+) -> None:
     """Write the exit record of a rank that others wait for.
 
     Args:
@@ -101,18 +112,30 @@ def write_hang(run: RunDirectory, rank: int, words: str, *, certain: bool, waite
             found=f"it was still stopped when the agent that started the ranks ended the job and killed rank {rank}",
             rule=f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}",
             fix="find what stopped the process (a debugger, a shell's job control, a scheduler that suspends jobs); "
-                "`kill -CONT` on its process lets it go on in time")
-        run.write_exit(rank, coordinates_of(run, rank), error, cause="hang", waited_in=waited_in,
-                       stack=without_machine_paths(stack))
+            "`kill -CONT` on its process lets it go on in time",
+        )
+        run.write_exit(
+            rank,
+            coordinates_of(run, rank),
+            error,
+            cause="hang",
+            waited_in=waited_in,
+            stack=without_machine_paths(stack),
+        )
         return
     stack = without_machine_paths(stack)
     found = f"it was at {place_of(stack)}; its stack is kept beside this message" if stack else "its stack is not known"
     error = LaunchError(
-        words, found=found,
-        rule="all ranks of an axis come to the same collectives, in the same order" if certain else
-             f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}",
+        words,
+        found=found,
+        rule="all ranks of an axis come to the same collectives, in the same order"
+        if certain
+        else f"no rank is waited for longer than timeout_s = {run.spec.timeout_s:g}",
         fix="look for a branch that ranks take differently before that line: on data, on a rank's number, on an error "
-            "that one rank swallowed" if certain else "see where it was; if it was only slow, raise timeout_s")
+        "that one rank swallowed"
+        if certain
+        else "see where it was; if it was only slow, raise timeout_s",
+    )
     run.write_exit(rank, coordinates_of(run, rank), error, cause="hang", waited_in=waited_in, stack=stack)
 
 
@@ -135,7 +158,8 @@ def write_early_exit(run: RunDirectory, wait: Wait, *, last: str, finished: bool
         found=f"{own_word}; {_last_lines(run.log_path(rank))}",
         rule="all ranks of an axis come to the same collectives, and a rank ends when all have done their part",
         fix="look for what ends this rank early: sys.exit or os._exit, a return or break that ranks take differently, "
-            "data that is shorter on this rank")
+        "data that is shorter on this rank",
+    )
     run.write_exit(rank, coordinates_of(run, rank), error, cause=cause)
 
 
@@ -158,8 +182,11 @@ def place_of(stack: str) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
     if "most recent call last" in stack:
         frames.reverse()
-    own = [frame for frame in frames if not (frame[0].startswith(("...", "<")) or "site-packages/" in frame[0]
-                                             or frame[0] in _PASSED)] or frames
+    own = [
+        frame
+        for frame in frames
+        if not (frame[0].startswith(("...", "<")) or "site-packages/" in frame[0] or frame[0] in _PASSED)
+    ] or frames
     return f"{own[0][0]}:{own[0][1]} in {own[0][2]}" if own else "an unknown place"
 
 
@@ -197,8 +224,9 @@ class _Inquest:
         """The first rank that was killed without a word."""
         spoke = self.run.exits()
         # A rank that was stopped cannot end on SIGTERM: the SIGKILL that it ended of was the agent's.
-        silent = [rank for rank in self.codes
-                  if rank not in spoke and self.codes[rank] != 0 and rank not in self.stopped]
+        silent = [
+            rank for rank in self.codes if rank not in spoke and self.codes[rank] != 0 and rank not in self.stopped
+        ]
         # Whoever starts the ranks stops the survivors with SIGTERM: any other end, or the first end of all, is earlier.
         first = next(iter(self.codes), None)
         silent = [rank for rank in silent if self.codes[rank] != -signal.SIGTERM or rank == first]
@@ -219,11 +247,21 @@ class _Inquest:
             fix += "; the machine does not say that it ran out of memory, so somebody or a limit killed it"
         elif gave_up:
             killed += f" when it had waited too long: {gave_up[0]}"
-        error = LaunchError(f"rank {rank} {killed}", found=_last_lines(self.run.log_path(rank)),
-                            rule="a rank ends by itself and says how", fix=fix)
+        error = LaunchError(
+            f"rank {rank} {killed}",
+            found=_last_lines(self.run.log_path(rank)),
+            rule="a rank ends by itself and says how",
+            fix=fix,
+        )
         cause = "out of memory" if for_memory else "peer" if gave_up else "killed" if code < 0 else "exception"
-        self.run.write_exit(rank, coordinates_of(self.run, rank), error, cause=cause, waited_in=self._waited_in(rank),
-                            stack=self._stack(rank))
+        self.run.write_exit(
+            rank,
+            coordinates_of(self.run, rank),
+            error,
+            cause=cause,
+            waited_in=self._waited_in(rank),
+            stack=self._stack(rank),
+        )
 
     def _left_by_themselves(self, ended: set[int]) -> set[int]:
         """Ranks that ended with exit code 0 and had not done their part.
@@ -232,8 +270,13 @@ class _Inquest:
         which leaves a stack; who has neither a code nor a stack had ended before.
         """
         spoke = self.run.exits()
-        unnoted = {rank for rank in self.views if self.codes and rank not in {*self.codes, *spoke, *self.stopped}
-                   and not _read(last_stack_path(self.run, rank))}
+        unnoted = {
+            rank
+            for rank in self.views
+            if self.codes
+            and rank not in {*self.codes, *spoke, *self.stopped}
+            and not _read(last_stack_path(self.run, rank))
+        }
         return ({rank for rank, code in self.codes.items() if code == 0 and rank in self.views} | unnoted) - ended
 
     def _name_who_left(self) -> None:
@@ -258,18 +301,37 @@ class _Inquest:
         for wait in sorted(self.waits, key=lambda wait: wait.rank not in self.stopped):
             record = exits.get(wait.rank, {"ok": True, "traceback": ""})
             if (wait.kind == "skipped" or only_echoes) and (record["ok"] or _is_echo(record)):
-                write_hang(self.run, wait.rank, wait.in_words(now_ns), certain=wait.certain,
-                           waited_in=self._waited_in(wait.rank), stack=self._stack(wait.rank) or record["traceback"],
-                           stopped=wait.rank in self.stopped)
+                write_hang(
+                    self.run,
+                    wait.rank,
+                    wait.in_words(now_ns),
+                    certain=wait.certain,
+                    waited_in=self._waited_in(wait.rank),
+                    stack=self._stack(wait.rank) or record["traceback"],
+                    stopped=wait.rank in self.stopped,
+                )
                 return
         for rank in sorted(self.stopped.difference(exits)) if first is None or only_echoes else ():
-            write_hang(self.run, rank, "who waited for it is not known", certain=False,
-                       waited_in=self._waited_in(rank), stack=self._stack(rank), stopped=True)
+            write_hang(
+                self.run,
+                rank,
+                "who waited for it is not known",
+                certain=False,
+                waited_in=self._waited_in(rank),
+                stack=self._stack(rank),
+                stopped=True,
+            )
             return
         if first is not None and only_echoes and _TIMED_OUT.search(first["message"]):
             for late in self._seen_waiting()[:1]:
-                write_hang(self.run, late["rank"], f"{late['words']}; it came, but too late", certain=False,
-                           waited_in=self._waited_in(late["rank"]), stack=late["stack"])
+                write_hang(
+                    self.run,
+                    late["rank"],
+                    f"{late['words']}; it came, but too late",
+                    certain=False,
+                    waited_in=self._waited_in(late["rank"]),
+                    stack=late["stack"],
+                )
 
     def _say_that_nobody_spoke(self) -> None:
         began = bool(self.views) or "rank0" in self.run.state
@@ -281,8 +343,12 @@ class _Inquest:
         else:
             asked = "the agent that starts the ranks failed before any rank said why"
         places = "; ".join(f"rank {rank} was in {view.inside}" for rank, view in self.views.items() if view.inside)
-        error = LaunchError(asked, found=last or places or "no output", rule="rank 0 records how a run ended",
-                            fix=f"read {_agent_log(self.run)} in the run directory")
+        error = LaunchError(
+            asked,
+            found=last or places or "no output",
+            rule="rank 0 records how a run ended",
+            fix=f"read {_agent_log(self.run)} in the run directory",
+        )
         killed = began and self.job_state != "succeeded"
         self.run.write_exit(None, {}, error, cause="killed" if killed else "start")
 
@@ -294,10 +360,20 @@ class _Inquest:
         for rank in sorted({*self.codes, *self.views}.difference(spoke)):
             if self.codes.get(rank) == 0:
                 continue
-            error = LaunchError(f"rank {rank} was stopped", found=f"{first} had failed",
-                                rule="a job ends when one of its ranks does", fix=f"see {first}")
-            self.run.write_exit(rank, coordinates_of(self.run, rank), error, cause="peer",
-                                waited_in=self._waited_in(rank), stack=self._stack(rank))
+            error = LaunchError(
+                f"rank {rank} was stopped",
+                found=f"{first} had failed",
+                rule="a job ends when one of its ranks does",
+                fix=f"see {first}",
+            )
+            self.run.write_exit(
+                rank,
+                coordinates_of(self.run, rank),
+                error,
+                cause="peer",
+                waited_in=self._waited_in(rank),
+                stack=self._stack(rank),
+            )
 
     def _waited_in(self, rank: int) -> str:
         """The collective that a rank was in, or, where its host had run ahead, in which it waited on the device."""

@@ -73,9 +73,12 @@ def place(name: str, spec: RunSpec, gpus: Sequence[str]) -> Placement:
         return Placement("cuda", gpus=tuple(gpus[:ranks]))
     wanted = f"{ranks} GPU{'s' if ranks > 1 else ''}"
     if spec.device == "cuda":
-        raise LaunchError(f"run {name} on cuda", found=f"{len(gpus)} of {wanted} here",
-                          rule="one GPU for each rank",
-                          fix="set device: auto to run on CPU where GPUs are missing, or use another machine")
+        raise LaunchError(
+            f"run {name} on cuda",
+            found=f"{len(gpus)} of {wanted} here",
+            rule="one GPU for each rank",
+            fix="set device: auto to run on CPU where GPUs are missing, or use another machine",
+        )
     return Placement("cpu", note=f"asked for {wanted}, {len(gpus)} here" if gpus else "no GPU here")
 
 

@@ -207,10 +207,17 @@ def _be_a_rank(request: Request, run: RunDirectory, rank: int, port: int, worker
     try:
         _send_output_to(run.log_path(rank))
         os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "GROUP_RANK": "0",
             "WB_AGENT_PID": str(os.getppid()),
-            "WORLD_SIZE": str(request.world_size), "LOCAL_WORLD_SIZE": str(request.world_size),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            "WORLD_SIZE": str(request.world_size),
+            "LOCAL_WORLD_SIZE": str(request.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         _fresh_randomness()
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was loaded before it could read this
@@ -241,9 +248,12 @@ def _refuse_what_cannot_fork() -> None:
     """CUDA does not survive a fork. Loading torch does not initialise it; a worker that does so on import would."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise LaunchError("fork ranks from ready processes", found="CUDA is initialised already",
-                          rule="a process that was forked after CUDA was initialised cannot use it",
-                          fix="let no module touch a GPU while it is imported, or launch torchx jobs instead")
+        raise LaunchError(
+            "fork ranks from ready processes",
+            found="CUDA is initialised already",
+            rule="a process that was forked after CUDA was initialised cannot use it",
+            fix="let no module touch a GPU while it is imported, or launch torchx jobs instead",
+        )
 
 
 def _host_store(listener: socket.socket, port: int) -> Any:

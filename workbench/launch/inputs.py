@@ -36,13 +36,21 @@ def identify(specs: Iterable[RunSpec], project: Path) -> list[dict[str, Any]]:
         SpecError: a recording, checkpoint or task that is not there, with the folder that was searched.
     """
     specs = list(specs)
-    recordings = {path: _recording(path, project)
-                  for path in {spec.data.path: None for spec in specs if not spec.online.on}}
+    recordings = {
+        path: _recording(path, project) for path in {spec.data.path: None for spec in specs if not spec.online.on}
+    }
     checkpoints = {source: _checkpoint(source, project) for source in {spec.model.source: None for spec in specs}}
     made_by = {"versions": versions(), "code": _code()}
-    return [made_by | {"checkpoint": checkpoints[spec.model.source]}
-            | ({"recording": recordings[spec.data.path]} if spec.online.task is None else
-               {"task": _task(spec.online.task, project)}) for spec in specs]
+    return [
+        made_by
+        | {"checkpoint": checkpoints[spec.model.source]}
+        | (
+            {"recording": recordings[spec.data.path]}
+            if spec.online.task is None
+            else {"task": _task(spec.online.task, project)}
+        )
+        for spec in specs
+    ]
 
 
 def _task(name: str, project: Path) -> str:
@@ -53,8 +61,13 @@ def _task(name: str, project: Path) -> str:
 def _recording(path: str, project: Path) -> str:
     """The manifest vouches for the tensors by their checksum."""
     if not (project / path / MANIFEST).is_file():
-        raise _missing("data.path", path, project, f"a folder with {MANIFEST}, as `workbench rollouts import` makes it",
-                       beside_us=(Path(path) / MANIFEST).is_file())
+        raise _missing(
+            "data.path",
+            path,
+            project,
+            f"a folder with {MANIFEST}, as `workbench rollouts import` makes it",
+            beside_us=(Path(path) / MANIFEST).is_file(),
+        )
     return _sha256(project / path / MANIFEST)
 
 
@@ -65,9 +78,13 @@ def _checkpoint(source: str, project: Path) -> str | list[list[Any]]:
         return [[file.name, file.stat().st_size, _sha256(file)] for file in files]
     beside_us = (Path(source) / CONFIG).is_file()
     if beside_us or folder.is_dir() or not _HUB_ID.fullmatch(source):
-        raise _missing("model.source", source, project,
-                       f"a checkpoint folder with {CONFIG}, a hub id (owner/name), or {' or '.join(TINY)}",
-                       beside_us=beside_us)
+        raise _missing(
+            "model.source",
+            source,
+            project,
+            f"a checkpoint folder with {CONFIG}, a hub id (owner/name), or {' or '.join(TINY)}",
+            beside_us=beside_us,
+        )
     return source
 
 
@@ -89,6 +106,10 @@ def _missing(setting: str, path: str, project: Path, what: str, *, beside_us: bo
     if beside_us:
         found += f", although there is at {Path.cwd() / path}, relative to the current folder"
         fix = f"write {setting}: {Path.cwd() / path}"
-    return SpecError(f"{setting} = {path!r}", found=found, fix=fix,
-                     rule=f"{what}; a relative path begins at the project root, {project}: the current folder if it "
-                          "holds a folder named data, else where the workbench's sources lie")
+    return SpecError(
+        f"{setting} = {path!r}",
+        found=found,
+        fix=fix,
+        rule=f"{what}; a relative path begins at the project root, {project}: the current folder if it "
+        "holds a folder named data, else where the workbench's sources lie",
+    )

@@ -51,13 +51,21 @@ ASK_EVERY_S = 5.0
 UNKNOWN_FOR_S = 600.0
 """A job that its cluster does not know for so long has failed."""
 
-_OURS = ("log_dir", "job_dir", "prepend_cwd", "auto_set_cuda_visible_devices", "validate_spec", "workspace_type",
-         "image_repo", "quiet")
+_OURS = (
+    "log_dir",
+    "job_dir",
+    "prepend_cwd",
+    "auto_set_cuda_visible_devices",
+    "validate_spec",
+    "workspace_type",
+    "image_repo",
+    "quiet",
+)
 """Settings of torchx that are not the user's: logs go to the run directory, GPUs are given out here, and no image is
 built."""
 
 _SESSION = "TORCHX_INTERNAL_SESSION_ID"  # torchx after 0.7 numbers the processes that submit, another time each
-_SHARED = ("run directory and project must be on a file system that the cluster's nodes see under the same paths")
+_SHARED = "run directory and project must be on a file system that the cluster's nodes see under the same paths"
 
 
 class Job(Protocol):
@@ -80,8 +88,16 @@ class Job(Protocol):
         ...
 
 
-def start(run: RunDirectory, world_size: int, placement: Placement, *, project: Path, worker: str = WORKER,
-          scheduler: str = LOCAL, options: Mapping[str, str] | None = None) -> Job:
+def start(
+    run: RunDirectory,
+    world_size: int,
+    placement: Placement,
+    *,
+    project: Path,
+    worker: str = WORKER,
+    scheduler: str = LOCAL,
+    options: Mapping[str, str] | None = None,
+) -> Job:
     """Start the job of a run, or hand it to a cluster.
 
     Args:
@@ -103,14 +119,26 @@ def start(run: RunDirectory, world_size: int, placement: Placement, *, project: 
     try:
         return ClusterJob(_runner().schedule(request.plan), run)
     except Exception as error:
-        raise LaunchError(f"submit run {run.name} to {scheduler}", found=_why_refused(request, error),
-                          rule=f"{scheduler} accepts the job; {_SHARED}",
-                          fix="launch where the cluster's own commands work, and check the options; "
-                              "--dry-run shows the exact request") from error
+        raise LaunchError(
+            f"submit run {run.name} to {scheduler}",
+            found=_why_refused(request, error),
+            rule=f"{scheduler} accepts the job; {_SHARED}",
+            fix="launch where the cluster's own commands work, and check the options; "
+            "--dry-run shows the exact request",
+        ) from error
 
 
-def describe(name: str, run_path: Path, world_size: int, placement: Placement, *, project: Path, worker: str = WORKER,
-             scheduler: str = LOCAL, options: Mapping[str, str] | None = None) -> str:
+def describe(
+    name: str,
+    run_path: Path,
+    world_size: int,
+    placement: Placement,
+    *,
+    project: Path,
+    worker: str = WORKER,
+    scheduler: str = LOCAL,
+    options: Mapping[str, str] | None = None,
+) -> str:
     """The exact request that `start` would make: a command, an sbatch script, or YAML. Nothing is made or contacted.
 
     Args:
@@ -146,9 +174,12 @@ def job_of(handle: str) -> Job:
         LaunchError: the handle is not one of a cluster's job.
     """
     if handle.partition("://")[0] not in (SLURM, KUBERNETES):
-        raise LaunchError(f"find job {handle!r} again", found="a job of one machine, or none",
-                          rule="only a cluster knows its jobs by name: slurm://... or kubernetes://...",
-                          fix="end the processes that the run's state names: agent, then rank0")
+        raise LaunchError(
+            f"find job {handle!r} again",
+            found="a job of one machine, or none",
+            rule="only a cluster knows its jobs by name: slurm://... or kubernetes://...",
+            fix="end the processes that the run's state names: agent, then rank0",
+        )
     return ClusterJob(handle)
 
 
@@ -162,14 +193,20 @@ def options_of(scheduler: str) -> dict[str, str]:
     Raises:
         LaunchError: no such scheduler.
     """
-    meanings = {name: " ".join(option.help.split()) + (" (needed)" if option.is_required else "")
-                for name, option in _torchx_options(scheduler).items()}
+    meanings = {
+        name: " ".join(option.help.split()) + (" (needed)" if option.is_required else "")
+        for name, option in _torchx_options(scheduler).items()
+    }
     if scheduler != LOCAL:
-        meanings |= {"python": "The interpreter on the cluster (python)",
-                     "memory_mb": "Memory of the host for each rank; 0 asks for none"}
+        meanings |= {
+            "python": "The interpreter on the cluster (python)",
+            "memory_mb": "Memory of the host for each rank; 0 asks for none",
+        }
     if scheduler == KUBERNETES:
-        meanings |= {"image": "The container image, with the workbench's requirements in it (needed)",
-                     "mounts": "type=volume,src=<claim>,dst=<folder>: where the pod sees run directory and project"}
+        meanings |= {
+            "image": "The container image, with the workbench's requirements in it (needed)",
+            "mounts": "type=volume,src=<claim>,dst=<folder>: where the pod sees run directory and project",
+        }
     return meanings
 
 
@@ -229,9 +266,12 @@ def _started_here(request: _Request) -> LocalJob:
         return LocalJob(_runner().schedule(request.plan))
     except Exception as error:
         _close_logs_of(error)
-        raise LaunchError(f"start job {request.app.name}", found=f"{type(error).__name__}: {error}",
-                          rule="torchx starts the job's agent as a child process",
-                          fix="check memory, process limits and space in the run directory") from error
+        raise LaunchError(
+            f"start job {request.app.name}",
+            found=f"{type(error).__name__}: {error}",
+            rule="torchx starts the job's agent as a child process",
+            fix="check memory, process limits and space in the run directory",
+        ) from error
 
 
 def _close_logs_of(error: BaseException) -> None:
@@ -287,8 +327,12 @@ class ClusterJob:
                 scheduler, app_id = self.handle.partition("://")[0], self.handle.rpartition("/")[2]
                 _runner()._scheduler(scheduler)._cancel_existing(app_id)
         except Exception as error:
-            raise LaunchError(f"cancel {self.handle}", found=_said(error), rule="the cluster takes the request",
-                              fix="cancel it where the cluster's own commands work") from error
+            raise LaunchError(
+                f"cancel {self.handle}",
+                found=_said(error),
+                rule="the cluster takes the request",
+                fix="cancel it where the cluster's own commands work",
+            ) from error
         self._ended = "cancelled"
 
     def _ask(self) -> str | None:
@@ -348,8 +392,16 @@ class _Request(NamedTuple):
     plan: AppDryRunInfo
 
 
-def _request(name: str, run_path: Path, world_size: int, placement: Placement, project: Path, worker: str,
-             scheduler: str, options: Mapping[str, str]) -> _Request:
+def _request(
+    name: str,
+    run_path: Path,
+    world_size: int,
+    placement: Placement,
+    project: Path,
+    worker: str,
+    scheduler: str,
+    options: Mapping[str, str],
+) -> _Request:
     """What torchx would do, with our corrections; nothing has been contacted."""
     settings, cluster = _checked(scheduler, options)
     run_path = run_path.resolve()
@@ -357,9 +409,13 @@ def _request(name: str, run_path: Path, world_size: int, placement: Placement, p
     try:
         app = run_job(name, run_path, world_size, placement, project=project, worker=worker, cluster=cluster)
     except (KeyError, ValueError) as error:
-        raise LaunchError(f"option mounts = {options.get('mounts')!r}", found=_said(error),
-                          rule="type=volume,src=<claim>,dst=<folder>, or type=bind,src=<folder>,dst=<folder>; with "
-                               "commas for several", fix="correct the option") from None
+        raise LaunchError(
+            f"option mounts = {options.get('mounts')!r}",
+            found=_said(error),
+            rule="type=volume,src=<claim>,dst=<folder>, or type=bind,src=<folder>,dst=<folder>; with "
+            "commas for several",
+            fix="correct the option",
+        ) from None
     if scheduler == LOCAL:
         settings = {"log_dir": str(run_path / "torchx")}
     if scheduler == SLURM:
@@ -370,8 +426,12 @@ def _request(name: str, run_path: Path, world_size: int, placement: Placement, p
         with _quietly():
             plan = _runner().dryrun(app, scheduler, cfg=settings)
     except Exception as error:
-        raise LaunchError(f"describe run {name} to {scheduler}", found=_said(error),
-                          rule="torchx makes a request of it", fix="check the options") from error
+        raise LaunchError(
+            f"describe run {name} to {scheduler}",
+            found=_said(error),
+            rule="torchx makes a request of it",
+            fix="check the options",
+        ) from error
     if scheduler == SLURM:
         _correct_slurm(plan.request, name, run_path)
     if scheduler == KUBERNETES:
@@ -383,34 +443,52 @@ def _checked(scheduler: str, options: Mapping[str, str]) -> tuple[dict[str, Any]
     """Settings of torchx, and ours, among the options of a scheduler."""
     theirs, known = _torchx_options(scheduler), options_of(scheduler)
     if unknown := sorted(set(options) - set(known)):
-        raise LaunchError(f"options of {scheduler}: {', '.join(unknown)}", found="not options of this scheduler",
-                          rule=f"it takes {', '.join(sorted(known)) or 'none'}",
-                          fix="correct the name; Slurm reads what torchx does not pass on from SBATCH_... variables"
-                          if scheduler == SLURM else "correct the name, or leave it out")
+        raise LaunchError(
+            f"options of {scheduler}: {', '.join(unknown)}",
+            found="not options of this scheduler",
+            rule=f"it takes {', '.join(sorted(known)) or 'none'}",
+            fix="correct the name; Slurm reads what torchx does not pass on from SBATCH_... variables"
+            if scheduler == SLURM
+            else "correct the name, or leave it out",
+        )
     needed = [name for name, option in theirs.items() if option.is_required]
     needed += ["image"] if scheduler == KUBERNETES else []
     if missing := [name for name in needed if not options.get(name)]:
-        raise LaunchError(f"a {scheduler} job without {' and '.join(missing)}",
-                          found=", ".join(f"{key}={value}" for key, value in options.items()) or "no options",
-                          rule="; ".join(f"{name}: {known[name]}" for name in missing),
-                          fix=f"say --scheduler {' '.join(f'{name}=...' for name in missing)}, in Python options=...")
-    settings = {name: _value(name, options[name], option.opt_type)
-                for name, option in theirs.items() if name in options}
+        raise LaunchError(
+            f"a {scheduler} job without {' and '.join(missing)}",
+            found=", ".join(f"{key}={value}" for key, value in options.items()) or "no options",
+            rule="; ".join(f"{name}: {known[name]}" for name in missing),
+            fix=f"say --scheduler {' '.join(f'{name}=...' for name in missing)}, in Python options=...",
+        )
+    settings = {
+        name: _value(name, options[name], option.opt_type) for name, option in theirs.items() if name in options
+    }
     if scheduler == LOCAL:
         return settings, None
     memory_mb = _value("memory_mb", options["memory_mb"], int) if "memory_mb" in options else None
-    return settings, Cluster(python=options.get("python", "python"), memory_mb=memory_mb,
-                             image=options.get("image", ""),
-                             mounts=options["mounts"].split(",") if options.get("mounts") else ())
+    return settings, Cluster(
+        python=options.get("python", "python"),
+        memory_mb=memory_mb,
+        image=options.get("image", ""),
+        mounts=options["mounts"].split(",") if options.get("mounts") else (),
+    )
 
 
 def _torchx_options(scheduler: str) -> dict[str, Any]:
     if scheduler not in SCHEDULERS:
-        raise LaunchError(f"a job for scheduler {scheduler!r}", found=repr(scheduler),
-                          rule=f"one of {', '.join(SCHEDULERS)}", fix="choose one of them")
+        raise LaunchError(
+            f"a job for scheduler {scheduler!r}",
+            found=repr(scheduler),
+            rule=f"one of {', '.join(SCHEDULERS)}",
+            fix="choose one of them",
+        )
     if scheduler == KUBERNETES and importlib.util.find_spec("kubernetes") is None:
-        raise LaunchError("a job for Kubernetes", found="the package kubernetes is not installed",
-                          rule="torchx talks to Kubernetes through it", fix="pip install kubernetes")
+        raise LaunchError(
+            "a job for Kubernetes",
+            found="the package kubernetes is not installed",
+            rule="torchx talks to Kubernetes through it",
+            fix="pip install kubernetes",
+        )
     return {name: option for name, option in _runner().scheduler_run_opts(scheduler) if name not in _OURS}
 
 
@@ -420,16 +498,24 @@ def _value(name: str, text: str, kind: Any) -> Any:
             return {"true": True, "false": False}[text.lower()]
         return kind(text) if kind in (int, float) else text
     except (KeyError, ValueError):
-        raise LaunchError(f"option {name} = {text!r}", found=repr(text), fix="correct the value",
-                          rule="true or false" if kind is bool else "a number") from None
+        raise LaunchError(
+            f"option {name} = {text!r}",
+            found=repr(text),
+            fix="correct the value",
+            rule="true or false" if kind is bool else "a number",
+        ) from None
 
 
 def _refuse_commas(app: AppDef) -> None:
     """Slurm splits what torchx exports at every comma, and the rest of a value would be lost without a word."""
     for name, value in app.roles[0].env.items():
         if "," in value:
-            raise LaunchError(f"give a Slurm job {name}={value}", found="a comma",
-                              rule="sbatch --export ends a value at a comma", fix="use a path without commas")
+            raise LaunchError(
+                f"give a Slurm job {name}={value}",
+                found="a comma",
+                rule="sbatch --export ends a value at a comma",
+                fix="use a path without commas",
+            )
 
 
 def _correct_slurm(request: Any, name: str, run_path: Path) -> None:

@@ -34,13 +34,35 @@ from workbench.launch.devices import Placement
 from workbench.launch.forks import GRACE_S, Request
 from workbench.runs.store import RunDirectory, process_alive, this_process
 
-PRELOAD = ("numpy", "torch", "torch.distributed", "torch.distributed.device_mesh", "safetensors.torch", "psutil",
-           "yaml", "pydantic", "pydantic.main", "transformers.models.qwen3.modeling_qwen3",
-           "transformers.models.auto.modeling_auto", "transformers.masking_utils")
+PRELOAD = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "safetensors.torch",
+    "psutil",
+    "yaml",
+    "pydantic",
+    "pydantic.main",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.auto.modeling_auto",
+    "transformers.masking_utils",
+)
 """What the server loads: libraries only. Measured on two cores: 5 s once, where every rank took 3 to 4 s each time."""
 
-READ_ON_IMPORT = ("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "MKL_",
-                  "OPENBLAS_", "LD_", "PYTHON")
+READ_ON_IMPORT = (
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "PYTORCH_",
+    "TRITON_",
+    "MKL_",
+    "OPENBLAS_",
+    "LD_",
+    "PYTHON",
+)
 """How the names of environment variables begin that are read while libraries are loaded."""
 
 START_S = 120.0
@@ -112,8 +134,9 @@ class ProcessJob:
                     psutil.Process(pid).kill()
 
 
-def start(run: RunDirectory, world_size: int, placement: Placement, *, project: Path,
-          worker: str = WORKER) -> ProcessJob:
+def start(
+    run: RunDirectory, world_size: int, placement: Placement, *, project: Path, worker: str = WORKER
+) -> ProcessJob:
     """Start the ranks of a run as children of the fork server; returns when they are there.
 
     Args:
@@ -129,17 +152,26 @@ def start(run: RunDirectory, world_size: int, placement: Placement, *, project: 
     environment = {**os.environ, **environment_of(run.path, placement)}
     environment.pop("WB_PARENT_PID", None)  # of a torchx job that this process may be in
     launcher = {key: value for key, value in this_process().items() if key in ("pid", "create_time")}
-    request = Request(run=str(run.path.resolve()), world_size=world_size, worker=worker, project=str(project.resolve()),
-                      folder=str(Path.cwd()), environment=environment, launcher=launcher)
+    request = Request(
+        run=str(run.path.resolve()),
+        world_size=world_size,
+        worker=worker,
+        project=str(project.resolve()),
+        folder=str(Path.cwd()),
+        environment=environment,
+        launcher=launcher,
+    )
     connection = _server().connect()
     connection.sendall(f"{environment['PYTHONPATH']}\n{json.dumps(asdict(request))}\n".encode())
     answer, rest = _answer(connection)
     if "agent" not in answer:
         connection.close()
-        raise LaunchError(f"start {world_size} ranks of run {run.name}",
-                          found=answer.get("refused") or "the agent ended without a word",
-                          rule=f"the module {worker} can be imported, and its main is what a rank runs",
-                          fix="read ranks/agent.log in the run directory")
+        raise LaunchError(
+            f"start {world_size} ranks of run {run.name}",
+            found=answer.get("refused") or "the agent ended without a word",
+            rule=f"the module {worker} can be imported, and its main is what a rank runs",
+            fix="read ranks/agent.log in the run directory",
+        )
     job = ProcessJob(connection, answer, rest)
     _going_on.add(job)
     return job
@@ -182,8 +214,14 @@ class _Server:
         self.ready, self.lock = False, threading.Lock()
         # -P: the folder of the program is no place to import from. OMP_NUM_THREADS: no pool of threads beside a fork.
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(forkserver.__file__)), *PRELOAD], stdin=there, stdout=subprocess.DEVNULL,
-            stderr=self.errors, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd="/", start_new_session=True)
+            [sys.executable, "-P", str(Path(forkserver.__file__)), *PRELOAD],
+            stdin=there,
+            stdout=subprocess.DEVNULL,
+            stderr=self.errors,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd="/",
+            start_new_session=True,
+        )
         there.close()
 
     def connect(self) -> socket.socket:
@@ -206,9 +244,12 @@ class _Server:
             self.errors.seek(0)
             said = self.errors.read().decode(errors="replace").splitlines()
             shut_down()
-            raise LaunchError("start the server of ready processes", found=" | ".join(said[-3:]) or "no answer",
-                              rule=f"it loads {', '.join(PRELOAD)} within {START_S:g} s",
-                              fix="check the installation and the memory, or launch torchx jobs instead")
+            raise LaunchError(
+                "start the server of ready processes",
+                found=" | ".join(said[-3:]) or "no answer",
+                rule=f"it loads {', '.join(PRELOAD)} within {START_S:g} s",
+                fix="check the installation and the memory, or launch torchx jobs instead",
+            )
 
     def fits(self) -> bool:
         """Whether it lives, and has loaded what it would load now."""

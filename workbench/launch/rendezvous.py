@@ -35,8 +35,13 @@ def meet(*, timeout_s: float = 60.0) -> dict[str, Any]:
     Raises:
         LaunchError: they did not meet, with the last line that each printed.
     """
-    environment = os.environ | {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()),
-                                "OMP_NUM_THREADS": "1", "PYTHONPATH": _with_this_package()}
+    environment = os.environ | {
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": _with_this_package(),
+    }
     command = [sys.executable, "-P", "-m", "workbench.launch.rendezvous", str(timeout_s)]
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="rendezvous-") as scratch:
@@ -46,8 +51,15 @@ def meet(*, timeout_s: float = 60.0) -> dict[str, Any]:
             for rank, log in enumerate(logs):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with log.open("wb") as file:
-                    ranks.append(subprocess.Popen(command, env=environment | own, stdin=subprocess.DEVNULL, stdout=file,
-                                                  stderr=subprocess.STDOUT))
+                    ranks.append(
+                        subprocess.Popen(
+                            command,
+                            env=environment | own,
+                            stdin=subprocess.DEVNULL,
+                            stdout=file,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
             codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
         except subprocess.TimeoutExpired:
             codes = [None]
@@ -62,10 +74,13 @@ def meet(*, timeout_s: float = 60.0) -> dict[str, Any]:
         found = f"no end after {timeout_s:.0f} s"
     else:
         return json.loads(said[0][-1])
-    raise LaunchError(f"let {RANKS} ranks meet on this machine", found=without_machine_paths(found) or "no word",
-                      rule="processes reach each other through 127.0.0.1; gloo finds an interface by the host's name",
-                      fix="see that the host's own name resolves (/etc/hosts) and that nothing closes the loopback; "
-                          "GLOO_SOCKET_IFNAME=lo names the interface")
+    raise LaunchError(
+        f"let {RANKS} ranks meet on this machine",
+        found=without_machine_paths(found) or "no word",
+        rule="processes reach each other through 127.0.0.1; gloo finds an interface by the host's name",
+        fix="see that the host's own name resolves (/etc/hosts) and that nothing closes the loopback; "
+        "GLOO_SOCKET_IFNAME=lo names the interface",
+    )
 
 
 def _free_port() -> int:
@@ -96,11 +111,17 @@ def main(timeout_s: float) -> None:
     leave()
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else ""
-    facts = {"met_s": met_s, "loaded_s": loaded - began, "torch": str(torch.__version__),
-             "cuda": torch.version.cuda or "", "nccl": nccl or ("built in" if dist.is_nccl_available() else ""),
-             "gloo": dist.is_gloo_available(),
-             "gpus": [f"{torch.cuda.get_device_name(i)} ({'.'.join(map(str, torch.cuda.get_device_capability(i)))})"
-                      for i in gpus]}
+    facts = {
+        "met_s": met_s,
+        "loaded_s": loaded - began,
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda or "",
+        "nccl": nccl or ("built in" if dist.is_nccl_available() else ""),
+        "gloo": dist.is_gloo_available(),
+        "gpus": [
+            f"{torch.cuda.get_device_name(i)} ({'.'.join(map(str, torch.cuda.get_device_capability(i)))})" for i in gpus
+        ],
+    }
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 

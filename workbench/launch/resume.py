@@ -38,16 +38,20 @@ def alone(runs_dir: Path) -> Iterator[None]:
             runs_dir.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(runs_dir / ".launch.lock"))
         except OSError as error:
-            raise LaunchError(f"launch {runs_dir.parent.name}", found=f"{type(error).__name__}: {error}",
-                              rule=f"run directories are made under {runs_dir}",
-                              fix="make the folder writable, or copy the ablation to a folder of your own") from None
+            raise LaunchError(
+                f"launch {runs_dir.parent.name}",
+                found=f"{type(error).__name__}: {error}",
+                rule=f"run directories are made under {runs_dir}",
+                fix="make the folder writable, or copy the ablation to a folder of your own",
+            ) from None
         yield
 
 
 def reusable(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> RunDirectory | None:
     """The newest run of a plan's settings, if it succeeded and its state says the same device and inputs."""
-    same = [run for run in RunDirectory.find(runs_dir, plan.name)
-            if run.spec.content_hash() == plan.spec.content_hash()]
+    same = [
+        run for run in RunDirectory.find(runs_dir, plan.name) if run.spec.content_hash() == plan.spec.content_hash()
+    ]
     if not same or same[-1].status != "succeeded":
         return None
     state = same[-1].state
@@ -91,8 +95,10 @@ def interrupted(runs_dir: Path, plan: Planned, identity: Mapping[str, Any]) -> t
 
 def _unlike(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
     """What of an identity a run's state says otherwise, by name."""
-    before, now = ({**{key: of.get(key) for key in identity if key != "inputs"}, **of.get("inputs", {})}
-                   for of in (state, identity))
+    before, now = (
+        {**{key: of.get(key) for key in identity if key != "inputs"}, **of.get("inputs", {})}
+        for of in (state, identity)
+    )
     return [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
 
 
@@ -115,10 +121,13 @@ def refuse_running(runs_dir: Path, planned: Sequence[Planned]) -> None:
             if run.status not in ENDED and run.spec.content_hash() == plan.spec.content_hash():
                 busy.append(f"{run.path.name} ({run.status}, process {run.state.get('launcher', {}).get('pid', '?')})")
     if busy:
-        raise SpecError(f"launch {runs_dir.parent.name}", found="already on their way: " + ", ".join(busy),
-                        rule="a configuration runs once at a time in an experiment",
-                        fix=f"watch them with `workbench status {runs_dir.parent.name}` or wb.attach, or end them with "
-                            f"`workbench cancel {runs_dir.parent.name}`")
+        raise SpecError(
+            f"launch {runs_dir.parent.name}",
+            found="already on their way: " + ", ".join(busy),
+            rule="a configuration runs once at a time in an experiment",
+            fix=f"watch them with `workbench status {runs_dir.parent.name}` or wb.attach, or end them with "
+            f"`workbench cancel {runs_dir.parent.name}`",
+        )
 
 
 def refuse_changed(runs_dir: Path, planned: Sequence[Planned], inputs: Sequence[Mapping[str, Any]]) -> None:
@@ -138,22 +147,29 @@ def refuse_changed(runs_dir: Path, planned: Sequence[Planned], inputs: Sequence[
         except WorkbenchError as error:
             changed.append(f"{plan.name}: {folder} is of another version ({error.parts['found']})")
             continue
-        differing = _settings_changed(before, plan) + [f"another {what}" for what in _DATA if
-                                                       before.state.get("inputs", {}).get(what) != read.get(what)]
+        differing = _settings_changed(before, plan) + [
+            f"another {what}" for what in _DATA if before.state.get("inputs", {}).get(what) != read.get(what)
+        ]
         if differing:
             changed.append(f"{plan.name}: {', '.join(differing)}")
     if changed:
-        raise SpecError(f"run {runs_dir.parent.name} again", found="; ".join(changed),
-                        rule="a configuration keeps its settings and data while its runs answer for it",
-                        fix="--force (force=True) runs what changed anew and keeps the old runs beside it; settings on "
-                            "the command line and --only try something without touching the saved report; another "
-                            "name makes another configuration")
+        raise SpecError(
+            f"run {runs_dir.parent.name} again",
+            found="; ".join(changed),
+            rule="a configuration keeps its settings and data while its runs answer for it",
+            fix="--force (force=True) runs what changed anew and keeps the old runs beside it; settings on "
+            "the command line and --only try something without touching the saved report; another "
+            "name makes another configuration",
+        )
 
 
 def _settings_changed(before: RunDirectory, plan: Planned) -> list[str]:
     old, new = (flatten(spec.model_dump(mode="json")) for spec in (before.spec, plan.spec))
-    return [f"{key} {old.get(key)} -> {new.get(key)}" for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key)]
+    return [
+        f"{key} {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
 
 
 def sweep_identity(planned: Sequence[Planned]) -> str:
@@ -173,8 +189,13 @@ def write_record(runs_dir: Path, planned: Sequence[Planned], runs: Sequence[RunD
     """
     before = read_record(runs_dir) or {"runs": {}}
     folders = {plan.name: run.path.name for plan, run in zip(planned, runs, strict=True)}
-    record = {"identity": sweep_identity(planned), "created_ns": time.time_ns(), "launcher": this_process(),
-              "latest": folders, "runs": before["runs"] | ({} if trial else folders)}
+    record = {
+        "identity": sweep_identity(planned),
+        "created_ns": time.time_ns(),
+        "launcher": this_process(),
+        "latest": folders,
+        "runs": before["runs"] | ({} if trial else folders),
+    }
     write_whole(runs_dir / RECORD, to_json(record))
 
 
@@ -193,5 +214,9 @@ def read_record(runs_dir: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise RecordError(f"read {path}", found=f"{type(error).__name__}: {error}", rule="a whole JSON file",
-                          fix="remove the file: the runs beside it are not affected") from None
+        raise RecordError(
+            f"read {path}",
+            found=f"{type(error).__name__}: {error}",
+            rule="a whole JSON file",
+            fix="remove the file: the runs beside it are not affected",
+        ) from None

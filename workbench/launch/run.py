@@ -31,10 +31,19 @@ Where = Literal["torchx", "processes", "here", "slurm", "kubernetes"]
 in this process, step by step in a debugger if you like. slurm, kubernetes: torchx jobs on a cluster."""
 
 
-def launch(ablation: AblationSpec | Sequence[Planned], experiment_dir: Path, *, where: Where = "torchx",
-           project: Path | None = None, on_event: Callable[[RunEvent], None] | None = None, fresh: bool = False,
-           force: bool = False, trial: bool = False, options: Mapping[str, str] | None = None,
-           worker: str = WORKER) -> Sweep:
+def launch(
+    ablation: AblationSpec | Sequence[Planned],
+    experiment_dir: Path,
+    *,
+    where: Where = "torchx",
+    project: Path | None = None,
+    on_event: Callable[[RunEvent], None] | None = None,
+    fresh: bool = False,
+    force: bool = False,
+    trial: bool = False,
+    options: Mapping[str, str] | None = None,
+    worker: str = WORKER,
+) -> Sweep:
     """Run everything that an ablation asks for and that is not there yet; return at once.
 
     On this machine as many jobs run at a time as have devices of their own: a GPU for each rank, or a core (a run of
@@ -95,8 +104,15 @@ def starter(where: Where, project: Path, options: Mapping[str, str], worker: str
     return functools.partial(jobs.start, project=project, worker=worker, scheduler=scheduler, options=options)
 
 
-def requests(planned: Sequence[Planned], experiment_dir: Path, *, where: Where, project: Path | None = None,
-             options: Mapping[str, str] | None = None, worker: str = WORKER) -> dict[str, str]:
+def requests(
+    planned: Sequence[Planned],
+    experiment_dir: Path,
+    *,
+    where: Where,
+    project: Path | None = None,
+    options: Mapping[str, str] | None = None,
+    worker: str = WORKER,
+) -> dict[str, str]:
     """The exact request that each run would make of its scheduler, by name. Nothing is made, started or contacted.
 
     Raises:
@@ -104,8 +120,12 @@ def requests(planned: Sequence[Planned], experiment_dir: Path, *, where: Where, 
             running that asks no scheduler.
     """
     if where in ("here", "processes"):
-        raise LaunchError(f"show the request of a run that goes to {where!r}", found="no scheduler is asked",
-                          rule="torchx, slurm and kubernetes take requests", fix="choose one of them with --where")
+        raise LaunchError(
+            f"show the request of a run that goes to {where!r}",
+            found="no scheduler is asked",
+            rule="torchx, slurm and kubernetes take requests",
+            fix="choose one of them with --where",
+        )
     project = (project or project_root()).resolve()
     gpus = visible_gpus() if where == "torchx" else []
     scheduler = "local_cwd" if where == "torchx" else where
@@ -113,8 +133,16 @@ def requests(planned: Sequence[Planned], experiment_dir: Path, *, where: Where, 
     for plan in planned:
         placement = on_cluster(plan) if where in CLUSTERS else place(plan.name, plan.spec, gpus)
         path = RunDirectory.next_path(experiment_dir.resolve() / "runs", plan.name, plan.spec)
-        shown[plan.name] = jobs.describe(plan.name, path, plan.world_size, placement, project=project, worker=worker,
-                                         scheduler=scheduler, options=options or {})
+        shown[plan.name] = jobs.describe(
+            plan.name,
+            path,
+            plan.world_size,
+            placement,
+            project=project,
+            worker=worker,
+            scheduler=scheduler,
+            options=options or {},
+        )
     return shown
 
 
@@ -125,8 +153,16 @@ def on_cluster(plan: Planned) -> Placement:
     return Placement("cuda", gpus=tuple(str(rank) for rank in range(plan.world_size)))
 
 
-def _prepare(runs_dir: Path, plan: Planned, placement: Placement, inputs: Mapping[str, Any],
-             made: Mapping[str, Task], where: Where, *, fresh: bool) -> Task:
+def _prepare(
+    runs_dir: Path,
+    plan: Planned,
+    placement: Placement,
+    inputs: Mapping[str, Any],
+    made: Mapping[str, Task],
+    where: Where,
+    *,
+    fresh: bool,
+) -> Task:
     """The earlier run of a plan if it may stand for a new one, or else a new, pending run directory."""
     resume.bury_the_lost(runs_dir, plan.name)
     identity: dict[str, Any] = {"device": placement.device, "inputs": inputs}
@@ -142,8 +178,17 @@ def _prepare(runs_dir: Path, plan: Planned, placement: Placement, inputs: Mappin
     placement = replace(placement, note="; ".join(filter(None, [note, again, said])))
     if begun is not None:
         identity["continues"] = begun.path.name
-    run = RunDirectory.create(runs_dir, plan.name, plan.spec, launcher=this_process(), backend=where, device_note=note,
-                              world_size=plan.world_size, fresh=fresh, **identity)
+    run = RunDirectory.create(
+        runs_dir,
+        plan.name,
+        plan.spec,
+        launcher=this_process(),
+        backend=where,
+        device_note=note,
+        world_size=plan.world_size,
+        fresh=fresh,
+        **identity,
+    )
     return Task(plan, run, placement)
 
 
@@ -173,9 +218,15 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _refuse_sharded_parameters(planned: Sequence[Planned]) -> None:
-    sharded = [f"{run.name} ({run.world_size} ranks)" for run in planned
-               if run.world_size > 1 and run.spec.layout.shard_parameters]
+    sharded = [
+        f"{run.name} ({run.world_size} ranks)"
+        for run in planned
+        if run.world_size > 1 and run.spec.layout.shard_parameters
+    ]
     if sharded:
-        raise LaunchError("run the ablation here, in one process", found=f"shard_parameters in {', '.join(sharded)}",
-                          rule="here ranks are simulated, and FSDP2 asks for real ones",
-                          fix="leave these out, or use where='processes' or 'torchx'")
+        raise LaunchError(
+            "run the ablation here, in one process",
+            found=f"shard_parameters in {', '.join(sharded)}",
+            rule="here ranks are simulated, and FSDP2 asks for real ones",
+            fix="leave these out, or use where='processes' or 'torchx'",
+        )

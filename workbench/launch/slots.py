@@ -90,9 +90,12 @@ def take(kind: str, wanted: int, of: Sequence[str], *, who: str = "") -> Lease |
     if kind == "core" and of:
         wanted = min(wanted, len(of))
     if not 0 < wanted <= len(of):
-        raise LaunchError(f"take {wanted} of {len(of)} slots of kind {kind}", found=", ".join(of) or "none there",
-                          rule="at least one, and no more than there are",
-                          fix="place the run on another machine, or choose a smaller layout")
+        raise LaunchError(
+            f"take {wanted} of {len(of)} slots of kind {kind}",
+            found=", ".join(of) or "none there",
+            rule="at least one, and no more than there are",
+            fix="place the run on another machine, or choose a smaller layout",
+        )
     names = {device: f"{kind}-{gpu_uuid(device) if kind == 'gpu' else device}" for device in of}
     folder = runtime_folder() / "slots"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -122,10 +125,12 @@ def runtime_folder() -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise LaunchError(f"share devices through {folder}",
-                          found=f"{stat.filemode(found.st_mode)} of user {found.st_uid}",
-                          rule=f"a folder of user {os.getuid()} that nobody else can write to",
-                          fix="remove it, or set XDG_RUNTIME_DIR to a folder of your own")
+        raise LaunchError(
+            f"share devices through {folder}",
+            found=f"{stat.filemode(found.st_mode)} of user {found.st_uid}",
+            rule=f"a folder of user {os.getuid()} that nobody else can write to",
+            fix="remove it, or set XDG_RUNTIME_DIR to a folder of your own",
+        )
     return folder
 
 
@@ -197,8 +202,11 @@ def _waiting_list(path: Path) -> Iterator[list[dict[str, Any]]]:
     try:
         before = _read(file).get("waiting", [])
         now_s = time.monotonic()
-        waiting = [other for other in before if 0 <= now_s - other["seen_s"] < FORGET_AFTER_S
-                   and process_alive(other["pid"], other["create_time"])]
+        waiting = [
+            other
+            for other in before
+            if 0 <= now_s - other["seen_s"] < FORGET_AFTER_S and process_alive(other["pid"], other["create_time"])
+        ]
         yield waiting
         if waiting or before:
             _write(file, {"waiting": waiting})

@@ -75,8 +75,10 @@ class RunEvent:
         note = f" ({self.device_note})" if self.device_note else ""
         why = f": {self.why}" if self.why else ""
         left = "" if self.seconds_left is None else f", {self.seconds_left:.0f} s left"
-        return (f"{count} {self.name:<28} {ranks} {self.device}  {self.steps_done}/{self.steps} steps  "
-                f"{self.state} {self.seconds:.1f} s{left}{why}{note}")
+        return (
+            f"{count} {self.name:<28} {ranks} {self.device}  {self.steps_done}/{self.steps} steps  "
+            f"{self.state} {self.seconds:.1f} s{left}{why}{note}"
+        )
 
 
 @dataclass
@@ -124,8 +126,9 @@ class Sweep:
         >>> sweep.cancel("cp2_zigzag")                 # doctest: +SKIP
     """
 
-    def __init__(self, tasks: Sequence[Task], experiment_dir: Path, *,
-                 on_event: Callable[[RunEvent], None] | None = None) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], experiment_dir: Path, *, on_event: Callable[[RunEvent], None] | None = None
+    ) -> None:
         self.experiment_dir = experiment_dir
         self.runs = [task.run for task in tasks]
         self.planned = [task.plan for task in tasks]
@@ -156,8 +159,12 @@ class Sweep:
         """
         if not self._finished.wait(timeout_s):
             going_on = [name for name, state in self.states().items() if state not in ENDED]
-            raise LaunchError(f"wait {timeout_s:g} s for {self.experiment_dir.name}", found=", ".join(going_on),
-                              rule="every run has ended", fix="wait longer, or cancel()")
+            raise LaunchError(
+                f"wait {timeout_s:g} s for {self.experiment_dir.name}",
+                found=", ".join(going_on),
+                rule="every run has ended",
+                fix="wait longer, or cancel()",
+            )
         if self._error is not None:
             raise self._error
         return self
@@ -182,8 +189,12 @@ class Sweep:
         """
         known = {plan.name: run for plan, run in zip(self.planned, self.runs, strict=True)}
         if strangers := [name for name in names if name not in known]:
-            raise LaunchError(f"cancel {', '.join(strangers)}", found=", ".join(known),
-                              rule="names of runs of this sweep", fix="choose among them, or name none for all")
+            raise LaunchError(
+                f"cancel {', '.join(strangers)}",
+                found=", ".join(known),
+                rule="names of runs of this sweep",
+                fix="choose among them, or name none for all",
+            )
         for name in names or known:
             if _status(known[name]) not in ENDED:
                 known[name].request_cancel("the process that launched it")
@@ -197,8 +208,10 @@ class Sweep:
     def __repr__(self) -> str:
         """Say the state and progress of every run in a line."""
         width = max((len(plan.name) for plan in self.planned), default=0)
-        lines = [f"  {plan.name:<{width}}  {_status(run):<9}  {steps_recorded(run)}/{run.spec.steps} steps"
-                 for plan, run in zip(self.planned, self.runs, strict=True)]
+        lines = [
+            f"  {plan.name:<{width}}  {_status(run):<9}  {steps_recorded(run)}/{run.spec.steps} steps"
+            for plan, run in zip(self.planned, self.runs, strict=True)
+        ]
         return "\n".join([f"Sweep of {len(self.runs)} runs in {self.experiment_dir.name}", *lines])
 
     # ---- how it goes ---------------------------------------------------------------------------------
@@ -214,8 +227,9 @@ class Sweep:
         """
         self._jobs_outlive_us = not leased
         atexit.register(self._leave)
-        threading.Thread(target=self._watch, args=(start, gpus, leased), name=f"sweep {self.experiment_dir.name}",
-                         daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(start, gpus, leased), name=f"sweep {self.experiment_dir.name}", daemon=True
+        ).start()
         return self
 
     def here(self, run_here: Callable[[Task], None]) -> Sweep:
@@ -371,8 +385,20 @@ class Sweep:
     def _tell(self, task: Task, number: int, state: str, why: str) -> None:
         seconds = time.monotonic() - task.started if task.started else 0.0
         left = task.pace.seconds_left(task.run.spec.steps - task.steps_done) if state == "running" else None
-        event = RunEvent(number, len(self._tasks), task.plan.name, state, task.plan.world_size, task.placement.device,
-                         task.placement.note, task.steps_done, task.run.spec.steps, seconds, why, left)
+        event = RunEvent(
+            number,
+            len(self._tasks),
+            task.plan.name,
+            state,
+            task.plan.world_size,
+            task.placement.device,
+            task.placement.note,
+            task.steps_done,
+            task.run.spec.steps,
+            seconds,
+            why,
+            left,
+        )
         self._events.put(event)
         self._told(event)
 

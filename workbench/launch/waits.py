@@ -67,8 +67,10 @@ class Wait:
         """
         seconds = max(0, now_ns - self.entry.entered_ns) / 1e9
         tail = f"; {self.why}" if self.why else ""
-        return (f"rank {self.rank} has not come to {self.entry}, in which {ranks_in_words(self.waiting)} "
-                f"{'has' if len(self.waiting) == 1 else 'have'} waited for {seconds:.0f} s{tail}")
+        return (
+            f"rank {self.rank} has not come to {self.entry}, in which {ranks_in_words(self.waiting)} "
+            f"{'has' if len(self.waiting) == 1 else 'have'} waited for {seconds:.0f} s{tail}"
+        )
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -161,8 +163,9 @@ def _skipped(group: _Group, views: Mapping[int, FlightView]) -> Iterator[Wait]:
 def _who_skipped(came: Mapping[int, Entry], views: Mapping[int, FlightView]) -> Wait:
     habits = {rank: _habit(views[rank].entries, entry) for rank, entry in came.items()}
     known = {rank: habit[0] for rank, habit in habits.items() if habit}
-    strange = ([rank for rank, entry in known.items() if _call(entry) != _call(came[rank])]
-               or [rank for rank, entry in known.items() if entry.what != came[rank].what])
+    strange = [rank for rank, entry in known.items() if _call(entry) != _call(came[rank])] or [
+        rank for rank, entry in known.items() if entry.what != came[rank].what
+    ]
     usual = [rank for rank in known if rank not in strange]
     parties: dict[tuple[str, str, str], list[int]] = {}
     for rank, entry in came.items():
@@ -179,8 +182,10 @@ def _who_skipped(came: Mapping[int, Entry], views: Mapping[int, FlightView]) -> 
     waiting = tuple(rank for rank in sorted(came) if came[rank].what == theirs.what)
     habit = habits[guilty]
     if not decided:
-        why = (f"it came to {_brought(its)} as #{its.seq} and {ranks_in_words(waiting)} to {_brought(theirs)}, and "
-               "nothing before says which of them is wrong")
+        why = (
+            f"it came to {_brought(its)} as #{its.seq} and {ranks_in_words(waiting)} to {_brought(theirs)}, and "
+            "nothing before says which of them is wrong"
+        )
     elif habit and _call(habit[0]) == _call(theirs) and _call(its) in (later := [_call(entry) for entry in habit[1:]]):
         more = f" and {later.index(_call(its))} more," if later.index(_call(its)) else ""
         why = f"it skipped that {_brought(theirs)}{more} and went on to {_brought(its)} [{its.caller}]"
@@ -200,7 +205,7 @@ def _habit(entries: Sequence[Entry], entry: Entry) -> Sequence[Entry]:
             length += 1
         if length > best:
             best, found = length, end
-    return entries[found: min(found + _SKIPS, place)] if found else ()
+    return entries[found : min(found + _SKIPS, place)] if found else ()
 
 
 def _call(entry: Entry) -> tuple[str, str, str, str]:
@@ -216,8 +221,13 @@ def _deadlock(missing: Mapping[tuple[int, int], Entry], views: Mapping[int, Flig
     waiting = tuple(sorted(ahead for ahead, behind in missing if behind == rank))
     standing = all(views[each].inside is not None for each in waited_for)
     stands = "; ".join(f"rank {each} is in {views[each].inside}" for each in sorted(waited_for) if views[each].inside)
-    yield Wait(rank, missing[waiting[0], rank], waiting, "deadlock" if standing else "behind",
-               f"they wait for each other: {stands}" if standing else _last_seen(rank, views))
+    yield Wait(
+        rank,
+        missing[waiting[0], rank],
+        waiting,
+        "deadlock" if standing else "behind",
+        f"they wait for each other: {stands}" if standing else _last_seen(rank, views),
+    )
 
 
 def _is_strange(view: FlightView) -> bool:

@@ -77,8 +77,14 @@ class Watchdog:
         poll_s: how often to look.
     """
 
-    def __init__(self, run: RunDirectory, pids: Mapping[int, int] | Callable[[], Mapping[int, int]], *,
-                 hang_s: float = HANG_S, poll_s: float = 0.5) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        pids: Mapping[int, int] | Callable[[], Mapping[int, int]],
+        *,
+        hang_s: float = HANG_S,
+        poll_s: float = 0.5,
+    ) -> None:
         self.run, self.hang_s, self.poll_s = run, hang_s, poll_s
         self._pids: Callable[[], Mapping[int, int]] = pids if callable(pids) else lambda: pids
         self._ranks = range(run.spec.layout.world_size)
@@ -182,8 +188,11 @@ class Watchdog:
 
     def _note_stopped(self, now_ns: int) -> None:
         """Say in stopped.json which ranks are stopped; only when that changes."""
-        kept = {rank: since_ns for rank, since_ns in self._stopped.items()
-                if self._is_stopped(rank) or not self._lives(rank)}
+        kept = {
+            rank: since_ns
+            for rank, since_ns in self._stopped.items()
+            if self._is_stopped(rank) or not self._lives(rank)
+        }
         kept |= {rank: now_ns for rank in self._processes if rank not in kept and self._is_stopped(rank)}
         if kept.keys() != self._stopped.keys():
             self.run.write_json(STOPPED, {str(rank): since_ns for rank, since_ns in kept.items()})
@@ -213,8 +222,16 @@ class Watchdog:
         words = wait.in_words(now_ns) + (f"; it is at {at}" if at else "")
         if wait.rank in self._stopped:
             words += "; its process is stopped (state T in /proc: SIGSTOP, Ctrl-Z or a debugger)"
-        return {"rank": wait.rank, "kind": wait.kind, "words": words, "collective": str(wait.entry),
-                "waiting": list(wait.waiting), "since_ns": wait.entry.entered_ns, "at": at, "stack": stack}
+        return {
+            "rank": wait.rank,
+            "kind": wait.kind,
+            "words": words,
+            "collective": str(wait.entry),
+            "waiting": list(wait.waiting),
+            "since_ns": wait.entry.entered_ns,
+            "at": at,
+            "stack": stack,
+        }
 
     def stack_of(self, rank: int) -> str:
         """The Python stacks of a rank as it stands now; "" if it cannot be asked or does not answer."""
@@ -257,8 +274,15 @@ class Watchdog:
             last = str(view.entries[-1]) if view is not None and view.entries else ""
             write_early_exit(self.run, wait, last=last, finished=view is not None and view.ended, cause="hang")
         else:
-            write_hang(self.run, wait.rank, wait.in_words(now_ns), certain=wait.certain, waited_in=waited_in,
-                       stack=stack, stopped=wait.rank in self._stopped)
+            write_hang(
+                self.run,
+                wait.rank,
+                wait.in_words(now_ns),
+                certain=wait.certain,
+                waited_in=waited_in,
+                stack=stack,
+                stopped=wait.rank in self._stopped,
+            )
         self._wait_for(others)
         for rank in others:
             self._signal(rank, signal.SIGKILL)

@@ -54,8 +54,9 @@ def make_loss(spec: LossSpec) -> Loss:
         if spec.kl.coefficient and spec.kl.placement == "loss":
             terms["kl"] = kl_term(inputs, spec.kl)
         if spec.entropy_coefficient:
-            terms["entropy"] = entropy_bonus(inputs, spec.entropy_coefficient, denominator=spec.entropy_denominator,
-                                             chosen_T=chosen_T)
+            terms["entropy"] = entropy_bonus(
+                inputs, spec.entropy_coefficient, denominator=spec.entropy_denominator, chosen_T=chosen_T
+            )
         if spec.squared_logit_coefficient:
             terms["logit"] = squared_logit(inputs, coefficient=spec.squared_logit_coefficient)
         if spec.mean_squared_logit_coefficient:
@@ -89,15 +90,23 @@ def driven(inputs: LossInputs, spec: LossSpec) -> LossInputs:
     """
     if spec.signal == "rewards":
         if inputs.rewards_T is None:
-            raise SpecError("signal = 'rewards'", found="no rewards", rule="the surrogate is driven by each document's "
-                            "reward", fix="give the batch rewards, or drive it by advantages")
+            raise SpecError(
+                "signal = 'rewards'",
+                found="no rewards",
+                rule="the surrogate is driven by each document's reward",
+                fix="give the batch rewards, or drive it by advantages",
+            )
         inputs = replace(inputs, advantages_T=inputs.rewards_T)
     if spec.signal_floor is not None:
         inputs = replace(inputs, advantages_T=inputs.advantages_T.clamp_min(spec.signal_floor))
     if spec.correction.surrogate_over == "kept":
         kept_T = correct(inputs, spec.correction).kept_T
-        inputs = replace(inputs, loss_mask_T=kept_T, lengths_T=inputs.document_sums.document(kept_T.double()),
-                         sums=inputs.document_sums)
+        inputs = replace(
+            inputs,
+            loss_mask_T=kept_T,
+            lengths_T=inputs.document_sums.document(kept_T.double()),
+            sums=inputs.document_sums,
+        )
     return inputs
 
 

@@ -74,8 +74,12 @@ def _one_micro_batch(form: Form) -> None:
     del form["correction"]["population"]
     if form["denominator"] == "local_token":
         form["denominator"] = "token"
-    if form["entropy_denominator"] == "local_token" and form["denominator"] == "token" \
-            and form["top_entropy_share"] == 1 and not form["scaling"]:
+    if (
+        form["entropy_denominator"] == "local_token"
+        and form["denominator"] == "token"
+        and form["top_entropy_share"] == 1
+        and not form["scaling"]
+    ):
         form["entropy_denominator"] = "penalty"
 
 
@@ -105,8 +109,13 @@ def _correction(form: Form) -> None:
         spec["ratio_low"] = None
         if spec["ratio_high"] is None:
             spec["outside"] = "truncate"
-    rejects = spec["outside"] == "zero" or spec["gate"] != "none" or spec["unsampled"] == "drop" \
-        or spec["opsm_threshold"] is not None or spec["m2_threshold"] is not None
+    rejects = (
+        spec["outside"] == "zero"
+        or spec["gate"] != "none"
+        or spec["unsampled"] == "drop"
+        or spec["opsm_threshold"] is not None
+        or spec["m2_threshold"] is not None
+    )
     if spec["ratio"] == "none" and not rejects:
         form["correction"] = {}
         return
@@ -222,15 +231,29 @@ def _luspo(form: Form) -> None:
     spec = form["surrogate"]
     alone = not form["kl"] and not any(form[name] for name in PENALTIES)
     correction = form["correction"]
-    counted = correction.get("denominator", "original") == "original" \
+    counted = (
+        correction.get("denominator", "original") == "original"
         and correction.get("surrogate_over", "trained") == "trained"
+    )
     if spec["kind"] == "luspo" and form["denominator"] == "document" and alone and counted and not form["scaling"]:
         spec["kind"], spec["level"], form["denominator"] = "gspo", "document", "document_sum"
 
 
 RULES: tuple[Callable[[Form], None], ...] = (
-    _names, _one_micro_batch, _absent_terms, _documents_counted, _correction, _kl, _reinforce, _bounds, _delta,
-    _far_ratios, _current_policy, _old_policy, _luspo)
+    _names,
+    _one_micro_batch,
+    _absent_terms,
+    _documents_counted,
+    _correction,
+    _kl,
+    _reinforce,
+    _bounds,
+    _delta,
+    _far_ratios,
+    _current_policy,
+    _old_policy,
+    _luspo,
+)
 """In this order: later rules take what earlier ones leave."""
 
 

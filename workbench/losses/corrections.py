@@ -103,8 +103,14 @@ def correct(inputs: LossInputs, spec: CorrectionSpec) -> Correction:
         if spec.m2_threshold is not None:
             kept_T = kept_T & (_mismatch(inputs).square() <= _statistic(inputs, spec, M2_CUTOFF))
         dtype = inputs.policy_logprobs_T.dtype
-        return Correction(torch.where(kept_T, bounded_T, 0.0).to(dtype), raw_T.to(dtype), kept_T,
-                          kept_T & truncated_T, torch.where(inputs.counts_T, within_T, 0.0).to(dtype), open_T)
+        return Correction(
+            torch.where(kept_T, bounded_T, 0.0).to(dtype),
+            raw_T.to(dtype),
+            kept_T,
+            kept_T & truncated_T,
+            torch.where(inputs.counts_T, within_T, 0.0).to(dtype),
+            open_T,
+        )
 
 
 def on_counted_tokens(weights_BT: Tensor, loss_mask_BT: Tensor) -> Tensor:
@@ -150,9 +156,19 @@ def apply_correction(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Te
     found = correct(inputs, spec)
     silent_T = found.weights_T == 0
     values_T = torch.where(silent_T, 0.0, term.values_T) * found.weights_T
-    return replace(term, values_T=values_T, extras={
-        **term.extras, "raw_weight": found.raw_weights_T, "applied_weight": found.weights_T, "kept": found.kept_T,
-        "truncated": found.truncated_T, "bounded_weight": found.bounded_weights_T, "passed": found.passed_T})
+    return replace(
+        term,
+        values_T=values_T,
+        extras={
+            **term.extras,
+            "raw_weight": found.raw_weights_T,
+            "applied_weight": found.weights_T,
+            "kept": found.kept_T,
+            "truncated": found.truncated_T,
+            "bounded_weight": found.bounded_weights_T,
+            "passed": found.passed_T,
+        },
+    )
 
 
 # ---- before the step is split ------------------------------------------------------------------------------------
@@ -164,9 +180,16 @@ def whole_row(row: TrainingRow, statistics: Mapping[str, float] | None = None) -
     Give the row in the precision of the run (`TrainingRow.to`): a value that is rounded later may fall on the other
     side of a bound.
     """
-    return LossInputs(row.old_logprobs_T, row.old_logprobs_T, row.advantages_T, row.sampler_logprobs_T,
-                      loss_mask_T=row.loss_mask_T, document_ids_T=row.document_ids_T, statistics=statistics or {},
-                      correction_weights_T=row.extensions.get(CORRECTION_WEIGHTS))
+    return LossInputs(
+        row.old_logprobs_T,
+        row.old_logprobs_T,
+        row.advantages_T,
+        row.sampler_logprobs_T,
+        loss_mask_T=row.loss_mask_T,
+        document_ids_T=row.document_ids_T,
+        statistics=statistics or {},
+        correction_weights_T=row.extensions.get(CORRECTION_WEIGHTS),
+    )
 
 
 def step_statistics(rows: Sequence[LossInputs], spec: CorrectionSpec) -> dict[str, float]:
@@ -189,9 +212,12 @@ def survivors(inputs: LossInputs, spec: CorrectionSpec) -> Tensor:
         SpecError: the correction looks at the live policy (opsm), which is not known before the forward pass.
     """
     if spec.opsm_threshold is not None and spec.denominator != "gated":
-        raise SpecError("survivors of a correction with opsm_threshold", found="it looks at the live policy",
-                        rule="survivors are counted on the whole step, before any forward pass",
-                        fix='use denominator "original" with opsm')
+        raise SpecError(
+            "survivors of a correction with opsm_threshold",
+            found="it looks at the live policy",
+            rule="survivors are counted on the whole step, before any forward pass",
+            fix='use denominator "original" with opsm',
+        )
     found = correct(inputs, spec)
     return found.passed_T if spec.denominator == "gated" else found.kept_T
 
@@ -230,10 +256,13 @@ def _statistic(inputs: LossInputs, spec: CorrectionSpec, name: str) -> float:
     if spec.population == "micro_batch":
         return _statistics([inputs], spec)[name]
     if name not in inputs.statistics:
-        raise SpecError(f"a correction that looks at the whole step ({name})", found="no such statistic in the inputs",
-                        rule="it is found on all rows of the step before they are split",
-                        fix="pass LossInputs(statistics=step_statistics(rows, spec)), or choose population "
-                            "micro_batch, which makes the loss depend on how a step is cut")
+        raise SpecError(
+            f"a correction that looks at the whole step ({name})",
+            found="no such statistic in the inputs",
+            rule="it is found on all rows of the step before they are split",
+            fix="pass LossInputs(statistics=step_statistics(rows, spec)), or choose population "
+            "micro_batch, which makes the loss depend on how a step is cut",
+        )
     return inputs.statistics[name]
 
 
@@ -245,8 +274,12 @@ def _sampled(inputs: LossInputs, spec: CorrectionSpec) -> LossInputs:
     if spec.unsampled == "as_given":
         return inputs
     drawn_T = inputs.counts_T & (inputs.logprobs("sampler") <= 0)
-    return replace(inputs, loss_mask_T=drawn_T, lengths_T=inputs.document_sums.document(drawn_T.double()),
-                   sums=inputs.document_sums)
+    return replace(
+        inputs,
+        loss_mask_T=drawn_T,
+        lengths_T=inputs.document_sums.document(drawn_T.double()),
+        sums=inputs.document_sums,
+    )
 
 
 def _mismatch(inputs: LossInputs) -> Tensor:
@@ -286,9 +319,12 @@ def _bounded_weights(inputs: LossInputs, spec: CorrectionSpec) -> tuple[Tensor, 
 def _given(inputs: LossInputs) -> Tensor:
     """[T] float64 weights that came with the batch; anything where nothing counts."""
     if inputs.correction_weights_T is None:
-        raise SpecError("a correction by given weights", found="no correction_weights in the batch",
-                        rule="ratio: given multiplies by a weight that came with each token",
-                        fix="give the batch the extension, or name a ratio that is made here")
+        raise SpecError(
+            "a correction by given weights",
+            found="no correction_weights in the batch",
+            rule="ratio: given multiplies by a weight that came with each token",
+            fix="give the batch the extension, or name a ratio that is made here",
+        )
     return inputs.correction_weights_T.double()
 
 
@@ -331,8 +367,13 @@ def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
     if gate.statistic == "binary_kl":
         values_T = _binary_kl(inputs)
     else:
-        values_T = {"ratio": mu_T, "k1": -mu_T, "k2": 0.5 * mu_T.square(), "k3": mu_T.expm1() - mu_T,
-                    "inverse_k3": (-mu_T).expm1() + mu_T}[gate.statistic]
+        values_T = {
+            "ratio": mu_T,
+            "k1": -mu_T,
+            "k2": 0.5 * mu_T.square(),
+            "k3": mu_T.expm1() - mu_T,
+            "inverse_k3": (-mu_T).expm1() + mu_T,
+        }[gate.statistic]
     if gate.level in ("document_max", "document_min"):
         # An extreme value needs no maximum over ranks: the greatest is at most `high` if no token is above it, and at
         # least `low` if some token is. The smallest is the other way round.
@@ -358,8 +399,9 @@ def _passes(inputs: LossInputs, gate: GateSpec, mu_T: Tensor) -> Tensor:
 
 def _binary_kl(inputs: LossInputs) -> Tensor:
     """[T] float64 KL between the token or any other one, old and sampler; the greater of both directions."""
-    old_T, sampler_T = (inputs.logprobs(who).double().exp().clamp(BINARY_FLOOR, 1 - BINARY_FLOOR)
-                        for who in ("old", "sampler"))
+    old_T, sampler_T = (
+        inputs.logprobs(who).double().exp().clamp(BINARY_FLOOR, 1 - BINARY_FLOOR) for who in ("old", "sampler")
+    )
 
     def divergence(p_T: Tensor, q_T: Tensor) -> Tensor:
         return p_T * (p_T / q_T).log() + (1 - p_T) * ((1 - p_T) / (1 - q_T)).log()

@@ -20,8 +20,9 @@ NEED_MORE = ("entropy_coefficient", "squared_logit_coefficient", "positive_nll_c
 """Terms that do not depend on the ratio, and are left out."""
 
 
-def ratio_curves(spec: LossSpec, ratios_T: Tensor, advantage: float = 1.0, *,
-                 anchor_probability: float | None = None) -> tuple[Tensor, Tensor]:
+def ratio_curves(
+    spec: LossSpec, ratios_T: Tensor, advantage: float = 1.0, *, anchor_probability: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Loss and gradient coefficient of one token, for each ratio of the policy to the policy that it started from.
 
     Each point is a document of one token in a micro-batch of its own, so that a sequence ratio is the token's. Old,
@@ -47,15 +48,20 @@ def ratio_curves(spec: LossSpec, ratios_T: Tensor, advantage: float = 1.0, *,
         tensor([-1.,  0.], dtype=torch.float64)
     """
     if spec.surrogate.kind == "dpo":
-        raise SpecError("a curve of dpo over the ratio", rule="one token of one document decides the loss",
-                        fix="choose a loss that looks at no pair")
+        raise SpecError(
+            "a curve of dpo over the ratio",
+            rule="one token of one document decides the loss",
+            fix="choose a loss that looks at no pair",
+        )
     ratios_T = ratios_T.double()
     highest = max(1.0, float(ratios_T.max())) if len(ratios_T) else 1.0
     probability = 0.5 / highest if anchor_probability is None else anchor_probability
     if not bool((ratios_T > 0).all()) or not 0 < probability * highest <= 1:
-        raise SpecError(f"a curve from a probability of {probability:g} up to a ratio of {highest:g}",
-                        rule="ratios above 0, and no probability above 1",
-                        fix="lower the ratios or anchor_probability")
+        raise SpecError(
+            f"a curve from a probability of {probability:g} up to a ratio of {highest:g}",
+            rule="ratios above 0, and no probability above 1",
+            fix="lower the ratios or anchor_probability",
+        )
     loss = make_loss(spec.model_copy(update=dict.fromkeys(NEED_MORE, 0.0)))
     anchor_T = torch.full_like(ratios_T, probability).log()
     policy_T = (anchor_T + ratios_T.log()).requires_grad_()
@@ -67,5 +73,5 @@ def ratio_curves(spec: LossSpec, ratios_T: Tensor, advantage: float = 1.0, *,
         terms = loss(replace(inputs, statistics=step_statistics([inputs], spec.correction)))
         totals.append(sum(term.coefficient * term.values_T for term in terms.values()))
     total_T = torch.cat(totals) if totals else policy_T
-    coefficient_T, = torch.autograd.grad(total_T.sum(), policy_T)
+    (coefficient_T,) = torch.autograd.grad(total_T.sum(), policy_T)
     return total_T.detach(), coefficient_T

@@ -20,11 +20,17 @@ DIVERGENCES = ("cross_entropy", "forward_kl", "reverse_kl")
 TARGETS = ("labels", "logits", "probabilities")
 
 
-def divergence(logits_TV: Tensor, target: Tensor, *,
-               kind: Literal["cross_entropy", "forward_kl", "reverse_kl"] = "cross_entropy",
-               target_format: Literal["labels", "logits", "probabilities"] = "labels",
-               loss_mask_T: Tensor | None = None, logit_scale: float = 1.0, target_scale: float = 1.0,
-               label_floor: float = 0.0) -> Term:
+def divergence(
+    logits_TV: Tensor,
+    target: Tensor,
+    *,
+    kind: Literal["cross_entropy", "forward_kl", "reverse_kl"] = "cross_entropy",
+    target_format: Literal["labels", "logits", "probabilities"] = "labels",
+    loss_mask_T: Tensor | None = None,
+    logit_scale: float = 1.0,
+    target_scale: float = 1.0,
+    label_floor: float = 0.0,
+) -> Term:
     """How far the policy's distribution is from a target's, per token.
 
     Formula:  log p = log_softmax(logit_scale * logits)
@@ -41,13 +47,18 @@ def divergence(logits_TV: Tensor, target: Tensor, *,
               logits_scale_factor and logits_scale_factor / temperature.
     """
     if kind not in DIVERGENCES or target_format not in TARGETS:
-        raise SpecError(f"divergence(kind={kind!r}, target_format={target_format!r})",
-                        rule=f"kind is one of {', '.join(DIVERGENCES)}, target_format one of {', '.join(TARGETS)}",
-                        fix="correct the setting")
+        raise SpecError(
+            f"divergence(kind={kind!r}, target_format={target_format!r})",
+            rule=f"kind is one of {', '.join(DIVERGENCES)}, target_format one of {', '.join(TARGETS)}",
+            fix="correct the setting",
+        )
     if kind == "reverse_kl" and target_format == "labels" and not label_floor > 0:
-        raise SpecError("a reverse KL from labels", found=f"label_floor = {label_floor}",
-                        rule="a label gives every other token probability 0, and the divergence is infinite",
-                        fix="take forward_kl, or a small label_floor")
+        raise SpecError(
+            "a reverse KL from labels",
+            found=f"label_floor = {label_floor}",
+            rule="a label gives every other token probability 0, and the divergence is infinite",
+            fix="take forward_kl, or a small label_floor",
+        )
     target = target.detach()
     if target_format == "labels":
         check_shapes("divergence", logits_TV=logits_TV, target_T=target, loss_mask_T=loss_mask_T)

@@ -49,10 +49,21 @@ class LocalSums:
         rewards_T: [T] for `pair`: the document with the greater reward is the chosen one.
     """
 
-    def __init__(self, document_ids_T: Tensor, loss_mask_T: Tensor, *, group_ids_T: Tensor | None = None,
-                 rewards_T: Tensor | None = None) -> None:
-        check_shapes("LocalSums", document_ids_T=document_ids_T, loss_mask_T=loss_mask_T, group_ids_T=group_ids_T,
-                     rewards_T=rewards_T)
+    def __init__(
+        self,
+        document_ids_T: Tensor,
+        loss_mask_T: Tensor,
+        *,
+        group_ids_T: Tensor | None = None,
+        rewards_T: Tensor | None = None,
+    ) -> None:
+        check_shapes(
+            "LocalSums",
+            document_ids_T=document_ids_T,
+            loss_mask_T=loss_mask_T,
+            group_ids_T=group_ids_T,
+            rewards_T=rewards_T,
+        )
         self.document_ids_T, self.loss_mask_T = document_ids_T, loss_mask_T
         self.group_ids_T, self.rewards_T = group_ids_T, rewards_T
 
@@ -71,9 +82,12 @@ class LocalSums:
             SpecError: no groups or no rewards, or a group of this row that is no pair.
         """
         if self.group_ids_T is None or self.rewards_T is None:
-            raise SpecError("a loss on preference pairs", found="no group_ids or no rewards",
-                            rule="the two documents of a pair share a group, and the chosen one has the greater reward",
-                            fix="give the batch both")
+            raise SpecError(
+                "a loss on preference pairs",
+                found="no group_ids or no rewards",
+                rule="the two documents of a pair share a group, and the chosen one has the greater reward",
+                fix="give the batch both",
+            )
         return self._sum_by(self._pair_T, values_T * self._pair_signs_T.to(values_T.dtype))
 
     def _sum_by(self, part_T: Tensor, values_T: Tensor) -> Tensor:
@@ -134,10 +148,12 @@ def pair_signs(document_ids_T: Tensor, group_ids_T: Tensor, rewards_T: Tensor, l
         members = document_ids_T[loss_mask_T & (group_ids_T == group)].unique().tolist()
         rewards = [float(rewards_T[loss_mask_T & (document_ids_T == member)][0]) for member in members]
         if len(members) != 2 or rewards[0] == rewards[1]:
-            raise SpecError(f"a preference pair from group {group}",
-                            found=f"{len(members)} document(s) with rewards {rewards}",
-                            rule="a pair is two trained documents of one row, with different rewards",
-                            fix="keep two answers a prompt, put both into one row, and drop ties")
+            raise SpecError(
+                f"a preference pair from group {group}",
+                found=f"{len(members)} document(s) with rewards {rewards}",
+                rule="a pair is two trained documents of one row, with different rewards",
+                fix="keep two answers a prompt, put both into one row, and drop ties",
+            )
         for member, reward in zip(members, rewards, strict=True):
             signs_T[document_ids_T == member] = 1.0 if reward == max(rewards) else -1.0
     return signs_T

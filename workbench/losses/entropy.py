@@ -14,8 +14,9 @@ from workbench.errors import SpecError
 from workbench.losses.terms import LossInputs, Term
 
 
-def entropy_bonus(inputs: LossInputs, coefficient: float, *, denominator: str = "penalty",
-                  chosen_T: Tensor | None = None) -> Term:
+def entropy_bonus(
+    inputs: LossInputs, coefficient: float, *, denominator: str = "penalty", chosen_T: Tensor | None = None
+) -> Term:
     """Reward the policy for staying undecided.
 
     Formula:  ``-coefficient * H``, H the exact entropy over the whole vocabulary of logits over temperature; under
@@ -34,9 +35,12 @@ def entropy_bonus(inputs: LossInputs, coefficient: float, *, denominator: str = 
         chosen_T: [T] bool, tokens that get it; None: all.
     """
     if inputs.entropy_T is None:
-        raise SpecError(f"an entropy bonus of {coefficient}", found="no entropy_T",
-                        rule="the bonus is of the exact entropy, which the output head computes",
-                        fix="pass the entropy, or set entropy_coefficient to 0")
+        raise SpecError(
+            f"an entropy bonus of {coefficient}",
+            found="no entropy_T",
+            rule="the bonus is of the exact entropy, which the output head computes",
+            fix="pass the entropy, or set entropy_coefficient to 0",
+        )
     acts_T = inputs.counts_T if chosen_T is None else inputs.counts_T & chosen_T
     values_T = torch.where(acts_T, inputs.entropy_T, 0.0)
     if denominator == "local_token" and chosen_T is not None:
@@ -55,9 +59,12 @@ def squared_logit(inputs: LossInputs, coefficient: float) -> Term:
               squared logits instead: `mean_squared_logit`.)
     """
     if inputs.logsumexp_T is None:
-        raise SpecError(f"a squared-logit penalty of {coefficient}", found="no logsumexp_T",
-                        rule="the penalty is on the log normaliser, which the output head computes",
-                        fix="pass logsumexp_T, or set squared_logit_coefficient to 0")
+        raise SpecError(
+            f"a squared-logit penalty of {coefficient}",
+            found="no logsumexp_T",
+            rule="the penalty is on the log normaliser, which the output head computes",
+            fix="pass logsumexp_T, or set squared_logit_coefficient to 0",
+        )
     return Term(torch.where(inputs.counts_T, inputs.logsumexp_T, 0.0).square(), coefficient, weight="penalty")
 
 
@@ -71,8 +78,10 @@ def mean_squared_logit(inputs: LossInputs, coefficient: float) -> Term:
     Source:   NousResearch/torchtitan, grpo_step, logit_loss_weight (whose square is the coefficient).
     """
     if inputs.mean_squared_logit_T is None:
-        raise SpecError(f"a penalty of {coefficient} on the mean squared logit", found="no mean_squared_logit_T",
-                        rule="the penalty is on logits, which only the output head sees",
-                        fix="choose an implementation of the head that says it, or set mean_squared_logit_coefficient "
-                            "to 0")
+        raise SpecError(
+            f"a penalty of {coefficient} on the mean squared logit",
+            found="no mean_squared_logit_T",
+            rule="the penalty is on logits, which only the output head sees",
+            fix="choose an implementation of the head that says it, or set mean_squared_logit_coefficient to 0",
+        )
     return Term(torch.where(inputs.counts_T, inputs.mean_squared_logit_T, 0.0), coefficient, weight="penalty")

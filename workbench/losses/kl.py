@@ -66,8 +66,11 @@ def kl_term(inputs: LossInputs, spec: KLSpec) -> Term:
               use_unbiased_kl; straight-through: verl, names that end in "+".
     """
     if spec.placement == "reward":
-        raise SpecError("kl_term with placement reward", rule="a penalty in the reward is no term of the loss",
-                        fix="use kl_in_reward when advantages are made, and leave the term out")
+        raise SpecError(
+            "kl_term with placement reward",
+            rule="a penalty in the reward is no term of the loss",
+            fix="use kl_in_reward when advantages are made, and leave the term out",
+        )
     d_T = -inputs.log_ratio(spec.against)
     anchor_T = inputs.policy_logprobs_T.detach() if spec.importance == "none" else inputs.logprobs(spec.importance)
     log_weight_T = torch.where(inputs.counts_T, inputs.policy_logprobs_T - anchor_T, 0.0)
@@ -83,14 +86,16 @@ def kl_term(inputs: LossInputs, spec: KLSpec) -> Term:
     if spec.gradient == "straight_through":
         half_square_T = kl_estimate(d_T, "k2")
         weight_T = log_weight_T.detach().exp()
-        return Term(value_T + weight_T * (half_square_T - half_square_T.detach()), spec.coefficient,
-                    weight="penalty")
+        return Term(value_T + weight_T * (half_square_T - half_square_T.detach()), spec.coefficient, weight="penalty")
     # A token without gradient must not pass through exp: where that overflows, 0 * inf would make its gradient NaN.
     open_d_T, open_weight_T = torch.where(cut_T, 0.0, d_T), torch.where(cut_T, 0.0, log_weight_T)
     if spec.gradient == "path":
         open_weight_T = open_weight_T.detach()
-    return Term(torch.where(cut_T, value_T, open_weight_T.exp() * kl_estimate(open_d_T, spec.estimator)),
-                spec.coefficient, weight="penalty")
+    return Term(
+        torch.where(cut_T, value_T, open_weight_T.exp() * kl_estimate(open_d_T, spec.estimator)),
+        spec.coefficient,
+        weight="penalty",
+    )
 
 
 def kl_in_reward(old_logprobs_T: Tensor, ref_logprobs_T: Tensor, loss_mask_T: Tensor, spec: KLSpec) -> Tensor:

@@ -35,17 +35,30 @@ def dpo(inputs: LossInputs, *, beta: float = 0.1, label_smoothing: float = 0.0) 
         values_T = values_T - label_smoothing * logsigmoid(-margin_T)
     return Term(values_T, silent_T=~inputs.counts_T)
 
+
 # ---- numbers of pairs --------------------------------------------------------------------------------------------
 
-KINDS = ("sigmoid", "ipo", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-         "discopop")
+KINDS = (
+    "sigmoid",
+    "ipo",
+    "hinge",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+)
 """Losses of a pair; `pair_losses` has their formulas."""
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 """Those that know recorded preferences may be wrong."""
 
 
-def document_rewards(inputs: LossInputs, documents: int, *, against: str | None = "ref",
-                     average: bool = False) -> Tensor:
+def document_rewards(
+    inputs: LossInputs, documents: int, *, against: str | None = "ref", average: bool = False
+) -> Tensor:
     """What the policy implies about whole documents: how much likelier each is than under another policy.
 
     Formula:  ``sum (l - other)`` over the document's trained tokens; divided by their number if averaged, and 0 for a
@@ -61,8 +74,12 @@ def document_rewards(inputs: LossInputs, documents: int, *, against: str | None 
         average: mean in place of sum.
     """
     if inputs.document_ids_T is None:
-        raise SpecError("rewards of documents", found="no document_ids_T", rule="each document is one number",
-                        fix="say which document each token belongs to")
+        raise SpecError(
+            "rewards of documents",
+            found="no document_ids_T",
+            rule="each document is one number",
+            fix="say which document each token belongs to",
+        )
     values_T = inputs.counted_logprobs_T if against is None else inputs.log_ratio(against)
     place_T = torch.where(inputs.counts_T, inputs.document_ids_T, 0)
     sums_N = values_T.new_zeros(documents).index_add(0, place_T, torch.where(inputs.counts_T, values_T, 0.0))
@@ -82,8 +99,15 @@ def implied_rewards(policy_N: Tensor, ref_N: Tensor) -> Tensor:
     return policy_N - ref_N
 
 
-def pair_losses(chosen_P: Tensor, rejected_P: Tensor, *, beta: float = 1.0, kind: str = "sigmoid",
-                label_smoothing: float = 0.0, modulation: float = 0.05) -> Tensor:
+def pair_losses(
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    *,
+    beta: float = 1.0,
+    kind: str = "sigmoid",
+    label_smoothing: float = 0.0,
+    modulation: float = 0.05,
+) -> Tensor:
     """The loss of each preference pair, from one number for each of its two answers.
 
     Rewards of a reward model with beta 1 give the Bradley-Terry likelihood, implied rewards (`document_rewards`) DPO.
@@ -112,12 +136,19 @@ def pair_losses(chosen_P: Tensor, rejected_P: Tensor, *, beta: float = 1.0, kind
     """
     smoothed = bool(label_smoothing)
     divides = kind in ("ipo", "sppo_hard") and beta == 0
-    if kind not in KINDS or not 0 <= label_smoothing < 0.5 or divides or (smoothed and kind not in SMOOTHED) \
-            or (kind == "exo_pair" and not smoothed):
-        raise SpecError(f"pair_losses(kind={kind!r}, beta={beta}, label_smoothing={label_smoothing})",
-                        rule=f"kind is one of {', '.join(KINDS)}; label_smoothing lies in [0, 0.5), above 0 for "
-                             f"exo_pair, and is 0 for all but {', '.join(SMOOTHED)}; ipo and sppo_hard divide by beta",
-                        fix="correct the setting")
+    if (
+        kind not in KINDS
+        or not 0 <= label_smoothing < 0.5
+        or divides
+        or (smoothed and kind not in SMOOTHED)
+        or (kind == "exo_pair" and not smoothed)
+    ):
+        raise SpecError(
+            f"pair_losses(kind={kind!r}, beta={beta}, label_smoothing={label_smoothing})",
+            rule=f"kind is one of {', '.join(KINDS)}; label_smoothing lies in [0, 0.5), above 0 for "
+            f"exo_pair, and is 0 for all but {', '.join(SMOOTHED)}; ipo and sppo_hard divide by beta",
+            fix="correct the setting",
+        )
     likely_P, unlikely_P = beta * chosen_P, beta * rejected_P
     margin_P, flipped = likely_P - unlikely_P, label_smoothing
     if kind == "ipo":
@@ -125,8 +156,9 @@ def pair_losses(chosen_P: Tensor, rejected_P: Tensor, *, beta: float = 1.0, kind
     if kind == "hinge":
         return torch.relu(1 - margin_P)
     if kind == "exo_pair":
-        return margin_P.sigmoid() * (logsigmoid(margin_P) - math.log1p(-flipped)) \
-            + (-margin_P).sigmoid() * (logsigmoid(-margin_P) - math.log(flipped))
+        return margin_P.sigmoid() * (logsigmoid(margin_P) - math.log1p(-flipped)) + (-margin_P).sigmoid() * (
+            logsigmoid(-margin_P) - math.log(flipped)
+        )
     if kind == "nca_pair":
         return -logsigmoid(likely_P) - (logsigmoid(-likely_P) + logsigmoid(-unlikely_P)) / 2
     if kind == "bco_pair":
@@ -146,8 +178,9 @@ def pair_losses(chosen_P: Tensor, rejected_P: Tensor, *, beta: float = 1.0, kind
     return right_P + wrong_P if smoothed else right_P
 
 
-def mean_over_pairs(values_P: Tensor, counts_P: Tensor | None = None, *, pairs: float | None = None,
-                    epsilon: float = 0.0) -> Tensor:
+def mean_over_pairs(
+    values_P: Tensor, counts_P: Tensor | None = None, *, pairs: float | None = None, epsilon: float = 0.0
+) -> Tensor:
     """The sum over pairs that count, divided by their number in the whole step.
 
     Formula:  ``sum counts_p values_p / (pairs + epsilon)``

@@ -38,10 +38,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dppo_tv": {"surrogate": {"kind": "dppo_tv"}},
     "dppo_kl": {"surrogate": {"kind": "dppo_kl"}},
     "ipo": {"surrogate": {"kind": "ipo"}, "kl": {"estimator": "squared", "against": "sampler", "coefficient": 1e-3}},
-    "prime_rl": {"surrogate": {"kind": "dppo_tv", "threshold_low": 0.2, "threshold_high": 0.2},
-                 "kl": {"estimator": "squared", "against": "sampler", "coefficient": 1e-3}},
-    "ref_kl": {"surrogate": {"kind": "ref_kl"},
-               "kl": {"estimator": "squared", "against": "sampler", "coefficient": 1e-3}},
+    "prime_rl": {
+        "surrogate": {"kind": "dppo_tv", "threshold_low": 0.2, "threshold_high": 0.2},
+        "kl": {"estimator": "squared", "against": "sampler", "coefficient": 1e-3},
+    },
+    "ref_kl": {
+        "surrogate": {"kind": "ref_kl"},
+        "kl": {"estimator": "squared", "against": "sampler", "coefficient": 1e-3},
+    },
     # selections by covariance
     "clip_cov": {"surrogate": {"kind": "clip_cov"}},
     "kl_cov": {"surrogate": {"kind": "kl_cov"}},

@@ -29,9 +29,12 @@ def highest_entropy(inputs: LossInputs, share: float) -> Tensor:
               (top_entropy_quantile), which takes it over the micro-batches of all processes together.
     """
     if inputs.entropy_T is None:
-        raise SpecError(f"the tokens of highest entropy (share {share})", found="no entropy_T",
-                        rule="tokens are chosen by the exact entropy, which the output head computes",
-                        fix="pass the entropy, or set top_entropy_share to 1")
+        raise SpecError(
+            f"the tokens of highest entropy (share {share})",
+            found="no entropy_T",
+            rule="tokens are chosen by the exact entropy, which the output head computes",
+            fix="pass the entropy, or set top_entropy_share to 1",
+        )
     with torch.no_grad():
         known = inputs.entropy_T[inputs.counts_T]
         if not len(known):
@@ -45,5 +48,9 @@ def confined(term: Term, inputs: LossInputs, chosen_T: Tensor) -> Term:
     Backward: that of the term; 0 on all other tokens.
     """
     silent_T = inputs.counted_advantages_T == 0 if term.silent_T is None else term.silent_T
-    return replace(term, values_T=torch.where(chosen_T, term.values_T, 0.0), silent_T=silent_T | ~chosen_T,
-                   extras={**term.extras, "high_entropy": chosen_T})
+    return replace(
+        term,
+        values_T=torch.where(chosen_T, term.values_T, 0.0),
+        silent_T=silent_T | ~chosen_T,
+        extras={**term.extras, "high_entropy": chosen_T},
+    )

@@ -27,28 +27,75 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "importance_sampling": {"anchor": "old"},
     "reinforce": {},
     "on_policy": {},
-    "cispo": {"anchor": "old", "bounds": "relative", "clip_low": None, "clip_high": 4.0, "level": "token",
-              "log_clamp": None},
-    "gspo": {"anchor": "old", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "delta": None,
-             "level": "document", "advantage_level": "token"},
-    "gspo_token": {"anchor": "old", "clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None, "level": "document",
-                   "log_cap": None},
-    "luspo": {"anchor": "old", "clip_low": 2e-3, "clip_high": 2.5e-3, "dual_clip": None, "delta": None,
-              "advantage_level": "token"},
+    "cispo": {
+        "anchor": "old",
+        "bounds": "relative",
+        "clip_low": None,
+        "clip_high": 4.0,
+        "level": "token",
+        "log_clamp": None,
+    },
+    "gspo": {
+        "anchor": "old",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "dual_clip": None,
+        "delta": None,
+        "level": "document",
+        "advantage_level": "token",
+    },
+    "gspo_token": {
+        "anchor": "old",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "dual_clip": None,
+        "level": "document",
+        "log_cap": None,
+    },
+    "luspo": {
+        "anchor": "old",
+        "clip_low": 2e-3,
+        "clip_high": 2.5e-3,
+        "dual_clip": None,
+        "delta": None,
+        "advantage_level": "token",
+    },
     "gmpo": {"anchor": "old", "clip_low": 0.4, "clip_high": 0.4},
-    "sapo": {"anchor": "old", "level": "token", "advantage_level": "token", "tau_positive": 1.0, "tau_negative": 1.05,
-             "log_clamp": None},
+    "sapo": {
+        "anchor": "old",
+        "level": "token",
+        "advantage_level": "token",
+        "tau_positive": 1.0,
+        "tau_negative": 1.05,
+        "log_clamp": None,
+    },
     "vespo": {"anchor": "old", "k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0},
     "gpg": {},
-    "dppo_tv": {"anchor": "sampler", "threshold_low": 0.15, "threshold_high": 0.15, "ratio_cap": None,
-                "log_clamp": None},
-    "dppo_kl": {"anchor": "sampler", "threshold_low": 0.05, "threshold_high": 0.05, "ratio_cap": None,
-                "log_clamp": None},
+    "dppo_tv": {
+        "anchor": "sampler",
+        "threshold_low": 0.15,
+        "threshold_high": 0.15,
+        "ratio_cap": None,
+        "log_clamp": None,
+    },
+    "dppo_kl": {
+        "anchor": "sampler",
+        "threshold_low": 0.05,
+        "threshold_high": 0.05,
+        "ratio_cap": None,
+        "log_clamp": None,
+    },
     "ipo": {"anchor": "sampler", "threshold": 0.1},
     "ref_kl": {"anchor": "sampler", "threshold_low": 0.2},
     "dro": {"anchor": "old", "beta": 0.1},
-    "clip_cov": {"anchor": "old", "clip_low": 0.2, "clip_high": 0.2, "cov_fraction": 2e-4, "cov_low": 1.0,
-                 "cov_high": 5.0},
+    "clip_cov": {
+        "anchor": "old",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "cov_fraction": 2e-4,
+        "cov_low": 1.0,
+        "cov_high": 5.0,
+    },
     "kl_cov": {"anchor": "old", "cov_fraction": 2e-4, "cov_coefficient": 1.0},
     "sft": {},
     "dpo": {"beta": 0.1, "label_smoothing": 0.0},
@@ -65,9 +112,29 @@ SURROGATE_BREAKS: dict[str, tuple[str, ...]] = {"clip_cov": LOCAL_STATISTICS, "k
 class SurrogateSpec(_Model):
     """The policy term. A parameter that the kind does not use is None, and refused if it is given."""
 
-    kind: Literal["ppo", "importance_sampling", "reinforce", "on_policy", "cispo", "gspo", "gspo_token", "luspo",
-                  "gmpo", "sapo", "vespo", "gpg", "dppo_tv", "dppo_kl", "ipo", "ref_kl", "dro", "clip_cov", "kl_cov",
-                  "sft", "dpo"] = "ppo"
+    kind: Literal[
+        "ppo",
+        "importance_sampling",
+        "reinforce",
+        "on_policy",
+        "cispo",
+        "gspo",
+        "gspo_token",
+        "luspo",
+        "gmpo",
+        "sapo",
+        "vespo",
+        "gpg",
+        "dppo_tv",
+        "dppo_kl",
+        "ipo",
+        "ref_kl",
+        "dro",
+        "clip_cov",
+        "kl_cov",
+        "sft",
+        "dpo",
+    ] = "ppo"
     """Which surrogate; `workbench/losses/README.md` has the formulas."""
     coefficient: float = 1.0
     """Multiplies the policy term."""
@@ -143,13 +210,18 @@ class SurrogateSpec(_Model):
             if value[name] is not None and users:
                 raise ValueError(f"{name} is not used by the surrogate {kind!r}; it belongs to {', '.join(users)}")
         if value.get("level") == "token" and used.get("level") != "token":
-            raise ValueError(f"level 'token' is not used by the surrogate {kind!r}, whose ratio is that of a document; "
-                             "'ppo' is its like for tokens")
-        emptied = [name for name, default in used.items()
-                   if name in value and value[name] is None and default is not None]
+            raise ValueError(
+                f"level 'token' is not used by the surrogate {kind!r}, whose ratio is that of a document; "
+                "'ppo' is its like for tokens"
+            )
+        emptied = [
+            name for name, default in used.items() if name in value and value[name] is None and default is not None
+        ]
         if emptied:
-            raise ValueError(f"{', '.join(emptied)} of the surrogate {kind!r} cannot be None; leave it out for the "
-                             f"default ({', '.join(str(used[name]) for name in emptied)})")
+            raise ValueError(
+                f"{', '.join(emptied)} of the surrogate {kind!r} cannot be None; leave it out for the "
+                f"default ({', '.join(str(used[name]) for name in emptied)})"
+            )
         filled = {name: default for name, default in used.items() if value.get(name) is None}
         return {**value, **filled}
 
@@ -184,8 +256,13 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "sequence_mask": {"ratio": "document_sum", "ratio_high": 3.0, "outside": "zero"},
     "segment_tis": {"ratio": "segment_mean", "ratio_high": 2.0},
     "batch_normalized": {"ratio": "token", "ratio_high": 2.0, "normalize": True},
-    "geometric_gate": {"ratio": "token", "gate": "ratio", "gate_level": "document_mean", "gate_low": 0.999,
-                       "gate_high": 1.002},
+    "geometric_gate": {
+        "ratio": "token",
+        "gate": "ratio",
+        "gate_level": "document_mean",
+        "gate_low": 0.999,
+        "gate_high": 1.002,
+    },
     "opsm": {"opsm_threshold": 1e-4},
     "m2po": {"m2_threshold": 0.04},
 }
@@ -223,11 +300,24 @@ class CorrectionSpec(_Model):
     stored is all of them. Formulas: `workbench.losses.corrections`.
     """
 
-    kind: Literal["none", "importance_sampling", "tis", "icepop", "sequence_tis_sum", "sequence_tis_mean",
-                  "sequence_mask", "segment_tis", "batch_normalized", "geometric_gate", "opsm", "m2po"] = "none"
+    kind: Literal[
+        "none",
+        "importance_sampling",
+        "tis",
+        "icepop",
+        "sequence_tis_sum",
+        "sequence_tis_mean",
+        "sequence_mask",
+        "segment_tis",
+        "batch_normalized",
+        "geometric_gate",
+        "opsm",
+        "m2po",
+    ] = "none"
     """Settings by their name in the field; those given beside it win."""
-    ratio: Literal["none", "token", "segment_mean", "document_mean", "document_sum", "given",
-                   "given_document_mean"] = "none"
+    ratio: Literal["none", "token", "segment_mean", "document_mean", "document_sum", "given", "given_document_mean"] = (
+        "none"
+    )
     """Over what log(old / sampler) is gathered in the weight. The sum is the likelihood ratio of the document, the
     mean its geometric mean: two numbers that differ by e^length, both called sequence-level elsewhere. given: the
     weight came with the batch; given_document_mean: the geometric mean of those over the document."""
@@ -299,40 +389,63 @@ class CorrectionSpec(_Model):
         gates = self.gate_low is not None or self.gate_high is not None
         local = self.population == "micro_batch"
         broken = (
-            (self.ratio == "none" and (bounds or self.outside != "truncate" or self.normalize),
-             "ratio_low, ratio_high, outside and normalize are about a weight; name its ratio (token, segment_mean, "
-             "document_mean, document_sum)"),
+            (
+                self.ratio == "none" and (bounds or self.outside != "truncate" or self.normalize),
+                "ratio_low, ratio_high, outside and normalize are about a weight; name its ratio (token, segment_mean, "
+                "document_mean, document_sum)",
+            ),
             (self.outside == "zero" and not bounds, "outside: zero needs ratio_low or ratio_high"),
-            (self.enters == "sequence_weight" and self.ratio == "none",
-             "enters: sequence_weight is about a weight; name its ratio"),
+            (
+                self.enters == "sequence_weight" and self.ratio == "none",
+                "enters: sequence_weight is about a weight; name its ratio",
+            ),
             (_above(self.ratio_low, self.ratio_high), "ratio_low is above ratio_high"),
-            (self.log_clamp is not None and self.ratio in ("none", "given") and self.gate == "none",
-             "log_clamp is about a weight or a gate; name its ratio or its statistic"),
-            (bool(self.given_epsilon) and self.ratio != "given_document_mean",
-             "given_epsilon is about the ratio given_document_mean"),
+            (
+                self.log_clamp is not None and self.ratio in ("none", "given") and self.gate == "none",
+                "log_clamp is about a weight or a gate; name its ratio or its statistic",
+            ),
+            (
+                bool(self.given_epsilon) and self.ratio != "given_document_mean",
+                "given_epsilon is about the ratio given_document_mean",
+            ),
             (bool(self.mean_epsilon) and not self.normalize, "mean_epsilon is about normalize"),
-            (bool(self.further_gates) and self.gate == "none",
-             "further_gates stand beside a first one; name it in gate"),
-            (self.denominator == "gated" and (self.gate == "none" or self.gate_action != "reject"),
-             "denominator: gated, but no gate rejects a token"),
-            (self.gate == "none" and (gates or self.gate_level != "token" or self.gate_action != "reject"),
-             "gate_level, gate_low, gate_high and gate_action are about a gate; name its statistic (ratio, k1, k2, k3, "
-             "binary_kl)"),
-            (self.gate_action == "truncate" and not (bounds and self.outside == "truncate"),
-             "gate_action: truncate puts a weight within ratio_low and ratio_high; give one, and leave outside alone"),
+            (
+                bool(self.further_gates) and self.gate == "none",
+                "further_gates stand beside a first one; name it in gate",
+            ),
+            (
+                self.denominator == "gated" and (self.gate == "none" or self.gate_action != "reject"),
+                "denominator: gated, but no gate rejects a token",
+            ),
+            (
+                self.gate == "none" and (gates or self.gate_level != "token" or self.gate_action != "reject"),
+                "gate_level, gate_low, gate_high and gate_action are about a gate; name its statistic (ratio, k1, k2, "
+                "k3, binary_kl)",
+            ),
+            (
+                self.gate_action == "truncate" and not (bounds and self.outside == "truncate"),
+                "gate_action: truncate puts a weight within ratio_low and ratio_high; give one, and leave outside "
+                "alone",
+            ),
             (self.surrogate_over == "kept" and not self.rejects, "surrogate_over: kept, but nothing rejects a token"),
             (self.gate != "none" and not gates, "a gate needs gate_low or gate_high"),
             (_above(self.gate_low, self.gate_high), "gate_low is above gate_high"),
             (self.opsm_threshold is None and self.opsm_anchor != "sampler", "opsm_anchor needs opsm_threshold"),
             (local and not self._has_statistics, "population: micro_batch is about normalize and m2_threshold"),
-            (self.denominator == "survivors" and not self.rejects,
-             "denominator: survivors, but nothing rejects a token"),
-            (self.denominator == "survivors" and self.opsm_threshold is not None,
-             "denominator: survivors with opsm_threshold: survivors are counted on the whole step before it is split, "
-             "and opsm looks at the live policy, which says nothing before the forward pass; use original"),
-            (self.denominator == "survivors" and local and self.m2_threshold is not None,
-             "denominator: survivors with m2_threshold: survivors of a micro-batch are not known on the whole step; "
-             "use population: step"),
+            (
+                self.denominator == "survivors" and not self.rejects,
+                "denominator: survivors, but nothing rejects a token",
+            ),
+            (
+                self.denominator == "survivors" and self.opsm_threshold is not None,
+                "denominator: survivors with opsm_threshold: survivors are counted on the whole step before it is "
+                "split, and opsm looks at the live policy, which says nothing before the forward pass; use original",
+            ),
+            (
+                self.denominator == "survivors" and local and self.m2_threshold is not None,
+                "denominator: survivors with m2_threshold: survivors of a micro-batch are not known on the whole step; "
+                "use population: step",
+            ),
         )
         for wrong, rule in broken:
             if wrong:
@@ -342,8 +455,13 @@ class CorrectionSpec(_Model):
     @property
     def rejects(self) -> bool:
         """Whether a token may be taken out altogether."""
-        return self.outside == "zero" or (self.gate != "none" and self.gate_action == "reject") \
-            or self.opsm_threshold is not None or self.m2_threshold is not None or self.unsampled == "drop"
+        return (
+            self.outside == "zero"
+            or (self.gate != "none" and self.gate_action == "reject")
+            or self.opsm_threshold is not None
+            or self.m2_threshold is not None
+            or self.unsampled == "drop"
+        )
 
     @property
     def gates(self) -> tuple[GateSpec, ...]:
@@ -408,8 +526,10 @@ class KLSpec(_Model):
         if self.importance_level == "document" and self.importance == "none":
             raise ValueError("importance_level is about the ratio that importance names (old, sampler)")
         if self.placement == "reward" and self.against != "ref":
-            raise ValueError("in the reward the penalty is of the old policy against ref; the other policies are where "
-                             "the tokens come from")
+            raise ValueError(
+                "in the reward the penalty is of the old policy against ref; the other policies are where "
+                "the tokens come from"
+            )
         return self
 
 
@@ -456,8 +576,10 @@ class ScalingSpec(_Model):
     def powers(self) -> dict[str, int]:
         """Size -> its power in the factor by which the gradient differs from the plain sum's; exact: 0 everywhere."""
         found = dict.fromkeys(("dp", "cp", "micro_batches"), 0)
-        for names, sign in (((*self.multiplied_by, *self.engine_multiplies), 1),
-                            ((*self.divided_by, *self.engine_divides), -1)):
+        for names, sign in (
+            ((*self.multiplied_by, *self.engine_multiplies), 1),
+            ((*self.divided_by, *self.engine_divides), -1),
+        ):
             for name in names:
                 for size in ("dp", "cp") if name == "dp_cp" else (name,):
                     found[size] += sign
@@ -527,8 +649,9 @@ class LossSpec(_Model):
     positive_nll_coefficient: float = Field(0.0, ge=0)
     """Weight of the mean negative log-likelihood of documents whose reward is positive."""
 
-    denominator: Literal["token", "document", "document_sum", "constant", "prompt_group", "rollout", "group_length",
-                         "raw", "local_token"] = "token"
+    denominator: Literal[
+        "token", "document", "document_sum", "constant", "prompt_group", "rollout", "group_length", "raw", "local_token"
+    ] = "token"
     """What the sum over tokens is divided by, counted over the whole optimizer step."""
     denominator_constant: float | None = Field(None, gt=0)
     """constant: the C of 1 / (documents of the step * C)."""
@@ -544,22 +667,27 @@ class LossSpec(_Model):
     @model_validator(mode="after")
     def _old_policy_is_known_in_time(self) -> LossSpec:
         if self.old_policy == "current" and self.correction.needs_step_statistics:
-            raise ValueError("old_policy: current is not known before the forward pass, and statistics of the step are "
-                             "found with the old policy before it; use population: micro_batch")
+            raise ValueError(
+                "old_policy: current is not known before the forward pass, and statistics of the step are "
+                "found with the old policy before it; use population: micro_batch"
+            )
         return self
 
     @model_validator(mode="after")
     def _weights_enter_where_they_can(self) -> LossSpec:
         if self.correction.enters == "sequence_weight" and self.surrogate.kind != "vespo":
-            raise ValueError("correction.enters: sequence_weight is about the surrogate vespo; "
-                             f"{self.surrogate.kind!r} has no sequence weight")
+            raise ValueError(
+                "correction.enters: sequence_weight is about the surrogate vespo; "
+                f"{self.surrogate.kind!r} has no sequence weight"
+            )
         return self
 
     @model_validator(mode="after")
     def _denominator_has_its_settings(self) -> LossSpec:
         if self.denominator_constant is not None and self.denominator != "constant":
-            raise ValueError(f"denominator_constant is not used by the denominator {self.denominator!r}; it belongs "
-                             "to constant")
+            raise ValueError(
+                f"denominator_constant is not used by the denominator {self.denominator!r}; it belongs to constant"
+            )
         return self
 
     @model_validator(mode="before")
@@ -582,8 +710,19 @@ class LossSpec(_Model):
         empty = ("masked_rows",) if self.documents_counted == "all" and counts else ()
         bonus = DENOMINATOR_BREAKS[self.entropy_denominator] if self._bonus_is_local else ()
         chosen = LOCAL_STATISTICS if self.top_entropy_share < 1 else ()
-        return tuple(dict.fromkeys((*self.surrogate.breaks, *self.correction.breaks, *weights, *self.scaling.breaks,
-                                    *empty, *bonus, *chosen)))
+        return tuple(
+            dict.fromkeys(
+                (
+                    *self.surrogate.breaks,
+                    *self.correction.breaks,
+                    *weights,
+                    *self.scaling.breaks,
+                    *empty,
+                    *bonus,
+                    *chosen,
+                )
+            )
+        )
 
     @property
     def _bonus_is_local(self) -> bool:
@@ -643,13 +782,19 @@ def check_carried(base: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     for group in KINDS:
         mine, theirs = _given(base, group), _given(changes, group)
         before, after = _kind(base, group), _kind({**base, **changes, group: {**mine, **theirs}}, group)
-        stay = {name: value for name, value in mine.items()
-                if before != after and value is not None and name not in ("kind", "coefficient", *theirs)}
+        stay = {
+            name: value
+            for name, value in mine.items()
+            if before != after and value is not None and name not in ("kind", "coefficient", *theirs)
+        }
         if stay:
             said = ", ".join(f"{name} = {value}" for name, value in stay.items())
-            raise SpecError(f"the {group} {after!r} over {before!r}", found=f"{said}, said for {before!r}",
-                            rule=f"settings of a {group} belong to its kind",
-                            fix=f"say them where {before!r} is named, and give {after!r} its own beside its name")
+            raise SpecError(
+                f"the {group} {after!r} over {before!r}",
+                found=f"{said}, said for {before!r}",
+                rule=f"settings of a {group} belong to its kind",
+                fix=f"say them where {before!r} is named, and give {after!r} its own beside its name",
+            )
 
 
 def _given(loss: Mapping[str, Any], group: str) -> Mapping[str, Any]:

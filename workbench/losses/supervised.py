@@ -34,8 +34,11 @@ def positive_nll(inputs: LossInputs, *, coefficient: float) -> Term:
               silently absent without rewards (#3792).
     """
     if inputs.rewards_T is None:
-        raise SpecError(f"positive_nll_coefficient = {coefficient}", found="no rewards",
-                        rule="the term imitates documents with a positive reward",
-                        fix="give the batch rewards, or set positive_nll_coefficient to 0")
+        raise SpecError(
+            f"positive_nll_coefficient = {coefficient}",
+            found="no rewards",
+            rule="the term imitates documents with a positive reward",
+            fix="give the batch rewards, or set positive_nll_coefficient to 0",
+        )
     imitated_T = inputs.counts_T & (inputs.rewards_T > 0)
     return Term(torch.where(imitated_T, -inputs.counted_logprobs_T, 0.0), coefficient, weight="positive_token")

@@ -76,13 +76,23 @@ class LossInputs:
     statistics: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_shapes("LossInputs", **{name: value for name, value in self.__dict__.items()
-                                      if name not in ("sums", "statistics", "length_epsilon")})
+        check_shapes(
+            "LossInputs",
+            **{
+                name: value
+                for name, value in self.__dict__.items()
+                if name not in ("sums", "statistics", "length_epsilon")
+            },
+        )
         for name in ("loss_mask_T", "frozen_clip_T"):
             mask_T = getattr(self, name)
             if mask_T is not None and mask_T.dtype is not torch.bool:
-                raise ShapeError(f"LossInputs: {name}", found=f"dtype {mask_T.dtype}", rule="a mask is bool",
-                                 fix=f"pass {name}.bool()")
+                raise ShapeError(
+                    f"LossInputs: {name}",
+                    found=f"dtype {mask_T.dtype}",
+                    rule="a mask is bool",
+                    fix=f"pass {name}.bool()",
+                )
         for name, value in self.__dict__.items():
             if isinstance(value, Tensor) and value.is_floating_point() and value.element_size() < 4:
                 object.__setattr__(self, name, value.float())
@@ -119,8 +129,9 @@ class LossInputs:
         Backward: 1 / length of the sum of the cotangents of the document's tokens, on its trained tokens.
         """
         lengths_T = self.document_lengths_T
-        return self.document_sums.document(values_T) / (lengths_T + self.length_epsilon if self.length_epsilon
-                                                        else lengths_T)
+        return self.document_sums.document(values_T) / (
+            lengths_T + self.length_epsilon if self.length_epsilon else lengths_T
+        )
 
     @property
     def counted_logprobs_T(self) -> Tensor:
@@ -147,9 +158,12 @@ class LossInputs:
         """[T] log-probabilities of "old", "sampler" or "ref", or an error in words."""
         values_T = getattr(self, f"{policy}_logprobs_T")
         if values_T is None:
-            raise SpecError(f"a loss that looks at the {policy} policy", found=f"no {policy}_logprobs",
-                            rule=f"it needs the {policy} policy's log-probability of every token",
-                            fix="record them with the rollouts, or choose another loss")
+            raise SpecError(
+                f"a loss that looks at the {policy} policy",
+                found=f"no {policy}_logprobs",
+                rule=f"it needs the {policy} policy's log-probability of every token",
+                fix="record them with the rollouts, or choose another loss",
+            )
         return values_T
 
 

@@ -17,8 +17,16 @@ from workbench.shapes import check_shapes
 KINDS = ("mse", "huber")
 
 
-def value_loss(values_T: Tensor, returns_T: Tensor, loss_mask_T: Tensor, *, old_values_T: Tensor | None = None,
-               clip: float | None = None, kind: Literal["mse", "huber"] = "mse", delta: float = 10.0) -> Term:
+def value_loss(
+    values_T: Tensor,
+    returns_T: Tensor,
+    loss_mask_T: Tensor,
+    *,
+    old_values_T: Tensor | None = None,
+    clip: float | None = None,
+    kind: Literal["mse", "huber"] = "mse",
+    delta: float = 10.0,
+) -> Term:
     """The error of a critic per token, pessimistic about how far it has moved since the start of the update.
 
     Formula:  mse: ``e(u) = u^2 / 2``;  huber: the same where ``|u| <= delta``, else ``delta (|u| - delta / 2)``
@@ -41,12 +49,15 @@ def value_loss(values_T: Tensor, returns_T: Tensor, loss_mask_T: Tensor, *, old_
               compute_value_loss halve the mean as here; huber: AReaL ppo_critic_loss_fn.
     """
     if kind not in KINDS or delta <= 0 or (clip is not None and (clip <= 0 or old_values_T is None)):
-        raise SpecError(f"value_loss(kind={kind!r}, delta={delta}, clip={clip})",
-                        found="no old_values_T" if old_values_T is None else "",
-                        rule=f"kind is one of {', '.join(KINDS)}; delta and clip are positive; a clip needs the old "
-                             "values", fix="correct the setting, or pass old_values_T")
-    check_shapes("value_loss", values_T=values_T, returns_T=returns_T, loss_mask_T=loss_mask_T,
-                 old_values_T=old_values_T)
+        raise SpecError(
+            f"value_loss(kind={kind!r}, delta={delta}, clip={clip})",
+            found="no old_values_T" if old_values_T is None else "",
+            rule=f"kind is one of {', '.join(KINDS)}; delta and clip are positive; a clip needs the old values",
+            fix="correct the setting, or pass old_values_T",
+        )
+    check_shapes(
+        "value_loss", values_T=values_T, returns_T=returns_T, loss_mask_T=loss_mask_T, old_values_T=old_values_T
+    )
     # What stands where nothing counts (NaN, infinity) must reach no gradient.
     values_T, returns_T = (torch.where(loss_mask_T, given_T, 0.0) for given_T in (values_T, returns_T))
     plain_T = _error(values_T - returns_T, kind, delta)

@@ -83,8 +83,15 @@ class MetricsCost:
         return self.total_ms / step_ms
 
 
-def metrics_cost(device: torch.device | str = "cpu", *, tokens: int = 16384, documents: int = 32,
-                 level: Level = "basic", spec: LossSpec | None = None, repeats: int = 20) -> MetricsCost:
+def metrics_cost(
+    device: torch.device | str = "cpu",
+    *,
+    tokens: int = 16384,
+    documents: int = 32,
+    level: Level = "basic",
+    spec: LossSpec | None = None,
+    repeats: int = 20,
+) -> MetricsCost:
     """Measure what the metrics of one micro-batch cost, with a reference, a sampler and a correction to look at.
 
     Medians of ``repeats`` after a warm-up; the forward and backward pass are not part of it.
@@ -105,9 +112,17 @@ def metrics_cost(device: torch.device | str = "cpu", *, tokens: int = 16384, doc
     ids_T = torch.arange(tokens, device=device) * documents // tokens
     mask_T = (torch.rand(tokens, generator=g) < 0.8).to(device)
     lengths_T = torch.bincount(ids_T, weights=mask_T.double(), minlength=documents)[ids_T]
-    inputs = LossInputs(policy_T.to(device), other[0], torch.randn(tokens, generator=g).to(device),
-                        sampler_logprobs_T=other[1], ref_logprobs_T=other[2], entropy_T=-policy_T.to(device),
-                        loss_mask_T=mask_T, document_ids_T=ids_T, lengths_T=lengths_T)
+    inputs = LossInputs(
+        policy_T.to(device),
+        other[0],
+        torch.randn(tokens, generator=g).to(device),
+        sampler_logprobs_T=other[1],
+        ref_logprobs_T=other[2],
+        entropy_T=-policy_T.to(device),
+        loss_mask_T=mask_T,
+        document_ids_T=ids_T,
+        lengths_T=lengths_T,
+    )
     terms = make_loss(spec)(inputs)
     slots = DocumentSlots(0, documents, lengths_T)
     issued, finished, found = [], [], {}
@@ -120,8 +135,15 @@ def metrics_cost(device: torch.device | str = "cpu", *, tokens: int = 16384, doc
         finished.append(clock.step_ms)
     with _Launches() as launches:
         finish_metrics([policy_metrics(inputs, terms, mask_T, level, spec, slots)], Axis("dp_cp"))
-    return MetricsCost(str(device), tokens, level, len(found), statistics.median(issued[3:]),
-                       statistics.median(finished[3:]), launches.count)
+    return MetricsCost(
+        str(device),
+        tokens,
+        level,
+        len(found),
+        statistics.median(issued[3:]),
+        statistics.median(finished[3:]),
+        launches.count,
+    )
 
 
 class _Launches(TorchDispatchMode):

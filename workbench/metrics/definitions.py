@@ -131,8 +131,7 @@ class DocumentMetric:
     @property
     def needs(self) -> tuple[str, ...]:
         """Whose log-probabilities."""
-        return tuple(dict.fromkeys(name for column in (*self.columns, *self.extremes)
-                                   for name in column.needs))
+        return tuple(dict.fromkeys(name for column in (*self.columns, *self.extremes) for name in column.needs))
 
     @property
     def population(self) -> str:
@@ -167,10 +166,20 @@ def metric_table(metrics: Sequence[AnyMetric] | None = None) -> pd.DataFrame:
     import pandas as pd
 
     chosen = declared(("policy",)) if metrics is None else metrics
-    return pd.DataFrame([{
-        "key": metric.key, "meaning": metric.meaning, "unit": metric.unit, "population": metric.population,
-        "weight": metric.weight_in_words, "reducer": metric.reducer_in_words, "level": metric.level,
-    } for metric in chosen]).set_index("key")
+    return pd.DataFrame(
+        [
+            {
+                "key": metric.key,
+                "meaning": metric.meaning,
+                "unit": metric.unit,
+                "population": metric.population,
+                "weight": metric.weight_in_words,
+                "reducer": metric.reducer_in_words,
+                "level": metric.level,
+            }
+            for metric in chosen
+        ]
+    ).set_index("key")
 
 
 def markdown_table(metrics: Sequence[AnyMetric] | None = None) -> str:
@@ -185,13 +194,21 @@ def markdown_table(metrics: Sequence[AnyMetric] | None = None) -> str:
 
 def document_ratio(reduce: str, above: str = "policy", below: str = "old") -> DocumentMetric:
     """A statistic of the documents' ratios, exp of the mean log ratio of the document (as GSPO defines it)."""
-    meaning = {"mean": "mean of", "min": "smallest of", "max": "largest of", "std": "standard deviation of",
-               "effective_samples": "effective sample size, in documents, of"}[reduce]
+    meaning = {
+        "mean": "mean of",
+        "min": "smallest of",
+        "max": "largest of",
+        "std": "standard deviation of",
+        "effective_samples": "effective sample size, in documents, of",
+    }[reduce]
     unit = "documents" if reduce == "effective_samples" else "1"
     return DocumentMetric(
         f"ratio_document/{above}_{below}/{reduce}",
         f"{meaning} the documents' ratios {above} / {below}, each exp(mean log ratio of its trained tokens)",
-        unit, (LogRatio(above, below),), functools.partial(_ratio_statistic, reduce))
+        unit,
+        (LogRatio(above, below),),
+        functools.partial(_ratio_statistic, reduce),
+    )
 
 
 def _ratio_statistic(reduce: str, tokens_N: Tensor, log_ratio_N: Tensor) -> float:
@@ -223,9 +240,15 @@ def document_clip(region: str, key: str, meaning: str, clip: ClipRule, level: Le
 
     The sign is that of the document's mean advantage.
     """
-    return DocumentMetric(key, f"{meaning}, judged by the document's ratio and mean advantage", "1",
-                          (LogRatio("policy", clip.anchor), Advantage()),
-                          functools.partial(_clipped_share, region, clip), weighs="its trained tokens", level=level)
+    return DocumentMetric(
+        key,
+        f"{meaning}, judged by the document's ratio and mean advantage",
+        "1",
+        (LogRatio("policy", clip.anchor), Advantage()),
+        functools.partial(_clipped_share, region, clip),
+        weighs="its trained tokens",
+        level=level,
+    )
 
 
 def _clipped_share(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: Tensor, advantage_N: Tensor) -> float:
@@ -239,10 +262,18 @@ def _clipped_share(region: str, clip: ClipRule, tokens_N: Tensor, log_ratio_N: T
 # ---- the canonical set ---------------------------------------------------------------------------------
 
 CLIP_REGIONS: tuple[tuple[str, str, str, Level], ...] = (
-    ("outside", "clip/region/fraction", "share of tokens whose ratio lies outside the clip, whatever the sign of the "
-     "advantage", "basic"),
-    ("cut", "clip/sign_aware/fraction", "share of tokens where PPO's clip acts: above it with a positive advantage or "
-     "below it with a negative one", "basic"),
+    (
+        "outside",
+        "clip/region/fraction",
+        "share of tokens whose ratio lies outside the clip, whatever the sign of the advantage",
+        "basic",
+    ),
+    (
+        "cut",
+        "clip/sign_aware/fraction",
+        "share of tokens where PPO's clip acts: above it with a positive advantage or below it with a negative one",
+        "basic",
+    ),
     ("outside_low", "clip/region_low/fraction", "share of tokens whose ratio lies below the clip", "full"),
     ("outside_high", "clip/region_high/fraction", "share of tokens whose ratio lies above the clip", "full"),
     ("cut_low", "clip/sign_aware_low/fraction", "share of tokens below the clip with a negative advantage", "full"),
@@ -250,12 +281,24 @@ CLIP_REGIONS: tuple[tuple[str, str, str, Level], ...] = (
     ("cut_dual", "clip/dual/fraction", "share of tokens above the dual bound with a negative advantage", "full"),
 )
 
-PAIRS: tuple[tuple[str, str], ...] = (("old", "policy"), ("policy", "old"), ("policy", "ref"), ("sampler", "policy"),
-                                      ("policy", "sampler"), ("sampler", "old"), ("old", "sampler"))
+PAIRS: tuple[tuple[str, str], ...] = (
+    ("old", "policy"),
+    ("policy", "old"),
+    ("policy", "ref"),
+    ("sampler", "policy"),
+    ("policy", "sampler"),
+    ("sampler", "old"),
+    ("old", "sampler"),
+)
 """(first, second) of every KL(first || second) that is estimated."""
 
-_BASIC_KL = {("k1", "old", "policy"), ("k3", "old", "policy"), ("k3", "policy", "ref"), ("k3", "policy", "sampler"),
-             ("k3", "sampler", "old")}
+_BASIC_KL = {
+    ("k1", "old", "policy"),
+    ("k3", "old", "policy"),
+    ("k3", "policy", "ref"),
+    ("k3", "policy", "sampler"),
+    ("k3", "sampler", "old"),
+}
 
 
 def declared(clipping_terms: Sequence[str] = ("policy",), clip: ClipRule | None = None) -> tuple[AnyMetric, ...]:
@@ -265,31 +308,73 @@ def declared(clipping_terms: Sequence[str] = ("policy",), clip: ClipRule | None 
         clipping_terms: names of its terms that say which tokens they cut.
         clip: its clip, where a surrogate of whole documents needs document metrics for it; None: of tokens.
     """
-    return tuple(itertools.chain(_counts(), _logprobs(), _ratios(), _clips(tuple(clipping_terms), clip), _kls(),
-                                 _advantages(), _weights()))
+    return tuple(
+        itertools.chain(
+            _counts(), _logprobs(), _ratios(), _clips(tuple(clipping_terms), clip), _kls(), _advantages(), _weights()
+        )
+    )
 
 
 def _counts() -> Iterable[AnyMetric]:
     yield Metric("tokens/trained/sum", "tokens that count", "tokens", One(), Sum())
-    yield Metric("tokens/nonfinite/sum", "trained tokens at which some policy's log-probability is not finite; "
-                 "comparisons with that policy leave them out", "tokens", NonFinite(), Sum())
-    yield Metric("documents/trained/sum", "documents with at least one token that counts", "documents", One(), Count(),
-                 "document")
-    yield Metric("segments/trained/sum", "unbroken runs of tokens that count (turns of a conversation)", "segments",
-                 One(), Count(), "segment")
+    yield Metric(
+        "tokens/nonfinite/sum",
+        "trained tokens at which some policy's log-probability is not finite; "
+        "comparisons with that policy leave them out",
+        "tokens",
+        NonFinite(),
+        Sum(),
+    )
+    yield Metric(
+        "documents/trained/sum",
+        "documents with at least one token that counts",
+        "documents",
+        One(),
+        Count(),
+        "document",
+    )
+    yield Metric(
+        "segments/trained/sum",
+        "unbroken runs of tokens that count (turns of a conversation)",
+        "segments",
+        One(),
+        Count(),
+        "segment",
+    )
 
 
 def _logprobs() -> Iterable[AnyMetric]:
     for who in ("policy", "old", "sampler", "ref"):
         level: Level = "basic" if who in ("policy", "old") else "full"
-        yield Metric(f"logprob/{who}/mean", f"mean log-probability under the {who} policy", "nats", LogProb(who),
-                     Mean(), level=level)
-        yield Metric(f"logprob/{who}/document_mean", "mean over documents of the document's mean log-probability under "
-                     f"the {who} policy", "nats", LogProb(who), Mean(), "document", "full")
-    yield Metric("entropy/policy/mean", "mean exact entropy of the policy over the whole vocabulary", "nats", Entropy(),
-                 Mean())
-    yield Metric("entropy/policy/document_mean", "mean over documents of the document's mean entropy", "nats",
-                 Entropy(), Mean(), "document", "full")
+        yield Metric(
+            f"logprob/{who}/mean",
+            f"mean log-probability under the {who} policy",
+            "nats",
+            LogProb(who),
+            Mean(),
+            level=level,
+        )
+        yield Metric(
+            f"logprob/{who}/document_mean",
+            f"mean over documents of the document's mean log-probability under the {who} policy",
+            "nats",
+            LogProb(who),
+            Mean(),
+            "document",
+            "full",
+        )
+    yield Metric(
+        "entropy/policy/mean", "mean exact entropy of the policy over the whole vocabulary", "nats", Entropy(), Mean()
+    )
+    yield Metric(
+        "entropy/policy/document_mean",
+        "mean over documents of the document's mean entropy",
+        "nats",
+        Entropy(),
+        Mean(),
+        "document",
+        "full",
+    )
     yield Metric("entropy/policy/min", "smallest entropy", "nats", Entropy(), Minimum(), level="full")
     yield Metric("entropy/policy/max", "largest entropy", "nats", Entropy(), Maximum(), level="full")
 
@@ -305,70 +390,160 @@ def _ratios() -> Iterable[AnyMetric]:
         yield Metric(f"{name}/max", f"largest of {words}", "1", ratio, Maximum(), level=main)
         yield Metric(f"{name}/sum", f"sum of {words}", "1", ratio, Sum(), level=main)
         yield Metric(f"{name}/squared_sum", f"sum of squares of {words}", "1", ratio, SquaredSum(), level=main)
-        yield Metric(f"{name}/effective_samples", f"effective sample size of {words}", "tokens", ratio,
-                     EffectiveSampleSize(), level=main)
-        yield Metric(f"{name}/document_mean", f"mean over documents of the document's mean of {words}", "1", ratio,
-                     Mean(), "document", "full")
+        yield Metric(
+            f"{name}/effective_samples",
+            f"effective sample size of {words}",
+            "tokens",
+            ratio,
+            EffectiveSampleSize(),
+            level=main,
+        )
+        yield Metric(
+            f"{name}/document_mean",
+            f"mean over documents of the document's mean of {words}",
+            "1",
+            ratio,
+            Mean(),
+            "document",
+            "full",
+        )
         yield Metric(f"{name}/p99", f"99th percentile of {words}, within 1 %", "1", ratio, Quantile(0.99), level="full")
-        yield Metric(f"{name}/log_mean", f"log of the mean of {words}, where the mean itself may overflow", "nats",
-                     LogRatio(above, below), LogMeanExp(), level="full")
+        yield Metric(
+            f"{name}/log_mean",
+            f"log of the mean of {words}, where the mean itself may overflow",
+            "nats",
+            LogRatio(above, below),
+            LogMeanExp(),
+            level="full",
+        )
         for reduce in ("mean", "std", "min", "max", "effective_samples"):
             yield document_ratio(reduce, above, below)
 
 
 def _clips(clipping_terms: Sequence[str], clip: ClipRule | None) -> Iterable[AnyMetric]:
     for name in clipping_terms:
-        yield Metric(f"clip/{name}/fraction", f"share of tokens whose gradient the clip of the term {name!r} cut off",
-                     "1", Cut(name), Mean())
+        yield Metric(
+            f"clip/{name}/fraction",
+            f"share of tokens whose gradient the clip of the term {name!r} cut off",
+            "1",
+            Cut(name),
+            Mean(),
+        )
     anchor = "old" if clip is None else clip.anchor
     for region, key, meaning, level in CLIP_REGIONS:
         if clip is None or not clip.of_documents:
             yield Metric(key, meaning, "1", Clip(region, anchor), Mean(), level=level)
         elif region != "cut_dual" or clip.dual is not None:
             yield document_clip(region, key, meaning, clip, level)
-    yield Metric("clip/region/document_mean", "mean over documents of the share of the document's tokens whose ratio "
-                 "lies outside the clip", "1", Clip("outside", anchor), Mean(), "document", "full")
-    yield Metric("clip/gradient_zero/fraction", "share of tokens that get no gradient from the policy term: clipped, "
-                 "advantage 0, or correction weight 0", "1", NoGradient(), Mean())
+    yield Metric(
+        "clip/region/document_mean",
+        "mean over documents of the share of the document's tokens whose ratio lies outside the clip",
+        "1",
+        Clip("outside", anchor),
+        Mean(),
+        "document",
+        "full",
+    )
+    yield Metric(
+        "clip/gradient_zero/fraction",
+        "share of tokens that get no gradient from the policy term: clipped, advantage 0, or correction weight 0",
+        "1",
+        NoGradient(),
+        Mean(),
+    )
 
 
 def _kls() -> Iterable[AnyMetric]:
     for (first, second), estimator in itertools.product(PAIRS, ("k1", "k2", "k3", "abs")):
         level: Level = "basic" if (estimator, first, second) in _BASIC_KL else "full"
-        yield Metric(f"kl/{first}_{second}/{estimator}_mean", f"mean {estimator} estimate of KL({first} || {second}), "
-                     f"as if {first} had sampled the tokens", "nats", KL(estimator, first, second), Mean(), level=level)
-    yield Metric("kl/old_policy/k3_document_mean", "mean over documents of the document's mean k3 estimate of "
-                 "KL(old || policy)", "nats", KL("k3", "old", "policy"), Mean(), "document", "full")
+        yield Metric(
+            f"kl/{first}_{second}/{estimator}_mean",
+            f"mean {estimator} estimate of KL({first} || {second}), as if {first} had sampled the tokens",
+            "nats",
+            KL(estimator, first, second),
+            Mean(),
+            level=level,
+        )
+    yield Metric(
+        "kl/old_policy/k3_document_mean",
+        "mean over documents of the document's mean k3 estimate of KL(old || policy)",
+        "nats",
+        KL("k3", "old", "policy"),
+        Mean(),
+        "document",
+        "full",
+    )
 
 
 def _advantages() -> Iterable[AnyMetric]:
     yield Metric("advantage/all/mean", "mean advantage", "reward", Advantage(), Mean())
     yield Metric("advantage/all/min", "smallest advantage", "reward", Advantage(), Minimum())
     yield Metric("advantage/all/max", "largest advantage", "reward", Advantage(), Maximum())
-    yield Metric("advantage/all/std", "standard deviation of the advantages", "reward", Advantage(), Deviation(),
-                 level="full")
-    yield Metric("advantage/all/document_mean", "mean over documents of the document's mean advantage", "reward",
-                 Advantage(), Mean(), "document", "full")
-    yield Metric("advantage/zero/fraction", "share of tokens whose advantage is exactly 0", "1",
-                 Advantage(is_zero=True), Mean(), level="full")
+    yield Metric(
+        "advantage/all/std", "standard deviation of the advantages", "reward", Advantage(), Deviation(), level="full"
+    )
+    yield Metric(
+        "advantage/all/document_mean",
+        "mean over documents of the document's mean advantage",
+        "reward",
+        Advantage(),
+        Mean(),
+        "document",
+        "full",
+    )
+    yield Metric(
+        "advantage/zero/fraction",
+        "share of tokens whose advantage is exactly 0",
+        "1",
+        Advantage(is_zero=True),
+        Mean(),
+        level="full",
+    )
 
 
 def _weights() -> Iterable[AnyMetric]:
     raw, applied = Extra("raw_weight"), Extra("applied_weight")
-    for name, column, words in (("raw", raw, "correction weights before truncation and rejection"),
-                                ("applied", applied, "correction weights as applied, 0 where rejected")):
+    for name, column, words in (
+        ("raw", raw, "correction weights before truncation and rejection"),
+        ("applied", applied, "correction weights as applied, 0 where rejected"),
+    ):
         yield Metric(f"weight/{name}/mean", f"mean of the {words}", "1", column, Mean())
-        yield Metric(f"weight/{name}/max", f"largest of the {words}", "1", column, Maximum(),
-                     level="basic" if name == "raw" else "full")
+        yield Metric(
+            f"weight/{name}/max",
+            f"largest of the {words}",
+            "1",
+            column,
+            Maximum(),
+            level="basic" if name == "raw" else "full",
+        )
         yield Metric(f"weight/{name}/min", f"smallest of the {words}", "1", column, Minimum(), level="full")
-        yield Metric(f"weight/{name}/std", f"standard deviation of the {words}", "1", column, Deviation(1.0),
-                     level="full")
-        yield Metric(f"weight/{name}/effective_samples", f"effective sample size of the {words}", "tokens", column,
-                     EffectiveSampleSize())
+        yield Metric(
+            f"weight/{name}/std", f"standard deviation of the {words}", "1", column, Deviation(1.0), level="full"
+        )
+        yield Metric(
+            f"weight/{name}/effective_samples",
+            f"effective sample size of the {words}",
+            "tokens",
+            column,
+            EffectiveSampleSize(),
+        )
     yield Metric("weight/kept/fraction", "share of tokens that the sampler correction kept", "1", Extra("kept"), Mean())
-    yield Metric("weight/kept/document_mean", "mean over documents of the share of the document's tokens that were "
-                 "kept", "1", Extra("kept"), Mean(), "document", "full")
-    yield Metric("weight/dropped/sum", "tokens that the sampler correction rejected", "tokens", Dropped(), Sum(),
-                 level="full")
-    yield Metric("weight/truncated/fraction", "share of tokens that the sampler correction kept at another weight", "1",
-                 Truncated(), Mean())
+    yield Metric(
+        "weight/kept/document_mean",
+        "mean over documents of the share of the document's tokens that were kept",
+        "1",
+        Extra("kept"),
+        Mean(),
+        "document",
+        "full",
+    )
+    yield Metric(
+        "weight/dropped/sum", "tokens that the sampler correction rejected", "tokens", Dropped(), Sum(), level="full"
+    )
+    yield Metric(
+        "weight/truncated/fraction",
+        "share of tokens that the sampler correction kept at another weight",
+        "1",
+        Truncated(),
+        Mean(),
+    )

@@ -68,8 +68,13 @@ class GradientTokens:
         self.mask_T = self.mask_T | ((gradient_T.detach() != 0) & self.row.loss_mask_T)
 
 
-def count_evidence(inputs: LossInputs, terms: Mapping[str, Term], row: TrainingRow, slots: DocumentSlots,
-                   reached: GradientTokens | None) -> dict[str, Value]:
+def count_evidence(
+    inputs: LossInputs,
+    terms: Mapping[str, Term],
+    row: TrainingRow,
+    slots: DocumentSlots,
+    reached: GradientTokens | None,
+) -> dict[str, Value]:
     """The counts of one micro-batch on one rank, unfinished: `finish_metrics` merges them with the metrics of the step.
 
     Args:
@@ -88,11 +93,17 @@ def count_evidence(inputs: LossInputs, terms: Mapping[str, Term], row: TrainingR
     with torch.no_grad():
         silent_T = NoGradient().of(q)
         clipped = [term.clipped_T for term in terms.values() if term.clipped_T is not None]
-        gradient_T, names_T = (mask_T.new_zeros(0), row.document_ids_T.new_zeros(0)) if reached is None else \
-            (reached.mask_T, slots.first + reached.row.document_ids_T)
-        counts = {_TRAINED: _sum(q.one_T, mask_T), _REACHED: _sum(gradient_T.double(), torch.ones_like(gradient_T)),
-                  _DOCUMENTS: _documents(slots, row.document_ids_T >= 0, slots.first + row.document_ids_T),
-                  _REACHED_DOCUMENTS: _documents(slots, gradient_T, names_T)}
+        gradient_T, names_T = (
+            (mask_T.new_zeros(0), row.document_ids_T.new_zeros(0))
+            if reached is None
+            else (reached.mask_T, slots.first + reached.row.document_ids_T)
+        )
+        counts = {
+            _TRAINED: _sum(q.one_T, mask_T),
+            _REACHED: _sum(gradient_T.double(), torch.ones_like(gradient_T)),
+            _DOCUMENTS: _documents(slots, row.document_ids_T >= 0, slots.first + row.document_ids_T),
+            _REACHED_DOCUMENTS: _documents(slots, gradient_T, names_T),
+        }
         if silent_T is not None:
             counts[_POLICY] = _sum((1 - silent_T).double(), mask_T)
         if clipped:
@@ -150,9 +161,16 @@ class Evidence:
         def known(name: str) -> int | None:
             return total(name) if all(PREFIX + name in record for record in counted) else None
 
-        return cls(len(counted), total(_DOCUMENTS), total(_REACHED_DOCUMENTS), total(_TRAINED), total(_REACHED),
-                   known(_POLICY), known(_CLIPPED),
-                   sum(record.get("gradient/norm/global") == 0 for record in counted))
+        return cls(
+            len(counted),
+            total(_DOCUMENTS),
+            total(_REACHED_DOCUMENTS),
+            total(_TRAINED),
+            total(_REACHED),
+            known(_POLICY),
+            known(_CLIPPED),
+            sum(record.get("gradient/norm/global") == 0 for record in counted),
+        )
 
     @property
     def gradient_document_share(self) -> float | None:
@@ -212,19 +230,35 @@ class Evidence:
             >>> Evidence(1, 8, 6, 100, 75, 75, 25).summary()
             'gradient on 6 of 8 documents (75.0%), 75 of 100 trained tokens (75.0%); clipped 25.0%'
         """
-        text = (f"gradient on {_part(self.gradient_documents, self.documents)} documents"
-                f"{_in_percent(self.gradient_document_share)}, {_part(self.gradient_tokens, self.trained_tokens)} "
-                f"trained tokens{_in_percent(self.gradient_token_share)}")
+        text = (
+            f"gradient on {_part(self.gradient_documents, self.documents)} documents"
+            f"{_in_percent(self.gradient_document_share)}, {_part(self.gradient_tokens, self.trained_tokens)} "
+            f"trained tokens{_in_percent(self.gradient_token_share)}"
+        )
         text += "" if self.clipped_share is None else f"; clipped {self.clipped_share:.1%}"
         return text if self.steps == 1 else f"{text}; counted over {self.steps} steps"
 
     def as_json(self) -> dict[str, Any]:
         """Counts, shares and warnings as JSON data, for a saved comparison."""
-        names = ("steps", "documents", "gradient_documents", "trained_tokens", "gradient_tokens",
-                 "policy_gradient_tokens", "clipped_tokens", "zero_steps", "gradient_document_share",
-                 "gradient_token_share", "policy_token_share", "clipped_share")
+        names = (
+            "steps",
+            "documents",
+            "gradient_documents",
+            "trained_tokens",
+            "gradient_tokens",
+            "policy_gradient_tokens",
+            "clipped_tokens",
+            "zero_steps",
+            "gradient_document_share",
+            "gradient_token_share",
+            "policy_token_share",
+            "clipped_share",
+        )
         return {name: getattr(self, name) for name in names} | {
-            "nothing": self.nothing, "warnings": list(self.warnings), "summary": self.summary()}
+            "nothing": self.nothing,
+            "warnings": list(self.warnings),
+            "summary": self.summary(),
+        }
 
 
 def split_evidence(numbers: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:

@@ -12,8 +12,21 @@ from collections.abc import Mapping
 from workbench.metrics.definitions import Level
 
 GROUPS: Mapping[str, frozenset[str]] = {
-    "norm": frozenset({"norm", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-                       "post_feedforward_layernorm", "q_norm", "k_norm", "ln_f", "ln_1", "ln_2", "final_layernorm"}),
+    "norm": frozenset(
+        {
+            "norm",
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+            "q_norm",
+            "k_norm",
+            "ln_f",
+            "ln_1",
+            "ln_2",
+            "final_layernorm",
+        }
+    ),
     "attention": frozenset({"self_attn", "attn", "attention", "linear_attn"}),
     "mlp": frozenset({"mlp", "feed_forward", "block_sparse_moe"}),
     "embedding": frozenset({"embed_tokens", "wte", "wpe", "embed_in"}),

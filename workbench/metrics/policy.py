@@ -22,8 +22,14 @@ from workbench.metrics.quantities import Column, DocumentSlots, Quantities, clip
 from workbench.metrics.values import OfDocuments, Power, Value
 
 
-def policy_metrics(inputs: LossInputs, terms: Mapping[str, Term], loss_mask_T: Tensor, level: Level = "basic",
-                   loss_spec: LossSpec | None = None, slots: DocumentSlots | None = None) -> dict[str, Value]:
+def policy_metrics(
+    inputs: LossInputs,
+    terms: Mapping[str, Term],
+    loss_mask_T: Tensor,
+    level: Level = "basic",
+    loss_spec: LossSpec | None = None,
+    slots: DocumentSlots | None = None,
+) -> dict[str, Value]:
     """Metrics of one micro-batch on one rank, unfinished. The same keys on every rank, tokens or not.
 
     Which keys there are follows from the level, the loss and which log-probabilities the batch has, never from the
@@ -46,8 +52,10 @@ def policy_metrics(inputs: LossInputs, terms: Mapping[str, Term], loss_mask_T: T
         return {}
     clip = clip_rule(loss_spec)
     chosen = declared([name for name, term in terms.items() if term.clipped_T is not None], clip)
-    return measure((metric for metric in chosen if LEVELS.index(metric.level) <= LEVELS.index(level)),
-                   Quantities(inputs, terms, loss_mask_T, clip=clip, slots=slots))
+    return measure(
+        (metric for metric in chosen if LEVELS.index(metric.level) <= LEVELS.index(level)),
+        Quantities(inputs, terms, loss_mask_T, clip=clip, slots=slots),
+    )
 
 
 def measure(metrics: Iterable[AnyMetric], q: Quantities) -> dict[str, Value]:
@@ -65,10 +73,12 @@ def measure(metrics: Iterable[AnyMetric], q: Quantities) -> dict[str, Value]:
                 values[metric.key] = Value(
                     metric.reducer,
                     tuple(totals[metric.column, power, metric.weight] for power in metric.reducer.powers),
-                    tuple(extremes[metric.column, sign] for sign in metric.reducer.signs))
+                    tuple(extremes[metric.column, sign] for sign in metric.reducer.signs),
+                )
             else:
-                values[metric.key] = metric.reducer.over(q.column(metric.column), q.population(metric.column),
-                                                         q.weights(metric.weight))
+                values[metric.key] = metric.reducer.over(
+                    q.column(metric.column), q.population(metric.column), q.weights(metric.weight)
+                )
     return values
 
 
@@ -82,9 +92,11 @@ def _totals(metrics: list[Metric], q: Quantities) -> dict[tuple[Column, Power, s
     masks_KT = torch.stack([q.population(column) for column, _ in wanted])
     weights_TW = torch.stack([q.weights(name) for name in weights], dim=1)
     totals_KW = torch.where(masks_KT, rows_KT, 0.0) @ torch.where(q.mask_T[:, None], weights_TW, 0.0)
-    return {(column, power, name): total
-            for (column, power), line in zip(wanted, totals_KW.unbind(), strict=True)
-            for name, total in zip(weights, line.unbind(), strict=True)}
+    return {
+        (column, power, name): total
+        for (column, power), line in zip(wanted, totals_KW.unbind(), strict=True)
+        for name, total in zip(weights, line.unbind(), strict=True)
+    }
 
 
 def _extremes(metrics: list[Metric], q: Quantities) -> dict[tuple[Column, int], Tensor]:
@@ -111,12 +123,16 @@ def _power(q: Quantities, column: Column, power: Power) -> Tensor:
 def _of_documents(metric: DocumentMetric, q: Quantities) -> Value:
     mask_T = q.population_of(metric.needs)
     return OfDocuments(metric.read, len(metric.columns), q.slots.number, len(metric.extremes)).table(
-        [q.column(column) for column in metric.columns], mask_T, q.step_documents_T,
-        [q.column(column) for column in metric.extremes])
+        [q.column(column) for column in metric.columns],
+        mask_T,
+        q.step_documents_T,
+        [q.column(column) for column in metric.extremes],
+    )
 
 
 def _is_known(metric: AnyMetric, q: Quantities) -> bool:
     if isinstance(metric, DocumentMetric):
-        return q.slots is not None and all(q.column(column) is not None
-                                           for column in (*metric.columns, *metric.extremes))
+        return q.slots is not None and all(
+            q.column(column) is not None for column in (*metric.columns, *metric.extremes)
+        )
     return q.weights(metric.weight) is not None and q.column(metric.column) is not None

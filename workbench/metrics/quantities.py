@@ -64,8 +64,12 @@ def clip_rule(spec: LossSpec | None) -> ClipRule | None:
         return ClipRule(1 - low, 1 + high, dual, of_documents, anchor)
     if kind == "cispo" and surrogate.level != "segment":
         bounds = (low, high) if surrogate.bounds == "absolute" else (None if low is None else 1 - low, 1 + high)
-        return ClipRule(-math.inf if bounds[0] is None else bounds[0], bounds[1],
-                        of_documents=surrogate.level == "document", anchor=anchor)
+        return ClipRule(
+            -math.inf if bounds[0] is None else bounds[0],
+            bounds[1],
+            of_documents=surrogate.level == "document",
+            anchor=anchor,
+        )
     if kind == "gmpo":
         return ClipRule(math.exp(-low), math.exp(high), anchor=anchor)
     return None
@@ -441,8 +445,15 @@ class Quantities:
         slots: the names of the row's documents in the whole step, if known.
     """
 
-    def __init__(self, inputs: LossInputs, terms: Mapping[str, Term], loss_mask_T: Tensor, *,
-                 clip: ClipRule | None = None, slots: DocumentSlots | None = None) -> None:
+    def __init__(
+        self,
+        inputs: LossInputs,
+        terms: Mapping[str, Term],
+        loss_mask_T: Tensor,
+        *,
+        clip: ClipRule | None = None,
+        slots: DocumentSlots | None = None,
+    ) -> None:
         self.inputs, self.terms, self.mask_T = inputs, terms, loss_mask_T
         self.clip, self.slots = clip, slots
         self._known: dict[Any, Tensor | None] = {}

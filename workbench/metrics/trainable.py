@@ -68,8 +68,14 @@ class Trainable:
         trained_T = batch.loss_mask_T & (batch.document_ids_T >= 0)
         telling_T = trained_T & (batch.advantages_T != 0)
         trained_N = _documents(trained_T, batch)
-        counts = (batch.num_documents, int((batch.document_ids_T >= 0).sum()), int(trained_N.sum()),
-                  int(trained_T.sum()), int(_documents(telling_T, batch).sum()), int(telling_T.sum()))
+        counts = (
+            batch.num_documents,
+            int((batch.document_ids_T >= 0).sum()),
+            int(trained_N.sum()),
+            int(trained_T.sum()),
+            int(_documents(telling_T, batch).sum()),
+            int(telling_T.sum()),
+        )
         if batch.group_ids_N is None or batch.rewards_N is None:
             return cls(*counts)
         mixed, single, documents, pairs = 0, 0, 0, 0
@@ -111,8 +117,10 @@ class Trainable:
             return ""
         if self.groups is None:
             return "a loss on preference pairs needs groups with rewards, and there are none"
-        return f"{self.groups - self.pairs} of {self.groups} groups are not two trained documents with different " \
-               "rewards, which a loss on preference pairs refuses"
+        return (
+            f"{self.groups - self.pairs} of {self.groups} groups are not two trained documents with different "
+            "rewards, which a loss on preference pairs refuses"
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -123,11 +131,14 @@ class Trainable:
         if self.trained_documents < SPARSE * self.documents:
             notes.append(f"only {_part(self.trained_documents, self.documents)} documents have a trained token")
         if self.advantage_documents < SPARSE * self.documents:
-            notes.append(f"recorded advantages are zero on all but {_part(self.advantage_documents, self.documents)} "
-                         "documents")
+            notes.append(
+                f"recorded advantages are zero on all but {_part(self.advantage_documents, self.documents)} documents"
+            )
         if self.groups is not None and self.group_documents < SPARSE * self.documents:
-            notes.append(f"group estimators give an advantage to only {_part(self.group_documents, self.documents)} "
-                         f"documents{self._why_none()}")
+            notes.append(
+                f"group estimators give an advantage to only {_part(self.group_documents, self.documents)} "
+                f"documents{self._why_none()}"
+            )
         return tuple(notes)
 
     def _why_none(self) -> str:
@@ -137,16 +148,21 @@ class Trainable:
 
     def lines(self) -> list[str]:
         """The counts as text."""
-        found = [f"trained: {_part(self.trained_tokens, self.tokens)} tokens, "
-                 f"in {_part(self.trained_documents, self.documents)} documents",
-                 f"recorded advantages: not zero on {_part(self.advantage_documents, self.documents)} documents, "
-                 f"{_part(self.advantage_tokens, self.trained_tokens)} trained tokens"]
+        found = [
+            f"trained: {_part(self.trained_tokens, self.tokens)} tokens, "
+            f"in {_part(self.trained_documents, self.documents)} documents",
+            f"recorded advantages: not zero on {_part(self.advantage_documents, self.documents)} documents, "
+            f"{_part(self.advantage_tokens, self.trained_tokens)} trained tokens",
+        ]
         if self.groups is None:
             return [*found, "advantages of group estimators (grpo, rloo, ...): none, without group ids and rewards"]
         single = f", {self.single_groups} of one document" if self.single_groups else ""
-        return [*found, f"advantages of group estimators (grpo, rloo, ...): not zero on "
-                        f"{_part(self.group_documents, self.documents)} documents; {self.mixed_groups} of "
-                        f"{self.groups} groups have different rewards{single}"]
+        return [
+            *found,
+            f"advantages of group estimators (grpo, rloo, ...): not zero on "
+            f"{_part(self.group_documents, self.documents)} documents; {self.mixed_groups} of "
+            f"{self.groups} groups have different rewards{single}",
+        ]
 
 
 def _documents(tokens_T: Tensor, batch: RolloutBatch) -> Tensor:

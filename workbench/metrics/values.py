@@ -101,8 +101,11 @@ class Value:
             SpecError: values of two different reducers.
         """
         if other.reducer != self.reducer:
-            raise SpecError(f"merge {self.reducer!r} with {other.reducer!r}", rule="values of one reducer merge",
-                            fix="give the metric one declaration on all ranks and micro-batches")
+            raise SpecError(
+                f"merge {self.reducer!r} with {other.reducer!r}",
+                rule="values of one reducer merge",
+                fix="give the metric one declaration on all ranks and micro-batches",
+            )
         maxima = tuple(torch.maximum(a, b) for a, b in zip(self.maxima, other.maxima, strict=True))
         own, others = (v.reducer.moved(v.sums, v.maxima, maxima) for v in (self, other))
         return Value(self.reducer, tuple(a + b for a, b in zip(own, others, strict=True)), maxima)
@@ -353,8 +356,9 @@ class OfDocuments(Reducer):
     extremes: int = 0
     plain = False
 
-    def table(self, columns: Sequence[Tensor], mask_T: Tensor, document_ids_T: Tensor,
-              extremes: Sequence[Tensor] = ()) -> Value:
+    def table(
+        self, columns: Sequence[Tensor], mask_T: Tensor, document_ids_T: Tensor, extremes: Sequence[Tensor] = ()
+    ) -> Value:
         """The value from per-token columns; ``document_ids_T`` names a document in the whole step."""
         weights_T = mask_T.double()
         rows = torch.stack([weights_T, *(torch.where(mask_T, column_T.double(), 0.0) for column_T in columns)])
@@ -373,8 +377,11 @@ class OfDocuments(Reducer):
     def over(self, values_T: Tensor, mask_T: Tensor, weights_T: Tensor | None = None) -> Value:
         """Only of nothing (`identity`): a document's number needs `table`."""
         if values_T.numel():
-            raise SpecError("OfDocuments.over", rule="a number of documents is made from columns and document ids",
-                            fix="call table(columns, mask_T, document_ids_T)")
+            raise SpecError(
+                "OfDocuments.over",
+                rule="a number of documents is made from columns and document ids",
+                fix="call table(columns, mask_T, document_ids_T)",
+            )
         largest = (values_T.new_full((self.extremes * self.documents,), -torch.inf),) if self.extremes else ()
         return Value(self, (values_T.new_zeros((1 + self.columns) * self.documents),), largest)
 
@@ -400,8 +407,9 @@ def finish_metrics(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> 
     Raises:
         SpecError: micro-batches with different metrics.
     """
-    return _finished(micro_batches, lambda lines_BK: all_max(lines_BK.amax(0), axis),
-                     lambda lines_BK: all_sum(lines_BK.sum(0), axis))
+    return _finished(
+        micro_batches, lambda lines_BK: all_max(lines_BK.amax(0), axis), lambda lines_BK: all_sum(lines_BK.sum(0), axis)
+    )
 
 
 def finish_in_order(rows: Sequence[Mapping[str, Value]], numbers_r: Tensor, axis: Axis) -> dict[str, float]:
@@ -412,34 +420,52 @@ def finish_in_order(rows: Sequence[Mapping[str, Value]], numbers_r: Tensor, axis
         numbers_r: [r] the number of each in the step; see `workbench.reproducible.rows.sum_in_order`.
         axis: the ranks that hold different rows (dp).
     """
-    return _finished(rows, lambda lines_rK: rows_in_order(lines_rK, numbers_r, axis).amax(0),
-                     lambda lines_rK: sum_in_order(lines_rK, numbers_r, axis))
+    return _finished(
+        rows,
+        lambda lines_rK: rows_in_order(lines_rK, numbers_r, axis).amax(0),
+        lambda lines_rK: sum_in_order(lines_rK, numbers_r, axis),
+    )
 
 
-def _finished(micro_batches: Sequence[Mapping[str, Value]], largest_of: Callable[[Tensor], Tensor],
-              total_of: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def _finished(
+    micro_batches: Sequence[Mapping[str, Value]],
+    largest_of: Callable[[Tensor], Tensor],
+    total_of: Callable[[Tensor], Tensor],
+) -> dict[str, float]:
     """Numbers from micro-batches, given how a line of parts from each of them, on all ranks, becomes one."""
     first = micro_batches[0]
     for metrics in micro_batches[1:]:
         differing = sorted(first.keys() ^ metrics.keys()) or [
-            key for key in first if metrics[key].reducer != first[key].reducer]
+            key for key in first if metrics[key].reducer != first[key].reducer
+        ]
         if differing:
-            raise SpecError("finish metrics", found=f"{', '.join(differing)} not alike in every micro-batch",
-                            rule="every micro-batch and rank has the same metrics, tokens or not",
-                            fix="decide what is measured from the spec, not from the data of a micro-batch")
+            raise SpecError(
+                "finish metrics",
+                found=f"{', '.join(differing)} not alike in every micro-batch",
+                rule="every micro-batch and rank has the same metrics, tokens or not",
+                fix="decide what is measured from the spec, not from the data of a micro-batch",
+            )
     largest = _packed([[part for value in metrics.values() for part in value.maxima] for metrics in micro_batches])
     if largest is not None:
         largest = largest_of(largest)
     # A sum that is relative to a maximum needs the merged maximum, so maxima come first.
     merged = dict(_dealt(largest, {key: value.maxima for key, value in first.items()}))
-    total = _packed([[part for key, value in metrics.items()
-                      for part in value.reducer.moved(value.sums, value.maxima, merged[key])]
-                     for metrics in micro_batches])
+    total = _packed(
+        [
+            [
+                part
+                for key, value in metrics.items()
+                for part in value.reducer.moved(value.sums, value.maxima, merged[key])
+            ]
+            for metrics in micro_batches
+        ]
+    )
     if total is not None:
         total = total_of(total)
     sums = dict(_dealt(None if total is None else total.cpu(), {key: value.sums for key, value in first.items()}))
-    maxima = dict(_dealt(None if largest is None else largest.cpu(),
-                         {key: value.maxima for key, value in first.items()}))
+    maxima = dict(
+        _dealt(None if largest is None else largest.cpu(), {key: value.maxima for key, value in first.items()})
+    )
     return {key: value.reducer.finish(sums[key], maxima[key]) for key, value in first.items()}
 
 

@@ -62,8 +62,15 @@ class Encoder:
         return self.model(pixels_bchw)
 
 
-def make_encoder(vision: Any, width: int, *, mesh: Mesh | None = None, precision: str = "float32", seed: int = 0,
-                 order: str = "contiguous") -> Encoder:
+def make_encoder(
+    vision: Any,
+    width: int,
+    *,
+    mesh: Mesh | None = None,
+    precision: str = "float32",
+    seed: int = 0,
+    order: str = "contiguous",
+) -> Encoder:
     """Put a projector behind a vision model, and cut both for this rank. Collective over tp and cp.
 
     Args:
@@ -80,9 +87,12 @@ def make_encoder(vision: Any, width: int, *, mesh: Mesh | None = None, precision
     """
     mesh = mesh or single_process_mesh()
     if getattr(vision, "use_head", False):
-        raise SpecError(f"encoder of model type {vision.config.model_type!r}", found="a pooling head",
-                        rule="features are the last hidden states, and every parameter acts on them",
-                        fix="vision_use_head=False")
+        raise SpecError(
+            f"encoder of model type {vision.config.model_type!r}",
+            found="a pooling head",
+            rule="features are the last hidden states, and every parameter acts on them",
+            fix="vision_use_head=False",
+        )
     model = _WithProjector(vision.eval(), width, seed)
     vision.set_attn_implementation(_registered())
     _set_cp(vision, Axis("cp"))
@@ -101,8 +111,16 @@ def make_encoder(vision: Any, width: int, *, mesh: Mesh | None = None, precision
     return encoder
 
 
-def image_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-                    scaling: float | None = None, **_: Any) -> tuple[Tensor, None]:
+def image_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """Attention of each feature to all features of its image, which may lie on several cp ranks.
 
     Has the signature of a `transformers` attention function.
@@ -174,8 +192,11 @@ def _cut(model: _WithProjector, axis: Axis) -> dict[str, ParameterShard]:
     config = model.vision.config
     check_heads({"encoder": config.num_attention_heads}, axis)
     own = getattr(config, "base_model_tp_plan", None)
-    plan = {f"vision.{name}": style for name, style in own.items()} if own else \
-        plan_by_names(model, "vision.", config.model_type)
+    plan = (
+        {f"vision.{name}": style for name, style in own.items()}
+        if own
+        else plan_by_names(model, "vision.", config.model_type)
+    )
     return apply_tensor_parallel(model, plan | plan_by_names(model, "projector.", "projector"), axis)
 
 
@@ -187,7 +208,8 @@ def _hold(model: _WithProjector, pixels_bchw: Tensor, expected: Tensor, mesh: Me
         with torch.no_grad():
             far = float((model(pixels_bchw).cpu() - expected).norm() / expected.norm())
     except (TypeError, RuntimeError, ValueError, AttributeError, IndexError) as error:
-        raise SpecError(what, found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", rule=rule,
-                        fix=fix) from error
+        raise SpecError(
+            what, found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", rule=rule, fix=fix
+        ) from error
     if not far <= 1e-3:
         raise SpecError(what, found=f"features off by {far:.2g} of their norm", rule=rule, fix=fix)

@@ -45,8 +45,9 @@ class Exact(Protocol):
         """See `Policy.hidden_states`."""
         ...
 
-    def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *,
-                       wanted: Iterable[str] = ...) -> TokenLogprobs:
+    def token_logprobs(
+        self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *, wanted: Iterable[str] = ...
+    ) -> TokenLogprobs:
         """See `Policy.token_logprobs`."""
         ...
 
@@ -82,8 +83,9 @@ class Policy:
     trunk: nn.Module | None = None
     exact: Exact | None = None
 
-    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, *,
-                      embeddings_TD: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, *, embeddings_TD: Tensor | None = None
+    ) -> Tensor:
         """Last hidden states of this rank's tokens.
 
         Args:
@@ -100,13 +102,17 @@ class Policy:
         if self.exact is None:
             return self.through_modules(tokens_T, positions_T, shard, embeddings_TD)
         if embeddings_TD is not None:
-            raise SpecError("embeddings in the reproducible mode", found="hidden_states(..., embeddings_TD=...)",
-                            rule="the mode knows no module that could have made them, and sums none of its gradients",
-                            fix="leave the mode out where an encoder feeds the policy")
+            raise SpecError(
+                "embeddings in the reproducible mode",
+                found="hidden_states(..., embeddings_TD=...)",
+                rule="the mode knows no module that could have made them, and sums none of its gradients",
+                fix="leave the mode out where an encoder feeds the policy",
+            )
         return self.exact.hidden_states(tokens_T, positions_T, shard)
 
-    def through_modules(self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard,
-                        embeddings_TD: Tensor | None = None) -> Tensor:
+    def through_modules(
+        self, tokens_T: Tensor, positions_T: Tensor, shard: AttentionShard, embeddings_TD: Tensor | None = None
+    ) -> Tensor:
         """`hidden_states` of the modules as they stand, with the attention that the shard names."""
         forward = self.model.base_model if self.trunk is None else self.trunk
         read = {"input_ids": tokens_T[None]} if embeddings_TD is None else {"inputs_embeds": embeddings_TD[None]}
@@ -127,13 +133,24 @@ class Policy:
         Raises:   ShardingError: parameters are sharded over dp x cp, and gathered only inside the model.
         """
         if self.trunk is not None:
-            raise ShardingError("embeddings of a policy with sharded parameters", found="layout.shard_parameters",
-                                rule="the embedding is whole only inside the model", fix="leave shard_parameters out")
+            raise ShardingError(
+                "embeddings of a policy with sharded parameters",
+                found="layout.shard_parameters",
+                rule="the embedding is whole only inside the model",
+                fix="leave shard_parameters out",
+            )
         return self.model.get_input_embeddings()(tokens_T[None])[0]
 
-    def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *,
-                       active_T: Tensor | None = None, kept: KeptSets | None = None,
-                       wanted: Iterable[str] = ("entropy", "logsumexp")) -> TokenLogprobs:
+    def token_logprobs(
+        self,
+        hidden_TD: Tensor,
+        targets_T: Tensor,
+        temperature_T: Tensor | None = None,
+        *,
+        active_T: Tensor | None = None,
+        kept: KeptSets | None = None,
+        wanted: Iterable[str] = ("entropy", "logsumexp"),
+    ) -> TokenLogprobs:
         """Log-probability of each target, entropy and log-normaliser of each distribution, in nats.
 
         Args:
@@ -150,31 +167,62 @@ class Policy:
         """
         if self.exact is not None:
             if kept is not None or active_T is not None:
-                raise SpecError("exact log-probabilities of some tokens, or of kept sets",
-                                rule="all tokens are computed, each against the whole vocabulary",
-                                fix="leave active_T and kept out, or compute without workbench.reproducible")
+                raise SpecError(
+                    "exact log-probabilities of some tokens, or of kept sets",
+                    rule="all tokens are computed, each against the whole vocabulary",
+                    fix="leave active_T and kept out, or compute without workbench.reproducible",
+                )
             return self.exact.token_logprobs(hidden_TD, targets_T, temperature_T, wanted=wanted)
-        return token_logprobs(hidden_TD, targets_T=targets_T, implementation=self.implementation,
-                              temperature=self.temperature if temperature_T is None else temperature_T,
-                              active_T=active_T, kept=kept, wanted=wanted, **self.head_arguments())
+        return token_logprobs(
+            hidden_TD,
+            targets_T=targets_T,
+            implementation=self.implementation,
+            temperature=self.temperature if temperature_T is None else temperature_T,
+            active_T=active_T,
+            kept=kept,
+            wanted=wanted,
+            **self.head_arguments(),
+        )
 
     def head_arguments(self) -> dict[str, Any]:
         """The output head of this rank and its rules, as `logprobs.token_logprobs` takes them."""
         axis, head = self.mesh["tp"], _head_of(self.model)
         if data_parallel.is_shard(head["weight_VD"]):
-            raise ShardingError("the output head of sharded parameters", found="this rank's part of its weight",
-                                rule="it is whole from hidden_states to the end of the backward that follows",
-                                fix="call hidden_states before, and backward after")
+            raise ShardingError(
+                "the output head of sharded parameters",
+                found="this rank's part of its weight",
+                rule="it is whole from hidden_states to the end of the backward that follows",
+                fix="call hidden_states before, and backward after",
+            )
         first, _ = shard_range(self.vocabulary_size, axis, what="output head: vocabulary")
-        return {**head, "axis": axis, "first_token": first, "fp32_head": self.fp32_head,
-                "chunk_tokens": self.chunk_tokens, "keep_bytes": self.keep_bytes}
+        return {
+            **head,
+            "axis": axis,
+            "first_token": first,
+            "fp32_head": self.fp32_head,
+            "chunk_tokens": self.chunk_tokens,
+            "keep_bytes": self.keep_bytes,
+        }
 
 
-def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "float32", temperature: float = 1.0,
-                implementation: str = "auto", project: Path | None = None, tied: bool | None = None,
-                seed: int = 0, fp32_head: bool = False, chunk_tokens: int = 4096, keep_bytes: int = 0,
-                shard_parameters: bool = False, sequence_parallel: bool = False, checkpointing: bool = False,
-                fused_loss: bool = False) -> Policy:
+def load_policy(
+    source: str,
+    *,
+    mesh: Mesh | None = None,
+    precision: str = "float32",
+    temperature: float = 1.0,
+    implementation: str = "auto",
+    project: Path | None = None,
+    tied: bool | None = None,
+    seed: int = 0,
+    fp32_head: bool = False,
+    chunk_tokens: int = 4096,
+    keep_bytes: int = 0,
+    shard_parameters: bool = False,
+    sequence_parallel: bool = False,
+    checkpointing: bool = False,
+    fused_loss: bool = False,
+) -> Policy:
     """Load a decoder, give it the workbench's attention, and cut it for this rank.
 
     Args:
@@ -222,8 +270,9 @@ def load_policy(source: str, *, mesh: Mesh | None = None, precision: str = "floa
         shards = data_parallel.shard_parameters(trunk, decoder_layers(model), shards, mesh)
     else:
         model = model.to(mesh.device)
-    return Policy(model, mesh, shards, config.vocab_size, temperature, implementation, fp32_head, chunk_tokens,
-                  keep_bytes, trunk)
+    return Policy(
+        model, mesh, shards, config.vocab_size, temperature, implementation, fp32_head, chunk_tokens, keep_bytes, trunk
+    )
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
@@ -244,9 +293,12 @@ def _checkpoint_layers(model: Any) -> None:
     """
     layers = decoder_layers(model)
     if not layers:
-        raise SpecError(f"layout.checkpointing with model type {model.config.get_text_config().model_type!r}",
-                        found="no decoder layers", rule="layers that transformers marks for checkpointing",
-                        fix="leave layout.checkpointing out for this model")
+        raise SpecError(
+            f"layout.checkpointing with model type {model.config.get_text_config().model_type!r}",
+            found="no decoder layers",
+            rule="layers that transformers marks for checkpointing",
+            fix="leave layout.checkpointing out for this model",
+        )
     for layer in layers:
         # Nothing is drawn at random in a policy, so no state of generators is kept.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -284,16 +336,25 @@ def choose_implementation(requested: str, mesh: Mesh, dtype: torch.dtype, *, fus
             return fastest(dtype, mesh.device)
         return "vocabulary_parallel" if mesh["tp"].size > 1 else "reference"
     if requested not in IMPLEMENTATIONS or (requested == "reference" and mesh["tp"].size > 1):
-        raise SpecError(f"policy.logprobs = {requested!r} with tp={mesh['tp'].size}",
-                        rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}; reference needs the whole vocabulary, tp=1",
-                        fix="use auto, or vocabulary_parallel")
+        raise SpecError(
+            f"policy.logprobs = {requested!r} with tp={mesh['tp'].size}",
+            rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}; reference needs the whole vocabulary, tp=1",
+            fix="use auto, or vocabulary_parallel",
+        )
     if fused_loss and requested not in CHUNKED:
-        raise SpecError(f"policy.logprobs = {requested!r} with fused_loss",
-                        found="an implementation that holds all logits of a row at once",
-                        rule=f"one of auto, {', '.join(CHUNKED)}: a fused loss goes by chunks of a row", fix="use auto")
+        raise SpecError(
+            f"policy.logprobs = {requested!r} with fused_loss",
+            found="an implementation that holds all logits of a row at once",
+            rule=f"one of auto, {', '.join(CHUNKED)}: a fused loss goes by chunks of a row",
+            fix="use auto",
+        )
     if requested == "triton" and (why := triton_refusal(dtype, mesh.device)):
-        raise SpecError("policy.logprobs = 'triton'", found=why, rule="a GPU that Triton compiles for, and a dtype of "
-                        "at most 32 bits", fix="use auto, or chunked, which needs nothing but torch")
+        raise SpecError(
+            "policy.logprobs = 'triton'",
+            found=why,
+            rule="a GPU that Triton compiles for, and a dtype of at most 32 bits",
+            fix="use auto, or chunked, which needs nothing but torch",
+        )
     return requested
 
 
@@ -301,8 +362,12 @@ def _head_of(model: Any) -> dict[str, Any]:
     """Weight, bias, scale and cap of a decoder's output head; how its configuration names them is of `transformers`."""
     head, config = model.get_output_embeddings(), model.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-    return {"weight_VD": head.weight, "bias_V": getattr(head, "bias", None), "logit_scale": scale,
-            "soft_cap": getattr(config, "final_logit_softcapping", None) or None}
+    return {
+        "weight_VD": head.weight,
+        "bias_V": getattr(head, "bias", None),
+        "logit_scale": scale,
+        "soft_cap": getattr(config, "final_logit_softcapping", None) or None,
+    }
 
 
 def load_decoder(source: str, *, project: Path | None = None, tied: bool | None = None, seed: int = 0) -> Any:
@@ -320,8 +385,11 @@ def load_decoder(source: str, *, project: Path | None = None, tied: bool | None 
     if source in TINY:
         return TINY[source](19, tied=tied is not False, seed=seed)
     if tied is not None:
-        raise SpecError(f"model.tied = {tied} with model.source = {source!r}",
-                        rule="a checkpoint says itself whether its head is tied", fix="leave model.tied out")
+        raise SpecError(
+            f"model.tied = {tied} with model.source = {source!r}",
+            rule="a checkpoint says itself whether its head is tied",
+            fix="leave model.tied out",
+        )
     import transformers
     from safetensors import SafetensorError
 
@@ -329,18 +397,28 @@ def load_decoder(source: str, *, project: Path | None = None, tied: bool | None 
     folder = (project or Path()) / source
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder if folder.is_dir() else source, dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+            folder if folder.is_dir() else source, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+        )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise SpecError(f"load model.source = {source!r}", found=str(error).splitlines()[0],
-                        rule="a checkpoint folder (config.json, *.safetensors), a hub id that can be reached, or "
-                             f"{' or '.join(TINY)}",
-                        fix=f"check the path (the folder {source!r} is looked for under the project root)") from None
-    wrong = [f"{kind.replace('_keys', '')}: {', '.join(sorted(map(str, info[kind])))}"
-             for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(kind)]
+        raise SpecError(
+            f"load model.source = {source!r}",
+            found=str(error).splitlines()[0],
+            rule="a checkpoint folder (config.json, *.safetensors), a hub id that can be reached, or "
+            f"{' or '.join(TINY)}",
+            fix=f"check the path (the folder {source!r} is looked for under the project root)",
+        ) from None
+    wrong = [
+        f"{kind.replace('_keys', '')}: {', '.join(sorted(map(str, info[kind])))}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if info.get(kind)
+    ]
     if wrong:
-        raise SpecError(f"load model.source = {source!r}", found="; ".join(wrong),
-                        rule="the checkpoint holds exactly the tensors of the model: none is made up, none left out",
-                        fix="save the whole model again, or mend config.json")
+        raise SpecError(
+            f"load model.source = {source!r}",
+            found="; ".join(wrong),
+            rule="the checkpoint holds exactly the tensors of the model: none is made up, none left out",
+            fix="save the whole model again, or mend config.json",
+        )
     return model
 
 
@@ -352,12 +430,18 @@ def _refuse_unknown(model: Any) -> None:
     known = ("full_attention", "sliding_attention")
     asked += [f"layers of type {kind!r}" for kind in getattr(config, "layer_types", None) or () if kind not in known]
     # These take their frequencies from the longest position, which differs by rank and by packing.
-    asked += [f"rotary embedding {module.rope_type!r}" for module in model.modules()
-              if getattr(module, "rope_type", "default") in ("dynamic", "longrope")]
+    asked += [
+        f"rotary embedding {module.rope_type!r}"
+        for module in model.modules()
+        if getattr(module, "rope_type", "default") in ("dynamic", "longrope")
+    ]
     if asked:
-        raise SpecError(f"policy of model type {config.model_type!r}", found=", ".join(dict.fromkeys(asked)),
-                        rule="causal attention, in a sliding window or not, rotary angles from a token's own position",
-                        fix="use a model without these")
+        raise SpecError(
+            f"policy of model type {config.model_type!r}",
+            found=", ".join(dict.fromkeys(asked)),
+            rule="causal attention, in a sliding window or not, rotary angles from a token's own position",
+            fix="use a model without these",
+        )
 
 
 def with_our_attention(model: Any) -> Any:
@@ -373,8 +457,14 @@ def with_our_attention(model: Any) -> Any:
         SpecError: it does not run with our attention, or not to the same logits.
     """
     with _short_windows(model), torch.no_grad():
-        stock = torch.cat([model(input_ids=_PROBE[None, start:stop] % model.config.get_text_config().vocab_size,
-                                 use_cache=False).logits[0] for start, stop in ((0, 5), (5, 8))])
+        stock = torch.cat(
+            [
+                model(
+                    input_ids=_PROBE[None, start:stop] % model.config.get_text_config().vocab_size, use_cache=False
+                ).logits[0]
+                for start, stop in ((0, 5), (5, 8))
+            ]
+        )
         model.set_attn_implementation(_registered())
         _hold(model, _probe(model, "packed"), stock, what="packed run")
     return model
@@ -384,8 +474,11 @@ def with_our_attention(model: Any) -> Any:
 def _short_windows(model: Any) -> Iterator[None]:
     """Sliding windows of at most three tokens, wherever the model and its configuration have one."""
     holders = {id(one): one for module in model.modules() for one in (module, getattr(module, "config", None))}
-    before = [(holder, holder.sliding_window) for holder in holders.values()
-              if isinstance(getattr(holder, "sliding_window", None), int)]
+    before = [
+        (holder, holder.sliding_window)
+        for holder in holders.values()
+        if isinstance(getattr(holder, "sliding_window", None), int)
+    ]
     try:
         for holder, window in before:
             holder.sliding_window = min(window, 3)
@@ -407,28 +500,33 @@ def _probe(model: Any, what: str) -> Tensor:
     try:
         with torch.no_grad():
             tokens = _PROBE[_PROBE_ORDER] % config.vocab_size
-            hidden_TD = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False,
-                                         shard=shard).last_hidden_state[0]
+            hidden_TD = model.base_model(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, shard=shard
+            ).last_hidden_state[0]
             head = make_head(**_head_of(model))
             logits_TV = head.logits_(hidden_TD @ head.weight_VD.T, head.bias_V, 1.0)
             return logits_TV[torch.argsort(_PROBE_ORDER)]
     except (TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
-        raise SpecError(f"policy of model type {config.model_type!r}: {what}",
-                        found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
-                        rule="a decoder whose attention goes through the attention registry of transformers",
-                        fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral") from None
+        raise SpecError(
+            f"policy of model type {config.model_type!r}: {what}",
+            found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            rule="a decoder whose attention goes through the attention registry of transformers",
+            fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral",
+        ) from None
 
 
 def _hold(model: Any, actual_TV: Tensor, expected_TV: Tensor, *, what: str) -> None:
     """Refuse a model whose logits are not what they were; rounding of float32 is far below the bar."""
     far = float((actual_TV.double() - expected_TV.double()).abs().max() / expected_TV.double().abs().max())
     if not far <= 1e-3:
-        raise SpecError(f"policy of model type {model.config.get_text_config().model_type!r}: {what}",
-                        found=f"logits off by {far:.2g} of the largest, against the stock model's",
-                        rule="hidden states times the head's weight, scaled and capped as the configuration says, are "
-                             "the logits, documents in a packed row do not see each other, and norms and rotary "
-                             "embeddings are of a known kind",
-                        fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral")
+        raise SpecError(
+            f"policy of model type {model.config.get_text_config().model_type!r}: {what}",
+            found=f"logits off by {far:.2g} of the largest, against the stock model's",
+            rule="hidden states times the head's weight, scaled and capped as the configuration says, are "
+            "the logits, documents in a packed row do not see each other, and norms and rotary "
+            "embeddings are of a known kind",
+            fix="use a dense decoder such as Llama, Qwen2, Qwen3 or Mistral",
+        )
 
 
 def _registered() -> str:
@@ -436,5 +534,3 @@ def _registered() -> str:
 
     AttentionInterface.register(ATTENTION, sharded_attention)
     return ATTENTION
-
-

@@ -25,8 +25,12 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
 
     A frequency in bfloat16 is off by up to 0.2 percent, which at place 1000 is up to a radian.
     """
-    frequencies = [(module, name, held) for module in model.modules()
-                   for name, held in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
+    frequencies = [
+        (module, name, held)
+        for module in model.modules()
+        for name, held in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    ]
     model.to(dtype)
     for module, name, held in frequencies:
         setattr(module, name, held)
@@ -51,9 +55,11 @@ def lift_to_float64(model: Any) -> Any:
         elif hasattr(module, "inv_freq"):
             _lift_rotary(module)
         elif "Norm" in kind and not isinstance(module, nn.LayerNorm):
-            raise SpecError(f"float64 run of a model with {kind} at {name}",
-                            rule="RMS norms with `variance_epsilon` and `weight`, and torch LayerNorm, are known",
-                            fix="use precision: float32, or teach policy/precision.py this norm")
+            raise SpecError(
+                f"float64 run of a model with {kind} at {name}",
+                rule="RMS norms with `variance_epsilon` and `weight`, and torch LayerNorm, are known",
+                fix="use precision: float32, or teach policy/precision.py this norm",
+            )
         elif "Router" in kind:
             _lift_router(module, name, kind)
     return model
@@ -61,8 +67,11 @@ def lift_to_float64(model: Any) -> Any:
 
 def _lift_rms_norm(module: Any, name: str, kind: str) -> None:
     if "Gemma" in kind:
-        raise SpecError(f"float64 run of a model with {kind} at {name}", rule="norms that multiply by their weight",
-                        fix="use precision: float32 for this model")
+        raise SpecError(
+            f"float64 run of a model with {kind} at {name}",
+            rule="norms that multiply by their weight",
+            fix="use precision: float32 for this model",
+        )
 
     module.forward = types.MethodType(_exact_norm, module)  # bound: a deep copy's is bound to the copy
 
@@ -74,9 +83,11 @@ def _exact_norm(module: Any, hidden: Tensor) -> Tensor:
 
 def _lift_router(module: Any, name: str, kind: str) -> None:
     if kind not in ROUTERS:
-        raise SpecError(f"float64 run of a model with {kind} at {name}",
-                        rule=f"routers that take the top of a softmax are known: {', '.join(ROUTERS)}",
-                        fix="use precision: float32, or teach policy/precision.py this router")
+        raise SpecError(
+            f"float64 run of a model with {kind} at {name}",
+            rule=f"routers that take the top of a softmax are known: {', '.join(ROUTERS)}",
+            fix="use precision: float32, or teach policy/precision.py this router",
+        )
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_tE = hidden.reshape(-1, hidden.shape[-1]) @ module.weight.T

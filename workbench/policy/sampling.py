@@ -53,8 +53,9 @@ class Sampler:
         (2, 2)
     """
 
-    def __init__(self, source: str, *, precision: str = "float32", device: torch.device | str = "cpu",
-                 **source_settings: Any) -> None:
+    def __init__(
+        self, source: str, *, precision: str = "float32", device: torch.device | str = "cpu", **source_settings: Any
+    ) -> None:
         model = load_decoder(source, **source_settings).eval()
         model = lift_to_float64(model) if precision == "float64" else cast(model, DTYPES[precision])
         self.model = model.to(device).requires_grad_(False)
@@ -73,21 +74,47 @@ class Sampler:
         """
         mine = dict(self.model.named_parameters())
         if unlike := sorted(mine.keys() ^ weights.keys()):
-            raise SpecError("weights for the sampler", found=f"only one of the two has {', '.join(unlike[:4])}",
-                            rule="sampler and policy are the same model", fix="make both from the same source")
+            raise SpecError(
+                "weights for the sampler",
+                found=f"only one of the two has {', '.join(unlike[:4])}",
+                rule="sampler and policy are the same model",
+                fix="make both from the same source",
+            )
         for name, weight in weights.items():
             mine[name].copy_(weight)
 
-    def answers(self, prompts: Sequence[Sequence[int]], choose: Choose, *, temperature: float, max_new_tokens: int,
-                end_ids: Sequence[int]) -> list[Answer]:
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        choose: Choose,
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        end_ids: Sequence[int],
+    ) -> list[Answer]:
         """One answer for each prompt; see `generate`."""
-        return generate(self.model, prompts, choose, temperature=temperature, max_new_tokens=max_new_tokens,
-                        end_ids=end_ids, logits_to_keep=1)
+        return generate(
+            self.model,
+            prompts,
+            choose,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            end_ids=end_ids,
+            logits_to_keep=1,
+        )
 
 
 @torch.no_grad()
-def generate(model: Any, prompts: Sequence[Sequence[int]], choose: Choose, *, temperature: float, max_new_tokens: int,
-             end_ids: Sequence[int], **forward: Any) -> list[Answer]:
+def generate(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    choose: Choose,
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    end_ids: Sequence[int],
+    **forward: Any,
+) -> list[Answer]:
     """One answer for each prompt, all of them together; shorter prompts are padded on the left, and masked.
 
     Args:
@@ -103,8 +130,9 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], choose: Choose, *, te
     """
     longest = max(map(len, prompts))
     short = [longest - len(prompt) for prompt in prompts]
-    inputs = torch.tensor([[0] * gap + [*prompt] for gap, prompt in zip(short, prompts, strict=True)],
-                          device=model.device)
+    inputs = torch.tensor(
+        [[0] * gap + [*prompt] for gap, prompt in zip(short, prompts, strict=True)], device=model.device
+    )
     where: dict[str, Tensor] = {}
     if any(short):
         mask = torch.tensor([[0] * gap + [1] * (longest - gap) for gap in short], device=model.device)
@@ -126,8 +154,10 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], choose: Choose, *, te
         if where:
             mask = torch.cat([where["attention_mask"], torch.ones_like(inputs)], dim=1)
             where = {"attention_mask": mask, "position_ids": where["position_ids"][:, -1:] + 1}
-    return [_up_to_end(tokens, said, end_ids) for tokens, said in
-            zip(torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)]
+    return [
+        _up_to_end(tokens, said, end_ids)
+        for tokens, said in zip(torch.stack(chosen, 1).tolist(), torch.stack(logprobs, 1).tolist(), strict=True)
+    ]
 
 
 def by_uniforms(uniforms_NM: Tensor) -> Choose:
@@ -136,6 +166,7 @@ def by_uniforms(uniforms_NM: Tensor) -> Choose:
     Formula: the first token up to which the probabilities add up to more than u, in the order of the vocabulary.
     Shapes:  uniforms_NM [N, M], evenly spread over [0, 1); the sums are taken in float64.
     """
+
     def choose(logprobs_NV: Tensor, place: int) -> Tensor:
         sums_NV = logprobs_NV.double().exp().cumsum(dim=1)
         wanted_N = uniforms_NM[:, place].to(sums_NV) * sums_NV[:, -1]
@@ -147,4 +178,4 @@ def by_uniforms(uniforms_NM: Tensor) -> Choose:
 
 def _up_to_end(tokens: Sequence[int], logprobs: Sequence[float], end_ids: Sequence[int]) -> Answer:
     first = next((place for place, token in enumerate(tokens) if token in end_ids), len(tokens) - 1)
-    return Answer(list(tokens[:first + 1]), list(logprobs[:first + 1]))
+    return Answer(list(tokens[: first + 1]), list(logprobs[: first + 1]))

@@ -26,11 +26,26 @@ from workbench.sharding.sequence_parallel import Stream
 from workbench.sharding.tensor_parallel import ParameterShard, apply_tensor_parallel, check_heads
 
 NAMES = {
-    "q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise", "out_proj": "rowwise",
-    "query_key_value": "colwise", "dense": "rowwise", "c_attn": "colwise_of_three", "c_proj": "rowwise",
-    "gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise", "fc1": "colwise", "fc2": "rowwise",
-    "w1": "colwise", "w3": "colwise", "w2": "rowwise", "c_fc": "colwise",
-    "dense_h_to_4h": "colwise", "dense_4h_to_h": "rowwise",
+    "q_proj": "colwise",
+    "k_proj": "colwise",
+    "v_proj": "colwise",
+    "o_proj": "rowwise",
+    "out_proj": "rowwise",
+    "query_key_value": "colwise",
+    "dense": "rowwise",
+    "c_attn": "colwise_of_three",
+    "c_proj": "rowwise",
+    "gate_proj": "colwise",
+    "up_proj": "colwise",
+    "down_proj": "rowwise",
+    "fc1": "colwise",
+    "fc2": "rowwise",
+    "w1": "colwise",
+    "w3": "colwise",
+    "w2": "rowwise",
+    "c_fc": "colwise",
+    "dense_h_to_4h": "colwise",
+    "dense_4h_to_h": "rowwise",
 }
 """What linear layers of decoders are called, and how a layer of that name is cut."""
 
@@ -50,8 +65,11 @@ def tensor_plan(model: Any) -> dict[str, str]:
     config, prefix = model.config.get_text_config(), model.base_model_prefix
     if own := getattr(config, "base_model_tp_plan", None):
         names = [name for kind in (model.named_modules(), model.named_parameters()) for name, _ in kind]
-        return {f"{prefix}.{pattern}": style for pattern, style in own.items()
-                if fnmatch.filter(names, f"{prefix}.{pattern}")}
+        return {
+            f"{prefix}.{pattern}": style
+            for pattern, style in own.items()
+            if fnmatch.filter(names, f"{prefix}.{pattern}")
+        }
     return plan_by_names(model, f"{prefix}.", config.model_type)
 
 
@@ -64,11 +82,13 @@ def plan_by_names(model: nn.Module, prefix: str, model_type: str) -> dict[str, s
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) or hasattr(module, "nf")]
     inside = [name for name in linear if name.startswith(prefix)]
     if unknown := sorted({name.rpartition(".")[2] for name in inside} - NAMES.keys()):
-        raise SpecError(f"tensor parallelism of model type {model_type!r}",
-                        found=f"no plan, and layers called {', '.join(unknown)}",
-                        rule="its configuration names a plan (base_model_tp_plan), or its linear layers are called as "
-                             "in `workbench.policy.tensor_plan.NAMES`",
-                        fix="use tp=1 for this model")
+        raise SpecError(
+            f"tensor parallelism of model type {model_type!r}",
+            found=f"no plan, and layers called {', '.join(unknown)}",
+            rule="its configuration names a plan (base_model_tp_plan), or its linear layers are called as "
+            "in `workbench.policy.tensor_plan.NAMES`",
+            fix="use tp=1 for this model",
+        )
     return {name: NAMES[name.rpartition(".")[2]] for name in inside}
 
 
@@ -92,8 +112,13 @@ def cut(model: Any, mesh: Mesh, *, sequence_parallel: bool = False) -> dict[str,
         return {name: ParameterShard() for name, _ in model.named_parameters()}
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    check_heads({"query": config.num_attention_heads, "key/value": getattr(config, "num_key_value_heads", None) or
-                 config.num_attention_heads}, axis)
+    check_heads(
+        {
+            "query": config.num_attention_heads,
+            "key/value": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        },
+        axis,
+    )
     plan, tied = tensor_plan(model), head.weight is embedding.weight
     plan |= {name: "positions" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     plan |= {_name_of(model, embedding): "embedding_rowwise", _name_of(model, head): "vocabulary_head"}
@@ -140,8 +165,16 @@ def _probe(model: Any, axis: Axis) -> Tensor:
     plan = ShardPlan.make("contiguous", num_tokens=count, cp=1)
     shard = AttentionShard.make(plan, torch.zeros_like(places_T), Axis("cp"), kernel="plain")
     with torch.no_grad():
-        return model.base_model(input_ids=tokens_T[None].to(device), position_ids=places_T[None].to(device),
-                                use_cache=False, shard=shard).last_hidden_state[0].cpu()
+        return (
+            model.base_model(
+                input_ids=tokens_T[None].to(device),
+                position_ids=places_T[None].to(device),
+                use_cache=False,
+                shard=shard,
+            )
+            .last_hidden_state[0]
+            .cpu()
+        )
 
 
 def _hold(model: Any, axis: Axis, expected_tD: Tensor, *, sequence_parallel: bool) -> None:
@@ -153,8 +186,9 @@ def _hold(model: Any, axis: Axis, expected_tD: Tensor, *, sequence_parallel: boo
     try:
         actual_tD = _probe(model, axis)
     except (TypeError, RuntimeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        raise SpecError(what, found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", rule=rule,
-                        fix=fix) from error
+        raise SpecError(
+            what, found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", rule=rule, fix=fix
+        ) from error
     far = float((actual_tD - expected_tD).norm() / expected_tD.norm())
     if not far <= 1e-3:
         raise SpecError(what, found=f"hidden states off by {far:.2g} of their norm", rule=rule, fix=fix)

@@ -13,10 +13,20 @@ if TYPE_CHECKING:
     from transformers import CLIPVisionModel, Qwen3ForCausalLM, Qwen3MoeForCausalLM, SiglipVisionModel
 
 SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 512, "attention_dropout": 0.0, "use_sliding_window": False, "dtype": "float32",
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "dtype": "float32",
     # 0.02, the usual value, leaves a model this narrow with logits near zero and hardly any gradient.
-    "initializer_range": 0.08, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
 }
 
 
@@ -48,9 +58,17 @@ def tiny_qwen3_moe(vocab_size: int, *, tied: bool = True, seed: int = 0) -> Qwen
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(vocab_size=vocab_size, intermediate_size=192, tie_word_embeddings=tied, num_experts=4,
-                            num_experts_per_tok=2, moe_intermediate_size=96, norm_topk_prob=True, mlp_only_layers=[1],
-                            **SIZES)
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        intermediate_size=192,
+        tie_word_embeddings=tied,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        **SIZES,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3MoeForCausalLM(config).eval()
@@ -60,8 +78,15 @@ TINY = {"tiny-qwen3": tiny_qwen3, "tiny-qwen3-moe": tiny_qwen3_moe}
 """What `load_policy` makes when it is asked for it by name."""
 
 VISION_SIZES = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_channels": 3,
-    "image_size": 8, "patch_size": 4, "attention_dropout": 0.0, "dtype": "float32",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_channels": 3,
+    "image_size": 8,
+    "patch_size": 4,
+    "attention_dropout": 0.0,
+    "dtype": "float32",
 }
 
 

@@ -32,9 +32,18 @@ def with_torch_attention(model: Any) -> Any:
     return model
 
 
-def torch_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *,
-                    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-                    **other: Any) -> tuple[Tensor, None]:
+def torch_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
     """Causal attention over whole rows, with the signature of a `transformers` attention function.
 
     Shapes:   query [B, Hq, T, d], key and value [B, Hk, T, d] -> [B, T, Hq, d]; Hk divides Hq.
@@ -44,9 +53,12 @@ def torch_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, atte
     asked = {"attention_mask": attention_mask, "dropout": dropout or None, "sliding_window": sliding_window}
     asked |= {name: other.get(name) for name in ("s_aux", "softcap", "position_bias")}
     if found := [name for name, value in asked.items() if value is not None]:
-        raise SpecError(f"torch's attention with {', '.join(found)}",
-                        rule="causal attention over the row, nothing else",
-                        fix="use a model without it, or train without it (model.eval() has no dropout)")
-    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling,
-                                                    enable_gqa=key.shape[1] != query.shape[1])
+        raise SpecError(
+            f"torch's attention with {', '.join(found)}",
+            rule="causal attention over the row, nothing else",
+            fix="use a model without it, or train without it (model.eval() has no dropout)",
+        )
+    mixed = functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+    )
     return mixed.transpose(1, 2).contiguous(), None

@@ -69,8 +69,11 @@ class Credit:
         """
         counts_T = self.weights_T if by == "weight" else self.trained_T.double()
         total = float(counts_T.sum())
-        return {fate: float(counts_T[self.fates_T == number].sum()) / total if total else 0.0
-                for number, fate in enumerate(FATES) if fate != "untrained"}
+        return {
+            fate: float(counts_T[self.fates_T == number].sum()) / total if total else 0.0
+            for number, fate in enumerate(FATES)
+            if fate != "untrained"
+        }
 
 
 def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor | None = None) -> Credit:
@@ -104,8 +107,7 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
     (weights,), totals = step_weights([row], spec)
     loss = make_loss(spec.model_copy(update=dict.fromkeys(NEED_LOGITS, 0.0)))
     # The inputs of a training step: a field that a loss looks at there is not missed here.
-    _, terms, scalars = evaluate_loss(loss, loss_inputs(row, TokenLogprobs(policy_T), totals), weights,
-                                      row.loss_mask_T)
+    _, terms, scalars = evaluate_loss(loss, loss_inputs(row, TokenLogprobs(policy_T), totals), weights, row.loss_mask_T)
     by_term = {name: _gradient(scalars[name].value, policy_T) for name in ("policy", "total")}
 
     term = terms["policy"]
@@ -113,25 +115,37 @@ def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor 
     clipped_T = false_T if term.clipped_T is None else term.clipped_T
     rejected_T = ~term.extras["kept"] if "kept" in term.extras else false_T
     fates_T = torch.full(row.loss_mask_T.shape, FATES.index("no gradient"))
-    for fate, where_T in (("clipped", clipped_T), ("rejected", rejected_T),
-                          ("zero advantage", row.advantages_T == 0), ("acts", by_term["policy"] != 0),
-                          ("untrained", ~row.loss_mask_T)):
+    for fate, where_T in (
+        ("clipped", clipped_T),
+        ("rejected", rejected_T),
+        ("zero advantage", row.advantages_T == 0),
+        ("acts", by_term["policy"] != 0),
+        ("untrained", ~row.loss_mask_T),
+    ):
         fates_T[where_T] = FATES.index(fate)  # the later one wins
 
     def beside_tokens(values_T: Tensor) -> Tensor:
         return values_T.roll(1)  # the last position predicts nothing, the first token is predicted by none
 
-    return Credit(beside_tokens(by_term["total"]), beside_tokens(by_term["policy"]),
-                  beside_tokens(weights[term.weight].gradient_T.double()), beside_tokens(fates_T),
-                  batch.document_ids_T, float(scalars["total"].value.detach()),
-                  {name: beside_tokens(values_T) for name, values_T in term.extras.items()})
+    return Credit(
+        beside_tokens(by_term["total"]),
+        beside_tokens(by_term["policy"]),
+        beside_tokens(weights[term.weight].gradient_T.double()),
+        beside_tokens(fates_T),
+        batch.document_ids_T,
+        float(scalars["total"].value.detach()),
+        {name: beside_tokens(values_T) for name, values_T in term.extras.items()},
+    )
 
 
 def _at_targets(logprobs_T: Tensor, batch: RolloutBatch) -> Tensor:
     if logprobs_T.shape != batch.tokens_T.shape:
-        raise ShapeError("token_credit: policy_logprobs_T", found=f"shape {list(logprobs_T.shape)}",
-                         rule=f"one for each of the {batch.num_tokens} tokens of the batch, prompts included",
-                         fix="lay them beside the tokens; where a token does not train any number will do")
+        raise ShapeError(
+            "token_credit: policy_logprobs_T",
+            found=f"shape {list(logprobs_T.shape)}",
+            rule=f"one for each of the {batch.num_tokens} tokens of the batch, prompts included",
+            fix="lay them beside the tokens; where a token does not train any number will do",
+        )
     return logprobs_T.roll(-1).double()
 
 
@@ -139,5 +153,5 @@ def _gradient(total: Tensor, policy_T: Tensor) -> Tensor:
     """[T] of one sum; 0 where it does not depend on the policy."""
     if not total.requires_grad:
         return torch.zeros_like(policy_T)
-    found, = torch.autograd.grad(total, policy_T, retain_graph=True, allow_unused=True)
+    (found,) = torch.autograd.grad(total, policy_T, retain_graph=True, allow_unused=True)
     return torch.zeros_like(policy_T) if found is None else found

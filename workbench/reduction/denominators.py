@@ -74,8 +74,14 @@ class StepDocuments:
     truncated_N: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[TrainingRow], counted: Sequence[Tensor], *, with_empty: bool = False,
-           given: GivenCounts | None = None) -> StepDocuments:
+    def of(
+        cls,
+        rows: Sequence[TrainingRow],
+        counted: Sequence[Tensor],
+        *,
+        with_empty: bool = False,
+        given: GivenCounts | None = None,
+    ) -> StepDocuments:
         """Read the lines off whole rows.
 
         Args:
@@ -87,27 +93,41 @@ class StepDocuments:
         sizes = [int(row.document_ids_T.max()) + 1 for row in rows]
 
         def count(where: Sequence[Tensor]) -> Tensor:
-            return torch.cat([torch.bincount(row.document_ids_T[at], minlength=size).double()
-                              for row, at, size in zip(rows, where, sizes, strict=True)])
+            return torch.cat(
+                [
+                    torch.bincount(row.document_ids_T[at], minlength=size).double()
+                    for row, at, size in zip(rows, where, sizes, strict=True)
+                ]
+            )
 
         def column(name: str) -> Tensor | None:
             if any(getattr(row, name) is None for row in rows):
                 return None
-            return torch.cat([_first_of_document(row, getattr(row, name), size)
-                              for row, size in zip(rows, sizes, strict=True)])
+            return torch.cat(
+                [_first_of_document(row, getattr(row, name), size) for row, size in zip(rows, sizes, strict=True)]
+            )
 
         def extension(name: str) -> Tensor | None:
             if any(name not in row.extensions for row in rows):
                 return None
-            return torch.cat([_greatest_of_document(row, row.extensions[name], size)
-                              for row, size in zip(rows, sizes, strict=True)])
+            return torch.cat(
+                [_greatest_of_document(row, row.extensions[name], size) for row, size in zip(rows, sizes, strict=True)]
+            )
 
         truncated_N = extension("truncated")
-        return cls(torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
-                   count([row.document_ids_T >= 0 for row in rows]), count(counted),
-                   column("rewards_T"), column("group_ids_T"), column("rollout_ids_T"), len(rows), with_empty,
-                   given or GivenCounts(), extension("group_tokens"),
-                   None if truncated_N is None else truncated_N > 0)
+        return cls(
+            torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
+            count([row.document_ids_T >= 0 for row in rows]),
+            count(counted),
+            column("rewards_T"),
+            column("group_ids_T"),
+            column("rollout_ids_T"),
+            len(rows),
+            with_empty,
+            given or GivenCounts(),
+            extension("group_tokens"),
+            None if truncated_N is None else truncated_N > 0,
+        )
 
     @property
     def alive_N(self) -> Tensor:
@@ -151,9 +171,12 @@ def document_sum(step: StepDocuments, spec: LossSpec) -> Tensor:
 def constant(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Documents times a constant length: ``M C``."""
     if spec.denominator_constant is None:
-        raise SpecError("loss.denominator = 'constant'", found="no loss.denominator_constant",
-                        rule="the sum is divided by documents * denominator_constant",
-                        fix="give the length, for instance the longest completion that the sampler may write")
+        raise SpecError(
+            "loss.denominator = 'constant'",
+            found="no loss.denominator_constant",
+            rule="the sum is divided by documents * denominator_constant",
+            fix="give the length, for instance the longest completion that the sampler may write",
+        )
     documents = step.num_documents + spec.scaling.count_epsilon
     return torch.full_like(step.counted_N, documents * spec.denominator_constant)
 
@@ -165,8 +188,7 @@ def prompt_group(step: StepDocuments, spec: LossSpec) -> Tensor:
 
 def rollout(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Mean over rollouts of token means: ``R T_r`` with T_r the trained tokens of all samples of the rollout."""
-    return _mean_over("rollout", "the document extension rollout_ids", step, step.rollout_ids_N,
-                      spec)
+    return _mean_over("rollout", "the document extension rollout_ids", step, step.rollout_ids_N, spec)
 
 
 def group_length(step: StepDocuments, _: LossSpec) -> Tensor:
@@ -197,19 +219,25 @@ def local_token(step: StepDocuments, spec: LossSpec) -> Tensor:
 def positive_token(step: StepDocuments, spec: LossSpec) -> Tensor:
     """Trained tokens of documents with a reward above 0; other documents weigh nothing."""
     if step.rewards_N is None:
-        raise SpecError("weights of tokens with a positive reward", found="no rewards",
-                        rule="which documents were right is read off rewards_N", fix="give the batch rewards")
+        raise SpecError(
+            "weights of tokens with a positive reward",
+            found="no rewards",
+            rule="which documents were right is read off rewards_N",
+            fix="give the batch rewards",
+        )
     good = step.rewards_N > 0
     return torch.where(good, (step.counted_N * good).sum() + spec.scaling.count_epsilon, torch.inf)
 
 
 DENOMINATORS: dict[str, Callable[[StepDocuments, LossSpec], Tensor]] = {
     function.__name__: function
-    for function in (token, document, document_sum, constant, prompt_group, rollout, group_length, raw, local_token)}
+    for function in (token, document, document_sum, constant, prompt_group, rollout, group_length, raw, local_token)
+}
 """[N] divisor of each document's token sum, by the name that a spec uses."""
 
 ALWAYS: dict[str, Callable[[StepDocuments, LossSpec], Tensor]] = {
-    function.__name__: function for function in (token, document, document_sum, raw, local_token)}
+    function.__name__: function for function in (token, document, document_sum, raw, local_token)
+}
 """Those that need no setting and no field of the batch: a term may ask for them under any spec."""
 
 
@@ -234,13 +262,18 @@ def _greatest_of_document(row: TrainingRow, values_T: Tensor, size: int) -> Tens
     """[N] float64 the greatest of the document's values; one that has no target has the padding there."""
     real = row.document_ids_T >= 0
     return values_T.new_zeros(size, dtype=torch.float64).scatter_reduce(
-        0, row.document_ids_T[real], values_T[real].double(), "amax", include_self=False)
+        0, row.document_ids_T[real], values_T[real].double(), "amax", include_self=False
+    )
 
 
 def _labels(name: str, needed: str, ids_N: Tensor | None) -> Tensor:
     if ids_N is None:
-        raise SpecError(f"loss.denominator = {name!r}", found=f"a batch without {needed}",
-                        rule=f"{name} is counted over documents that share an id", fix=f"give the batch {needed}")
+        raise SpecError(
+            f"loss.denominator = {name!r}",
+            found=f"a batch without {needed}",
+            rule=f"{name} is counted over documents that share an id",
+            fix=f"give the batch {needed}",
+        )
     return ids_N.unique(return_inverse=True)[1]
 
 

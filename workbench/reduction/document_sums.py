@@ -153,7 +153,10 @@ def signs_of_pairs(row: TrainingRow) -> Tensor:
         SpecError: no groups or no rewards, or a group of this row that is no pair.
     """
     if row.group_ids_T is None or row.rewards_T is None:
-        raise SpecError("a loss on preference pairs", found="no group_ids or no rewards",
-                        rule="the two documents of a pair share a group, and the chosen one has the greater reward",
-                        fix="give the batch both")
+        raise SpecError(
+            "a loss on preference pairs",
+            found="no group_ids or no rewards",
+            rule="the two documents of a pair share a group, and the chosen one has the greater reward",
+            fix="give the batch both",
+        )
     return pair_signs(row.document_ids_T, row.group_ids_T, row.rewards_T, row.loss_mask_T)

@@ -38,8 +38,13 @@ class Evaluated(NamedTuple):
     scalars: Mapping[str, Scalar]
 
 
-def loss_inputs(row: TrainingRow, said: TokenLogprobs, totals: StepTotals, sums: DocumentSums | None = None,
-                frozen_clip_T: Tensor | None = None) -> LossInputs:
+def loss_inputs(
+    row: TrainingRow,
+    said: TokenLogprobs,
+    totals: StepTotals,
+    sums: DocumentSums | None = None,
+    frozen_clip_T: Tensor | None = None,
+) -> LossInputs:
     """What a loss may look at: what the policy says about each token, the row's own data, numbers of the whole step.
 
     Where nothing counts the ratio is 1, whatever the policy says there: no exp can overflow into a gradient.
@@ -53,17 +58,29 @@ def loss_inputs(row: TrainingRow, said: TokenLogprobs, totals: StepTotals, sums:
     """
     return LossInputs(
         policy_logprobs_T=torch.where(row.loss_mask_T, said.logprobs_T, row.old_logprobs_T),
-        old_logprobs_T=row.old_logprobs_T, advantages_T=row.advantages_T,
-        sampler_logprobs_T=row.sampler_logprobs_T, ref_logprobs_T=row.ref_logprobs_T,
-        entropy_T=said.entropy_T, logsumexp_T=said.logsumexp_T,
-        mean_squared_logit_T=said.mean_squared_logit_T, frozen_clip_T=frozen_clip_T,
-        loss_mask_T=row.loss_mask_T, document_ids_T=row.document_ids_T, lengths_T=row.lengths_T,
-        rewards_T=row.rewards_T, group_ids_T=row.group_ids_T, source_T=row.source_T,
-        correction_weights_T=row.extensions.get(CORRECTION_WEIGHTS), sums=sums, statistics=totals.statistics)
+        old_logprobs_T=row.old_logprobs_T,
+        advantages_T=row.advantages_T,
+        sampler_logprobs_T=row.sampler_logprobs_T,
+        ref_logprobs_T=row.ref_logprobs_T,
+        entropy_T=said.entropy_T,
+        logsumexp_T=said.logsumexp_T,
+        mean_squared_logit_T=said.mean_squared_logit_T,
+        frozen_clip_T=frozen_clip_T,
+        loss_mask_T=row.loss_mask_T,
+        document_ids_T=row.document_ids_T,
+        lengths_T=row.lengths_T,
+        rewards_T=row.rewards_T,
+        group_ids_T=row.group_ids_T,
+        source_T=row.source_T,
+        correction_weights_T=row.extensions.get(CORRECTION_WEIGHTS),
+        sums=sums,
+        statistics=totals.statistics,
+    )
 
 
-def evaluate_loss(loss: Loss, inputs: LossInputs, weights: Mapping[str, TokenWeights],
-                  loss_mask_T: Tensor) -> Evaluated:
+def evaluate_loss(
+    loss: Loss, inputs: LossInputs, weights: Mapping[str, TokenWeights], loss_mask_T: Tensor
+) -> Evaluated:
     """Per-token terms, and their weighted sums over the tokens that count.
 
     Backward: of ``scalars["total"].value``, the gradient weights; see `weighted_sum`.

@@ -27,8 +27,15 @@ def _where_open(open_T: Tensor) -> Tensor:
     return torch.where(open_T, math.nan, torch.zeros(open_T.shape, dtype=torch.float64))
 
 
-def clipped_mean_gradient(log_ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float,
-                          dual_clip: float | None, log_clamp: float) -> Tensor:
+def clipped_mean_gradient(
+    log_ratio_T: Tensor,
+    advantages_T: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    log_clamp: float,
+) -> Tensor:
     """[T] gradient of a mean over no token of the clipped surrogate: 0 where the clip or the clamp cuts, else NaN.
 
     Args:
@@ -64,8 +71,9 @@ def sequence_mean_gradient(advantages_T: Tensor, document_ids_T: Tensor, clip_lo
 
 def value_mean_gradient(values_T: Tensor, returns_T: Tensor, old_values_T: Tensor | None, clip: float | None) -> Tensor:
     """[T] gradient of a mean over no token of a critic's error: 0 where the clip cuts, else NaN."""
-    cut_T = value_loss(values_T.detach(), returns_T, torch.ones_like(values_T, dtype=torch.bool),
-                       old_values_T=old_values_T, clip=clip).clipped_T
+    cut_T = value_loss(
+        values_T.detach(), returns_T, torch.ones_like(values_T, dtype=torch.bool), old_values_T=old_values_T, clip=clip
+    ).clipped_T
     return _where_open(torch.ones_like(values_T, dtype=torch.bool) if cut_T is None else ~cut_T)
 
 

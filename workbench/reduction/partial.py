@@ -76,6 +76,8 @@ class Scalar:
 
     def _refuse(self, what: str) -> NoReturn:
         axes = ", ".join(sorted(self.partial_over)) or "no axis"
-        raise UnreducedError(f"a scalar that is partial over {axes} was {what}",
-                             rule="only whole scalars are numbers, and comparing needs float() of both",
-                             fix="call .complete(mesh) first (on every rank)")
+        raise UnreducedError(
+            f"a scalar that is partial over {axes} was {what}",
+            rule="only whole scalars are numbers, and comparing needs float() of both",
+            fix="call .complete(mesh) first (on every rank)",
+        )

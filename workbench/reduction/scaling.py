@@ -35,8 +35,11 @@ class Cut:
             SpecError: the ranks do not take the same number of rows.
         """
         if rows % self.dp:
-            raise SpecError(f"{rows} rows on {self.dp} data-parallel ranks", rule="each takes as many rows",
-                            fix="pack the step into a multiple of dp rows")
+            raise SpecError(
+                f"{rows} rows on {self.dp} data-parallel ranks",
+                rule="each takes as many rows",
+                fix="pack the step into a multiple of dp rows",
+            )
         return rows // self.dp
 
     def counted_together(self, rows: int, counts: str) -> list[range]:

@@ -38,8 +38,9 @@ def weighted_sum(values_T: Tensor, weights: TokenWeights, loss_mask_T: Tensor) -
     return Scalar(_TwoWeights.apply(kept_T, loss_T, weights.gradient_T.to(kept_T.dtype)), PARTIAL)
 
 
-def reduce_terms(terms: Mapping[str, Term], weights: Mapping[str, TokenWeights],
-                 loss_mask_T: Tensor) -> dict[str, Scalar]:
+def reduce_terms(
+    terms: Mapping[str, Term], weights: Mapping[str, TokenWeights], loss_mask_T: Tensor
+) -> dict[str, Scalar]:
     """Every term's share of the loss on this rank, coefficient included, and their sum under "total".
 
     Each term is summed with the weights that it names (`Term.weight`).
@@ -50,9 +51,12 @@ def reduce_terms(terms: Mapping[str, Term], weights: Mapping[str, TokenWeights],
     parts = {}
     for name, term in terms.items():
         if term.weight not in weights:
-            raise SpecError(f"term {name!r} with weights {term.weight!r}", found=f"weights {', '.join(weights)}",
-                            rule="a term names weights of the step; \"policy\" are those of loss.denominator",
-                            fix="take one of these, or make it the spec's denominator and name \"policy\"")
+            raise SpecError(
+                f"term {name!r} with weights {term.weight!r}",
+                found=f"weights {', '.join(weights)}",
+                rule='a term names weights of the step; "policy" are those of loss.denominator',
+                fix='take one of these, or make it the spec\'s denominator and name "policy"',
+            )
         parts[name] = weighted_sum(term.coefficient * term.values_T, weights[term.weight], loss_mask_T)
     first, *others = parts.values()
     return parts | {"total": sum(others, start=first)}

@@ -63,9 +63,9 @@ class StepTotals:
     scale: float = 1.0
 
 
-def step_weights(rows: Sequence[TrainingRow], spec: LossSpec,
-                 given: GivenCounts | None = None,
-                 cut: Cut | None = None) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
+def step_weights(
+    rows: Sequence[TrainingRow], spec: LossSpec, given: GivenCounts | None = None, cut: Cut | None = None
+) -> tuple[list[dict[str, TokenWeights]], StepTotals]:
     """Weights of every target of the step, by name.
 
     "policy" is the denominator of the spec, and "penalty" the same for terms that no correction touches. A term may
@@ -99,16 +99,20 @@ def step_weights(rows: Sequence[TrainingRow], spec: LossSpec,
         SpecError: another denominator, or one for which the batch lacks a field.
     """
     if spec.denominator not in DENOMINATORS:
-        raise SpecError(f"loss.denominator = {spec.denominator!r}", rule=f"one of {', '.join(DENOMINATORS)}",
-                        fix="correct the spec")
+        raise SpecError(
+            f"loss.denominator = {spec.denominator!r}", rule=f"one of {', '.join(DENOMINATORS)}", fix="correct the spec"
+        )
     correction = spec.correction
     statistics = step_statistics([whole_row(row) for row in rows], correction) if correction.acts else {}
-    counted = [survivors(whole_row(row, statistics), correction) if correction.denominator != "original"
-               else row.loss_mask_T for row in rows]
+    counted = [
+        survivors(whole_row(row, statistics), correction) if correction.denominator != "original" else row.loss_mask_T
+        for row in rows
+    ]
     cut = cut or Cut()
     layout = given or GivenCounts(dp=cut.dp, cp=cut.cp, micro_batches=cut.micro_batches(len(rows)))
-    factor = scaling_factor(spec.scaling, dp=layout.dp, cp=layout.cp, micro_batches=layout.micro_batches,
-                            engine=given is None)
+    factor = scaling_factor(
+        spec.scaling, dp=layout.dp, cp=layout.cp, micro_batches=layout.micro_batches, engine=given is None
+    )
     weights: list[dict[str, TokenWeights]] = [{} for _ in rows]
     for together in cut.counted_together(len(rows), spec.scaling.counts):
         chosen = [rows[at] for at in together], [counted[at] for at in together]
@@ -119,8 +123,9 @@ def step_weights(rows: Sequence[TrainingRow], spec: LossSpec,
     return weights, StepTotals(tokens, documents, statistics)
 
 
-def _counted_weights(rows: Sequence[TrainingRow], counted: Sequence[Tensor], spec: LossSpec, given: GivenCounts | None,
-                     factor: float) -> list[dict[str, TokenWeights]]:
+def _counted_weights(
+    rows: Sequence[TrainingRow], counted: Sequence[Tensor], spec: LossSpec, given: GivenCounts | None, factor: float
+) -> list[dict[str, TokenWeights]]:
     """Weights of rows that share one count, each multiplied with a factor."""
     with_empty = spec.documents_counted == "all"
     kept = StepDocuments.of(rows, counted, with_empty=with_empty, given=given)
@@ -145,9 +150,12 @@ def _counted_weights(rows: Sequence[TrainingRow], counted: Sequence[Tensor], spe
 
 def _truncated(step: StepDocuments) -> Tensor:
     if step.truncated_N is None:
-        raise SpecError("loss.truncated = 'silent'", found="a batch that does not say which documents were cut off",
-                        rule="the token-level extension truncated is 1 on every token of such a document, else 0",
-                        fix="record it with the rollouts, or let truncated documents train")
+        raise SpecError(
+            "loss.truncated = 'silent'",
+            found="a batch that does not say which documents were cut off",
+            rule="the token-level extension truncated is 1 on every token of such a document, else 0",
+            fix="record it with the rollouts, or let truncated documents train",
+        )
     return step.truncated_N
 
 

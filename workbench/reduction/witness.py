@@ -72,8 +72,9 @@ def nasty_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
         from_ref_T = torch.where(ids_T == longest, -12 + from_ref_T, from_ref_T)
     # log-probabilities below 0, whatever the ratios: the likeliest of the four stands between -2 and 0
     towards_sampler_T = 0.5 * spread * normal()
-    offsets_4T = torch.stack([moved_T, torch.zeros(number, dtype=torch.float64), towards_sampler_T,
-                              moved_T + from_ref_T])
+    offsets_4T = torch.stack(
+        [moved_T, torch.zeros(number, dtype=torch.float64), towards_sampler_T, moved_T + from_ref_T]
+    )
     top_T = -2 * torch.rand(number, generator=draw, dtype=torch.float64) - 1e-3
     policy_T, old_T, sampler_T, ref_T = (offsets_4T - offsets_4T.amax(0) + top_T).unbind()
     advantages_T = normal(documents)[ids_T] if seed % 3 == 0 else normal()
@@ -82,12 +83,26 @@ def nasty_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
     group_T = ids_T // 2
     tokens_in_group_T = torch.bincount(group_T).double()[group_T]
     row = TrainingRow(
-        tokens_T=torch.zeros_like(ids_T), positions_T=torch.zeros_like(ids_T), document_ids_T=ids_T,
-        targets_T=torch.zeros_like(ids_T), loss_mask_T=loss_mask_T, advantages_T=advantages_T, old_logprobs_T=old_T,
-        sampler_logprobs_T=sampler_T, ref_logprobs_T=ref_T, source_T=torch.arange(number), lengths_T=lengths_T,
-        rewards_T=rewards_N[ids_T], group_ids_T=group_T, rollout_ids_T=ids_T,
-        extensions={CORRECTION_WEIGHTS: (0.5 * normal()).exp(), "truncated": (ids_T == 2).double(),
-                    "group_tokens": tokens_in_group_T})
+        tokens_T=torch.zeros_like(ids_T),
+        positions_T=torch.zeros_like(ids_T),
+        document_ids_T=ids_T,
+        targets_T=torch.zeros_like(ids_T),
+        loss_mask_T=loss_mask_T,
+        advantages_T=advantages_T,
+        old_logprobs_T=old_T,
+        sampler_logprobs_T=sampler_T,
+        ref_logprobs_T=ref_T,
+        source_T=torch.arange(number),
+        lengths_T=lengths_T,
+        rewards_T=rewards_N[ids_T],
+        group_ids_T=group_T,
+        rollout_ids_T=ids_T,
+        extensions={
+            CORRECTION_WEIGHTS: (0.5 * normal()).exp(),
+            "truncated": (ids_T == 2).double(),
+            "group_tokens": tokens_in_group_T,
+        },
+    )
     said = TokenLogprobs(policy_T, 1 + normal().abs(), normal())._replace(mean_squared_logit_T=normal().square())
     return row, said
 
@@ -103,8 +118,13 @@ def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outc
     """
     row, said = nasty_row(seed)
     if temperature is None:
-        heard = said._replace(**{name: value_T.clone().requires_grad_() for name, value_T in said._asdict().items()
-                                 if value_T is not None})
+        heard = said._replace(
+            **{
+                name: value_T.clone().requires_grad_()
+                for name, value_T in said._asdict().items()
+                if value_T is not None
+            }
+        )
         leaves = [leaf for leaf in heard if leaf is not None]
     else:
         leaves = [nasty_logits(said.logprobs_T).requires_grad_()]

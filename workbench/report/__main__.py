@@ -14,14 +14,14 @@ from workbench.compare.comparison import Comparison
 from workbench.report import figures
 from workbench.report.style import save_svg
 
-FIGURES = ("verdicts", "gradient_norm_by_step", "norm_ratios", "importance_ratios", "loss_by_step",
-           "time_and_memory")
+FIGURES = ("verdicts", "gradient_norm_by_step", "norm_ratios", "importance_ratios", "loss_by_step", "time_and_memory")
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Draw what the command line asks for, and return where it is."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.report",
-                                     description="Draw one figure of a saved comparison.")
+    parser = argparse.ArgumentParser(
+        prog="python -m workbench.report", description="Draw one figure of a saved comparison."
+    )
     parser.add_argument("experiment", type=Path, help="folder that holds comparison.json")
     parser.add_argument("out", type=Path, help="SVG file to write")
     parser.add_argument("--figure", choices=FIGURES, default="verdicts")

@@ -26,9 +26,12 @@ def write_bridge_report(record: Mapping[str, Any], folder: Path) -> Path:
 
 def page(record: Mapping[str, Any]) -> str:
     """The page as text; the same record gives the same bytes."""
-    masthead = tag("header", tag("p", "workbench report · ", tag("b", "bridge"), class_="eyebrow"),
-                   tag("h1", "What does a bridge between two layouts cost?"),
-                   tag("p", answer(record), class_="answer"))
+    masthead = tag(
+        "header",
+        tag("p", "workbench report · ", tag("b", "bridge"), class_="eyebrow"),
+        tag("h1", "What does a bridge between two layouts cost?"),
+        tag("p", answer(record), class_="answer"),
+    )
     sections: list[tuple[str, Any]] = [(name, bridge(record, name)) for name in record["bridges"]]
     sections += [("Every sample", every_sample(record)), ("Provenance", provenance(record))]
     return document("bridge", [masthead], sections)
@@ -49,27 +52,47 @@ def answer(record: Mapping[str, Any]) -> str:
 def bridge(record: Mapping[str, Any], name: str) -> Markup:
     """Time and bytes of each way between two layouts, and who sends what to whom."""
     found = record["bridges"][name]
-    rows = [[way, *(cell for direction in DIRECTIONS for cell in (
-        milliseconds(entry[f"{direction}_ms"]), mebibytes(entry[f"{direction}_bytes"]))), entry["wrong_numbers"]]
-        for way, entry in found["ways"].items()]
+    rows = [
+        [
+            way,
+            *(
+                cell
+                for direction in DIRECTIONS
+                for cell in (milliseconds(entry[f"{direction}_ms"]), mebibytes(entry[f"{direction}_bytes"]))
+            ),
+            entry["wrong_numbers"],
+        ]
+        for way, entry in found["ways"].items()
+    ]
     heads = [f"{direction}, {what}" for direction in DIRECTIONS for what in ("time", "from others")]
     pair = GridPair(*(Grid.of(**found[side]) for side in ("source", "destination")))
     drawn = [as_html(Traffic.of(pair, how)) for how in (Delivery(order="zigzag"), Delivery("sharded", "zigzag"))]
-    return join([tag("p", "Median of the slowest rank; bytes of the rank that gets most."),
-                 tag("p", CPU_CAPTION) if record["device"] == "cpu" else None,
-                 table(["", *heads, "wrong numbers"], rows, numbers=range(1, 6)), drawn])
+    return join(
+        [
+            tag("p", "Median of the slowest rank; bytes of the rank that gets most."),
+            tag("p", CPU_CAPTION) if record["device"] == "cpu" else None,
+            table(["", *heads, "wrong numbers"], rows, numbers=range(1, 6)),
+            drawn,
+        ]
+    )
 
 
 def every_sample(record: Mapping[str, Any]) -> Markup:
     """All times, in the order in which they were taken."""
-    rows = [[name, way, direction, ", ".join(f"{ms:.2f}" for ms in entry[f"{direction}_samples_ms"])]
-            for name, found in record["bridges"].items() for way, entry in found["ways"].items()
-            for direction in DIRECTIONS]
+    rows = [
+        [name, way, direction, ", ".join(f"{ms:.2f}" for ms in entry[f"{direction}_samples_ms"])]
+        for name, found in record["bridges"].items()
+        for way, entry in found["ways"].items()
+        for direction in DIRECTIONS
+    ]
     return table(["", "", "", "ms"], rows)
 
 
 def provenance(record: Mapping[str, Any]) -> Markup:
     """Versions, git state, command and machine."""
     facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
-    return table(["what", "value"], [[tag("code", key), NONE if value is None else str(value)]
-                                     for key, value in sorted(facts.items())], class_="prose")
+    return table(
+        ["what", "value"],
+        [[tag("code", key), NONE if value is None else str(value)] for key, value in sorted(facts.items())],
+        class_="prose",
+    )

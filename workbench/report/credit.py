@@ -32,8 +32,13 @@ SMALLEST_CELL_INCHES = 0.085
 """Narrower than this, a cell holds no letter."""
 
 
-def credit_map(batch: RolloutBatch, credits: Mapping[str, Credit], *, documents: Sequence[int] | None = None,
-               decode: Callable[[int], str] | None = None) -> Figure:
+def credit_map(
+    batch: RolloutBatch,
+    credits: Mapping[str, Credit],
+    *,
+    documents: Sequence[int] | None = None,
+    decode: Callable[[int], str] | None = None,
+) -> Figure:
     """Draw the credit of every token of some documents under each of several losses.
 
     Blue: the loss makes the token likelier; orange: less likely; the deeper, the more (depth grows with the square
@@ -56,11 +61,19 @@ def credit_map(batch: RolloutBatch, credits: Mapping[str, Credit], *, documents:
     missing = [d for d in chosen if not 0 <= d < batch.num_documents]
     other = [name for name, credit in credits.items() if credit.credit_T.shape != batch.tokens_T.shape]
     if not credits or not chosen or missing or other:
-        found = f"documents {missing} are not there" if missing else f"{', '.join(other)} of another batch" if other \
+        found = (
+            f"documents {missing} are not there"
+            if missing
+            else f"{', '.join(other)} of another batch"
+            if other
             else f"{len(credits)} credits and {len(chosen)} documents"
-        raise SpecError("draw a credit map", found=found,
-                        rule="at least one credit and one document of the batch that the credits were computed from",
-                        fix="take both from one batch; documents count from 0")
+        )
+        raise SpecError(
+            "draw a credit map",
+            found=found,
+            rule="at least one credit and one document of the batch that the credits were computed from",
+            fix="take both from one batch; documents count from 0",
+        )
     columns = int(batch.lengths_N[chosen].max())
     cell_inches = (style.WIDTH_INCHES - 1.6) / (len(credits) * (columns + 1))
     figure = style.chart(1.75 + 0.165 * len(chosen))
@@ -78,8 +91,16 @@ def credit_map(batch: RolloutBatch, credits: Mapping[str, Credit], *, documents:
         axes.set_xlabel("token of the document", fontsize=7.5, color=style.MUTED, loc="left")
         axes.spines["bottom"].set_visible(False)
         axes.set_yticks(range(len(chosen)), [str(d) for d in chosen])
-    panels[0].annotate("document", (0, 1), xytext=(-4, 3), xycoords="axes fraction", textcoords="offset points",
-                       ha="right", fontsize=7, color=style.MUTED)
+    panels[0].annotate(
+        "document",
+        (0, 1),
+        xytext=(-4, 3),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        ha="right",
+        fontsize=7,
+        color=style.MUTED,
+    )
     _legend(figure, credits, largest)
     return figure
 
@@ -102,8 +123,11 @@ def said_shares(credit: Credit) -> str:
         '62 % of tokens act · 21 % zero advantage · 17 % clipped'
     """
     shares = credit.shares()
-    lost = [f"{_percent(part)} {fate}" for fate, part in sorted(shares.items(), key=lambda pair: -pair[1])
-            if fate != "acts" and part]
+    lost = [
+        f"{_percent(part)} {fate}"
+        for fate, part in sorted(shares.items(), key=lambda pair: -pair[1])
+        if fate != "acts" and part
+    ]
     return " · ".join([f"{_percent(shares['acts'])} of tokens act", *lost])
 
 
@@ -122,8 +146,7 @@ def _places(batch: RolloutBatch, chosen: Sequence[int]) -> list[tuple[int, int, 
     return found
 
 
-def _cells(axes: Axes, batch: RolloutBatch, credit: Credit, chosen: Sequence[int],
-           largest: float) -> PolyCollection:
+def _cells(axes: Axes, batch: RolloutBatch, credit: Credit, chosen: Sequence[int], largest: float) -> PolyCollection:
     corners, colors = [], []
     for token, row, column in _places(batch, chosen):
         if not credit.trained_T[token]:
@@ -136,22 +159,49 @@ def _cells(axes: Axes, batch: RolloutBatch, credit: Credit, chosen: Sequence[int
     return cells
 
 
-def _letters(axes: Axes, batch: RolloutBatch, credit: Credit, chosen: Sequence[int], decode: Callable[[int], str],
-             *, deep: float, size: float) -> None:
+def _letters(
+    axes: Axes,
+    batch: RolloutBatch,
+    credit: Credit,
+    chosen: Sequence[int],
+    decode: Callable[[int], str],
+    *,
+    deep: float,
+    size: float,
+) -> None:
     for token, row, column in _places(batch, chosen):
         trained, dark = bool(credit.trained_T[token]), abs(float(credit.credit_T[token])) > deep
-        axes.text(column + 0.5, row, decode(int(batch.tokens_T[token])), ha="center", va="center", fontsize=size,
-                  family="DejaVu Sans Mono", clip_on=True, parse_math=False,
-                  color="#fdfdfd" if trained and dark else LETTER if trained else style.MUTED)
+        axes.text(
+            column + 0.5,
+            row,
+            decode(int(batch.tokens_T[token])),
+            ha="center",
+            va="center",
+            fontsize=size,
+            family="DejaVu Sans Mono",
+            clip_on=True,
+            parse_math=False,
+            color="#fdfdfd" if trained and dark else LETTER if trained else style.MUTED,
+        )
 
 
 def _legend(figure: Figure, credits: Mapping[str, Credit], largest: float) -> None:
     fates = {FATES[int(number)] for credit in credits.values() for number in credit.fates_T.unique()}
-    handles = [Patch(facecolor=LIKELIER, label=f"made likelier (credit down to {significant(-largest, 2)})"),
-               Patch(facecolor=RARER, label=f"made less likely (up to {significant(largest, 2)})"),
-               *(Patch(facecolor=color, label=fate) for fate, color in SILENT.items() if fate in fates)]
-    figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=7.5,
-                  handlelength=1.1, handleheight=1.1, labelcolor=style.INK)
+    handles = [
+        Patch(facecolor=LIKELIER, label=f"made likelier (credit down to {significant(-largest, 2)})"),
+        Patch(facecolor=RARER, label=f"made less likely (up to {significant(largest, 2)})"),
+        *(Patch(facecolor=color, label=fate) for fate, color in SILENT.items() if fate in fates),
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=7.5,
+        handlelength=1.1,
+        handleheight=1.1,
+        labelcolor=style.INK,
+    )
 
 
 __all__ = ["credit_map", "hue", "said_shares"]

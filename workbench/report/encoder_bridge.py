@@ -22,11 +22,21 @@ def write_encoder_bridge_report(record: Mapping[str, Any], folder: Path) -> Path
 
 def page(record: Mapping[str, Any]) -> str:
     """The page as text; the same record gives the same bytes."""
-    masthead = tag("header", tag("p", "workbench report · ", tag("b", "encoder and policy"), class_="eyebrow"),
-                   tag("h1", QUESTION), tag("p", answer(record), class_="answer"))
-    return document("encoder_bridge", [masthead], [
-        ("Layouts", layouts(record)), ("Which check sees which bug", faults(record)),
-        ("Provenance", provenance(record))])
+    masthead = tag(
+        "header",
+        tag("p", "workbench report · ", tag("b", "encoder and policy"), class_="eyebrow"),
+        tag("h1", QUESTION),
+        tag("p", answer(record), class_="answer"),
+    )
+    return document(
+        "encoder_bridge",
+        [masthead],
+        [
+            ("Layouts", layouts(record)),
+            ("Which check sees which bug", faults(record)),
+            ("Provenance", provenance(record)),
+        ],
+    )
 
 
 def answer(record: Mapping[str, Any]) -> str:
@@ -35,17 +45,29 @@ def answer(record: Mapping[str, Any]) -> str:
     farthest = max(entry["distance"] for entry in found)
     missed = [name for name, entry in record["faults"].items() if entry["passes_adam"]]
     verdict = "Yes" if record["bars"]["layouts"]["holds"] else "No"
-    return (f"{verdict}: in {len(record['layouts'])} pairs of layouts the farthest gradient of all parameters is "
-            f"{farthest:.1e} off. Of {len(record['faults'])} planted bugs gradients see "
-            f"{sum(entry['distance'] > 1e-6 for entry in record['faults'].values())}; the usual check, weights after "
-            f"one step of Adam, lets {len(missed)} pass.")
+    return (
+        f"{verdict}: in {len(record['layouts'])} pairs of layouts the farthest gradient of all parameters is "
+        f"{farthest:.1e} off. Of {len(record['faults'])} planted bugs gradients see "
+        f"{sum(entry['distance'] > 1e-6 for entry in record['faults'].values())}; the usual check, weights after "
+        f"one step of Adam, lets {len(missed)} pass."
+    )
 
 
 def layouts(record: Mapping[str, Any]) -> Markup:
     """Every pair of layouts, with the gradient that is farthest from one rank's."""
-    rows = [[name, _words(entry["encoder"]), _words(entry["policy"]), entry["delivery"], entry["path"],
-             entry["micro_batches"], entry["parameters"], f"{entry['distance']:.1e}"]
-            for name, entry in record["layouts"].items()]
+    rows = [
+        [
+            name,
+            _words(entry["encoder"]),
+            _words(entry["policy"]),
+            entry["delivery"],
+            entry["path"],
+            entry["micro_batches"],
+            entry["parameters"],
+            f"{entry['distance']:.1e}",
+        ]
+        for name, entry in record["layouts"].items()
+    ]
     heads = ["", "encoder", "policy", "delivered", "path", "micro-batches", "parameters", "farthest gradient"]
     return table(heads, rows, numbers=(5, 6, 7))
 
@@ -53,24 +75,45 @@ def layouts(record: Mapping[str, Any]) -> Markup:
 def faults(record: Mapping[str, Any]) -> Markup:
     """Every planted bug: what it does to loss and gradients, and what three checks say."""
     adam = record["adam"]
-    rows = [[name.replace("_", " "), *(significant(entry[part], 4) for part in ("loss", "encoder", "policy")),
-             significant(entry["distance"], 2), tag("b", "passes") if entry["passes_adam"] else "fails",
-             f"{entry['adam_largest']:.1e}", entry["diagnosis"].replace("_", " ")]
-            for name, entry in record["faults"].items()]
+    rows = [
+        [
+            name.replace("_", " "),
+            *(significant(entry[part], 4) for part in ("loss", "encoder", "policy")),
+            significant(entry["distance"], 2),
+            tag("b", "passes") if entry["passes_adam"] else "fails",
+            f"{entry['adam_largest']:.1e}",
+            entry["diagnosis"].replace("_", " "),
+        ]
+        for name, entry in record["faults"].items()
+    ]
     heads = ["", "loss", "encoder", "policy", "gradients off by", "after Adam", "largest difference", "diagnose"]
-    told = [tag("p", tag("b", name.replace("_", " ")), f": {entry['what']}. {entry['evidence']}.")
-            for name, entry in record["faults"].items()]
-    return join([tag("p", "Loss and norms of both gradients as parts of the right ones. After one step of Adam at a "
-                     f"learning rate of {adam['learning_rate']:g}, weights are compared with a tolerance of "
-                     f"{adam['tolerance']:g}: two steps are at most twice the learning rate apart, so this check "
-                     "cannot fail."), table(heads, rows, numbers=(1, 2, 3, 4, 6)), told])
+    told = [
+        tag("p", tag("b", name.replace("_", " ")), f": {entry['what']}. {entry['evidence']}.")
+        for name, entry in record["faults"].items()
+    ]
+    return join(
+        [
+            tag(
+                "p",
+                "Loss and norms of both gradients as parts of the right ones. After one step of Adam at a "
+                f"learning rate of {adam['learning_rate']:g}, weights are compared with a tolerance of "
+                f"{adam['tolerance']:g}: two steps are at most twice the learning rate apart, so this check "
+                "cannot fail.",
+            ),
+            table(heads, rows, numbers=(1, 2, 3, 4, 6)),
+            told,
+        ]
+    )
 
 
 def provenance(record: Mapping[str, Any]) -> Markup:
     """Versions, git state, command and machine."""
     facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
-    return table(["what", "value"], [[tag("code", key), NONE if value is None else str(value)]
-                                     for key, value in sorted(facts.items())], class_="prose")
+    return table(
+        ["what", "value"],
+        [[tag("code", key), NONE if value is None else str(value)] for key, value in sorted(facts.items())],
+        class_="prose",
+    )
 
 
 def _words(sizes: Mapping[str, int]) -> str:

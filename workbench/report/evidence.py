@@ -21,10 +21,12 @@ DIVERGENCE_KEYS = ("loss/total/sum", "gradient/norm/global")
 SHOWN_ELSEWHERE = ("faults", "frozen_clip", "layout", "name", "precision")
 """Settings that a configuration's line states already, or that only name another run."""
 MOST_SETTINGS = 3
-SHARES = (("trained_share", "of target tokens are trained"),
-          ("gradient_token_share", "of trained tokens have a gradient"),
-          ("gradient_document_share", "of documents have a gradient"),
-          ("clipped_share", "of trained tokens are clipped"))
+SHARES = (
+    ("trained_share", "of target tokens are trained"),
+    ("gradient_token_share", "of trained tokens have a gradient"),
+    ("gradient_document_share", "of documents have a gradient"),
+    ("clipped_share", "of trained tokens are clipped"),
+)
 """Key of `Configuration.evidence` -> what the share is of."""
 
 
@@ -63,7 +65,7 @@ def which_steps(steps: Sequence[int], of: Sequence[int]) -> str:
         >>> which_steps([2, 3], [0, 1, 2, 3]), which_steps([1], [0, 1, 2]), which_steps([0, 2], [0, 1, 2, 3])
         ('from step 2', 'at step 1', 'at 2 of 4 steps, first at step 0')
     """
-    if list(steps) == list(of)[-len(steps):]:
+    if list(steps) == list(of)[-len(steps) :]:
         return f"from step {steps[0]}"
     return f"at step {steps[0]}" if len(steps) == 1 else f"at {len(steps)} of {len(of)} steps, first at step {steps[0]}"
 
@@ -102,8 +104,10 @@ def differing_settings(comparison: Comparison) -> dict[str, str]:
         base = flat.get(c.against, flat[c.name])
         own = [key for key in keys if key in flat[c.name] and 2 * count[key, repr(flat[c.name][key])] <= len(flat)]
         changed = [key for key in own if repr(flat[c.name][key]) != repr(base.get(key))]
-        texts = [f"{key if short[key] in repeated else short[key]} {setting_text(flat[c.name][key])}"
-                 for key in [*changed, *(key for key in own if key not in changed)]]
+        texts = [
+            f"{key if short[key] in repeated else short[key]} {setting_text(flat[c.name][key])}"
+            for key in [*changed, *(key for key in own if key not in changed)]
+        ]
         more = [f"{len(texts) - MOST_SETTINGS} more"] if len(texts) > MOST_SETTINGS else []
         listed[c.name] = " · ".join([*texts[:MOST_SETTINGS], *more])
     return listed

@@ -83,8 +83,11 @@ def changed_settings(comparison: Comparison, configuration: Configuration) -> di
     if not configuration.against:
         return {}
     base = flatten(comparison[configuration.against].settings)
-    return {key: value for key, value in flatten(configuration.settings).items()
-            if key != "frozen_clip" and (key not in base or base[key] != value)}
+    return {
+        key: value
+        for key, value in flatten(configuration.settings).items()
+        if key != "frozen_clip" and (key not in base or base[key] != value)
+    }
 
 
 def groups(comparison: Comparison) -> dict[str, list[Configuration]]:
@@ -117,8 +120,9 @@ def series_styles(comparison: Comparison) -> dict[str, SeriesStyle]:
     """A style for every configuration; those that change the same settings of their references share one."""
     kinds: dict[str, list[Configuration]] = {}
     for configuration in comparison.configurations:
-        kinds.setdefault(repr(sorted(changed_settings(comparison, configuration).items(), key=str)),
-                         []).append(configuration)
+        kinds.setdefault(repr(sorted(changed_settings(comparison, configuration).items(), key=str)), []).append(
+            configuration
+        )
     styles, hue = {}, 0
     for members in kinds.values():
         names = [c.name for c in members]
@@ -127,9 +131,12 @@ def series_styles(comparison: Comparison) -> dict[str, SeriesStyle]:
             drawn = SeriesStyle(label, style.INK, "", "-")
         else:
             turn = hue // len(style.SERIES)
-            drawn = SeriesStyle(label, style.SERIES[hue % len(style.SERIES)],
-                                style.MARKERS[(hue + turn) % len(style.MARKERS)],
-                                style.DASHES[(hue + turn) % len(style.DASHES)])
+            drawn = SeriesStyle(
+                label,
+                style.SERIES[hue % len(style.SERIES)],
+                style.MARKERS[(hue + turn) % len(style.MARKERS)],
+                style.DASHES[(hue + turn) % len(style.DASHES)],
+            )
             hue += 1
         styles |= dict.fromkeys(names, drawn)
     return styles
@@ -151,8 +158,12 @@ def verdicts(comparison: Comparison) -> Figure:
         style.note(figure, "nothing to compare: every configuration is a reference")
         return figure
     axes = figure.subplots()
-    style.tidy(axes, title=f"{comparison.experiment}: distance from the reference, in units of the budget",
-               x="worst distance ÷ budget, over steps and parameters (logarithmic)", grid="x")
+    style.tidy(
+        axes,
+        title=f"{comparison.experiment}: distance from the reference, in units of the budget",
+        x="worst distance ÷ budget, over steps and parameters (logarithmic)",
+        grid="x",
+    )
     shares = {c.name: worst_share(c) for c in rows}
     drawn = [s for s in shares.values() if s is not None and style.drawable(s) > 0]
     low = 10.0 ** math.floor(math.log10(max(min([*drawn, 0.1]), 1 / MOST_OF_BUDGET)) - 0.3)
@@ -166,11 +177,17 @@ def verdicts(comparison: Comparison) -> Figure:
         if value is not None and value > 0:
             end = min(max(value, low), high)
             axes.plot([low, end], [row, row], color=look.color, linewidth=2, alpha=0.35)
-            axes.plot([end], [row], color=look.color, markersize=5.5, linestyle="none", clip_on=end == value,
-                      marker=look.marker if end == value else ">" if value > high else "<")
+            axes.plot(
+                [end],
+                [row],
+                color=look.color,
+                markersize=5.5,
+                linestyle="none",
+                clip_on=end == value,
+                marker=look.marker if end == value else ">" if value > high else "<",
+            )
         elif value == 0:
-            axes.plot([low], [row], color=look.color, marker="|", markersize=9, linestyle="none",
-                      clip_on=False)
+            axes.plot([low], [row], color=look.color, marker="|", markersize=9, linestyle="none", clip_on=False)
         factor = f", factor {near_one(c.factor)}" if c.factor is not None and c.verdict == "different" else ""
         meaning = f" ({c.factor_meaning})" if factor and 0 < len(c.factor_meaning) < 16 else ""
         diverged = f", {divergence(c)}" if divergence(c) else ""
@@ -187,8 +204,16 @@ def verdicts(comparison: Comparison) -> Figure:
 
 def _beside(axes: Axes, row: float, text: str, *, color: str, points: float = 0.0) -> None:
     """Text on the right of a row, so many points from the edge of the axes."""
-    axes.annotate(text, (1, row), xycoords=axes.get_yaxis_transform(), xytext=(8 + points, 0),
-                  textcoords="offset points", va="center", fontsize=7.5, color=color)
+    axes.annotate(
+        text,
+        (1, row),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(8 + points, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=7.5,
+        color=color,
+    )
 
 
 def gradient_norm_by_step(comparison: Comparison) -> Figure:
@@ -222,16 +247,15 @@ def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
     ratios = [p.norm_ratio for c in shown for p in c.parameters if p.step == step]
     reach = min(2.2, max([abs(math.log2(r)) for r in ratios if r > 0 and math.isfinite(r)] + [0.7]) * 1.25)
     per_row = 14
-    blocks = [shown[i:i + per_row] for i in range(0, len(shown), per_row)]
+    blocks = [shown[i : i + per_row] for i in range(0, len(shown), per_row)]
     figure = style.chart((0.9 + 0.152 * len(names)) * len(blocks) + 0.1)
     columns = max(6, min(per_row, len(shown)))
     grid = figure.subplots(len(blocks), columns, squeeze=False, sharex=True, sharey=True)
     for block, row in zip(blocks, grid, strict=True):
-        for axes in row[len(block):]:
+        for axes in row[len(block) :]:
             axes.set_visible(False)
         for c, axes in zip(block, row, strict=False):
-            _ratio_column(axes, c, [p for p in c.parameters if p.step == step], place, reach,
-                          width=110 // columns + 1)
+            _ratio_column(axes, c, [p for p in c.parameters if p.step == step], place, reach, width=110 // columns + 1)
         row[0].set_yticks(range(len(names)), [_short(name) for name in names])
         row[0].set_ylim(len(names) - 0.3, -0.7)
         for axes in row:
@@ -239,34 +263,68 @@ def norm_ratios(comparison: Comparison, *, step: int = 0) -> Figure:
     return figure
 
 
-def _ratio_column(axes: Axes, c: Configuration, parameters: Sequence[Any], place: dict[str, int],
-                  reach: float, *, width: int) -> None:
+def _ratio_column(
+    axes: Axes, c: Configuration, parameters: Sequence[Any], place: dict[str, int], reach: float, *, width: int
+) -> None:
     look = style.VERDICT_STYLES[c.verdict]
     style.tidy(axes, grid="")
     for layer, name in enumerate(place):
         if _layer(name) % 2 == 0:
             axes.axhspan(layer - 0.5, layer + 0.5, color=style.LINE, alpha=0.3, linewidth=0)
-    axes.set_title(_wrap(f"{look.sign} {c.name}", width), fontsize=7, color=look.color, loc="left",
-                   linespacing=1.25, pad=12)
+    axes.set_title(
+        _wrap(f"{look.sign} {c.name}", width), fontsize=7, color=look.color, loc="left", linespacing=1.25, pad=12
+    )
     axes.axvline(1, color=style.MUTED, linewidth=0.6, zorder=0.5)
     rows = [place[p.parameter] for p in parameters]
-    axes.plot([style.drawable(p.norm_ratio) for p in parameters], rows, color=look.color, marker="o", markersize=3.2,
-              linewidth=0.7, markeredgewidth=0.8, label=c.name)
+    axes.plot(
+        [style.drawable(p.norm_ratio) for p in parameters],
+        rows,
+        color=look.color,
+        marker="o",
+        markersize=3.2,
+        linewidth=0.7,
+        markeredgewidth=0.8,
+        label=c.name,
+    )
     hollow = [p for p in parameters if p.judged_by == "floor"]
-    axes.plot([style.drawable(p.norm_ratio) for p in hollow], [place[p.parameter] for p in hollow], color=look.color,
-              marker="o", markersize=3.2, linestyle="none", markerfacecolor="#ffffff", markeredgewidth=0.8)
-    low, high, said = 2.0 ** -reach, 2.0 ** reach, []
-    for edge, arrow, beyond in ((low, "<", [p for p in parameters if p.norm_ratio < low]),
-                                (high, ">", [p for p in parameters if p.norm_ratio > high])):
+    axes.plot(
+        [style.drawable(p.norm_ratio) for p in hollow],
+        [place[p.parameter] for p in hollow],
+        color=look.color,
+        marker="o",
+        markersize=3.2,
+        linestyle="none",
+        markerfacecolor="#ffffff",
+        markeredgewidth=0.8,
+    )
+    low, high, said = 2.0**-reach, 2.0**reach, []
+    for edge, arrow, beyond in (
+        (low, "<", [p for p in parameters if p.norm_ratio < low]),
+        (high, ">", [p for p in parameters if p.norm_ratio > high]),
+    ):
         if beyond:
-            axes.plot([edge] * len(beyond), [place[p.parameter] for p in beyond], color=look.color,
-                      marker=arrow, markersize=4, linestyle="none", clip_on=False)
+            axes.plot(
+                [edge] * len(beyond),
+                [place[p.parameter] for p in beyond],
+                color=look.color,
+                marker=arrow,
+                markersize=4,
+                linestyle="none",
+                clip_on=False,
+            )
             ends = dict.fromkeys(significant(f(p.norm_ratio for p in beyond), 2) for f in (min, max))
             said.append(f"{arrow} " + " to ".join(ends))
     if lost := sum(math.isnan(p.norm_ratio) for p in parameters):
         said.append(f"{lost} not a number")
-    axes.annotate("\n".join(said), (0, 1), xytext=(0, 1), xycoords="axes fraction",
-                  textcoords="offset points", fontsize=6.5, color=look.color)
+    axes.annotate(
+        "\n".join(said),
+        (0, 1),
+        xytext=(0, 1),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=6.5,
+        color=look.color,
+    )
     axes.set_xscale("log", base=2)
     axes.set_xlim(low, high)
     axes.set_xticks([0.5, 1, 2], ["½", "1", "2"])
@@ -300,8 +358,12 @@ def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = N
         for step, axes in zip(chosen, line, strict=True):
             _histograms(axes, members, step, looks)
             first = axes is line[0]
-            style.tidy(axes, title=reference if first else " ", x="importance ratio",
-                       y=f"step {step}, share of trained tokens" if first else f"step {step}")
+            style.tidy(
+                axes,
+                title=reference if first else " ",
+                x="importance ratio",
+                y=f"step {step}, share of trained tokens" if first else f"step {step}",
+            )
             if axes.patches:  # an axis without a positive value cannot be logarithmic
                 axes.set_yscale("log")
             style.log_ticks(axes.yaxis)
@@ -314,8 +376,7 @@ def importance_ratios(comparison: Comparison, *, steps: Sequence[int] | None = N
     return figure
 
 
-def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
-                looks: dict[str, SeriesStyle]) -> None:
+def _histograms(axes: Axes, members: Sequence[Configuration], step: int, looks: dict[str, SeriesStyle]) -> None:
     used: list[float] = []
     for c in members:
         histogram = c.ratios.get(str(step))
@@ -326,12 +387,19 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
         if not any(counts):
             continue
         look, reference = looks[c.name], not c.against
-        axes.stairs([n / total for n in counts], edges, baseline=0, color=look.color, label=c.name,
-                    linewidth=5 if reference else 2.4 if c.verdict == "different" else 1.2,
-                    alpha=0.2 if reference else 1, zorder=2 if reference or c.verdict == "different" else 3,
-                    linestyle="-" if reference else _dash(c, _agreeing(members), look))
+        axes.stairs(
+            [n / total for n in counts],
+            edges,
+            baseline=0,
+            color=look.color,
+            label=c.name,
+            linewidth=5 if reference else 2.4 if c.verdict == "different" else 1.2,
+            alpha=0.2 if reference else 1,
+            zorder=2 if reference or c.verdict == "different" else 3,
+            linestyle="-" if reference else _dash(c, _agreeing(members), look),
+        )
         if not c.against or c.verdict in AGREEING:
-            used += [edge for i, n in enumerate(counts) if n for edge in edges[i:i + 2]]
+            used += [edge for i, n in enumerate(counts) if n for edge in edges[i : i + 2]]
     loss = members[0].settings.get("loss", {})
     surrogate = loss.get("surrogate", loss)  # records of before there were other surrogates hold the bounds themselves
     for name, sign in (("clip_low", -1), ("clip_high", 1)):
@@ -354,16 +422,23 @@ def _histograms(axes: Axes, members: Sequence[Configuration], step: int,
             percent = significant(100 * beyond / sum(histogram["counts"]), 2)
             said.append(f"{percent} % of {looks[c.name].label}")
     if said:
-        axes.annotate("\n".join(["beyond this axis:", *said]), (0.02, 0.9), xycoords="axes fraction",
-                      va="top", fontsize=6, color=style.MUTED,
-                      bbox={"facecolor": "#ffffff", "linewidth": 0, "pad": 1})
+        axes.annotate(
+            "\n".join(["beyond this axis:", *said]),
+            (0.02, 0.9),
+            xycoords="axes fraction",
+            va="top",
+            fontsize=6,
+            color=style.MUTED,
+            bbox={"facecolor": "#ffffff", "linewidth": 0, "pad": 1},
+        )
 
 
 def _finite_bins(histogram: Mapping[str, Sequence[float]]) -> tuple[list[float], list[float]]:
     """Edges and counts of the longest run of bins that have a place on an axis."""
     bins = list(zip(itertools.pairwise(histogram["edges"]), histogram["counts"], strict=False))
-    runs = [list(run) for placed, run in itertools.groupby(bins, lambda item: math.isfinite(_width(*item[0])))
-            if placed]
+    runs = [
+        list(run) for placed, run in itertools.groupby(bins, lambda item: math.isfinite(_width(*item[0]))) if placed
+    ]
     longest = max(runs, key=len, default=[])
     edges = [longest[0][0][0], *(b for (_, b), _ in longest)] if longest else []
     return list(map(style.drawable, edges)), [n for _, n in longest]
@@ -384,7 +459,8 @@ def time_and_memory(comparison: Comparison) -> Figure:
     left, right = figure.subplots(1, 2, sharey=True)
     quantities: tuple[tuple[Axes, str, str, float, Callable[[float], str]], ...] = (
         (left, STEP_MS, "duration of a step, rank 0 (ms; median on the right)", 1.0, milliseconds),
-        (right, PEAK_BYTES, "peak memory so far, rank 0 (MiB; median on the right)", 2.0 ** 20, mebibytes))
+        (right, PEAK_BYTES, "peak memory so far, rank 0 (MiB; median on the right)", 2.0**20, mebibytes),
+    )
     for axes, key, title, unit, written in quantities:
         style.tidy(axes, title=title, grid="x")
         for row, c in enumerate(rows):
@@ -393,17 +469,38 @@ def time_and_memory(comparison: Comparison) -> Figure:
             look = style.VERDICT_STYLES[c.verdict]
             if not values:
                 state = "" if c.state == "succeeded" else f"{c.state}, "
-                axes.text(0, row, f"  {state}{'not finite' if recorded else 'not recorded'}", va="center", fontsize=7,
-                          color=style.MUTED)
+                axes.text(
+                    0,
+                    row,
+                    f"  {state}{'not finite' if recorded else 'not recorded'}",
+                    va="center",
+                    fontsize=7,
+                    color=style.MUTED,
+                )
                 continue
             middle = statistics.median(values[1:] or values)
             axes.barh(row, middle, height=0.62, color=look.color, alpha=0.25, linewidth=0)
-            axes.plot(values, [row] * len(values), linestyle="none", marker="o", markersize=3,
-                      color=look.color, label=c.name)
-            axes.plot(values[:1], [row], linestyle="none", marker="o", markersize=3, color=look.color,
-                      markerfacecolor="#ffffff")
-            axes.text(1.01, row, written(middle * unit), transform=axes.get_yaxis_transform(), va="center",
-                      fontsize=7, color=style.INK)
+            axes.plot(
+                values, [row] * len(values), linestyle="none", marker="o", markersize=3, color=look.color, label=c.name
+            )
+            axes.plot(
+                values[:1],
+                [row],
+                linestyle="none",
+                marker="o",
+                markersize=3,
+                color=look.color,
+                markerfacecolor="#ffffff",
+            )
+            axes.text(
+                1.01,
+                row,
+                written(middle * unit),
+                transform=axes.get_yaxis_transform(),
+                va="center",
+                fontsize=7,
+                color=style.INK,
+            )
         axes.set_xlim(0, max(axes.get_xlim()[1], style.TINY))
         style.plain_ticks(axes.xaxis, 4)
     left.set_yticks(range(len(rows)), [c.name for c in rows])
@@ -421,8 +518,10 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
     The reference is a broad pale line. Configurations that agree lie on it and on one another, so each of
     them owns a turn of one common dash: all stay visible along the same path.
     """
-    panels = {ref: [c for c in members if any(step.get(key) is not None for step in c.steps)]
-              for ref, members in groups(comparison).items()}
+    panels = {
+        ref: [c for c in members if any(step.get(key) is not None for step in c.steps)]
+        for ref, members in groups(comparison).items()
+    }
     panels = {ref: members for ref, members in panels.items() if members}
     if not panels:
         figure = style.chart(1.2)
@@ -430,20 +529,33 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
         return figure
     looks = series_styles(comparison)
     figure = style.chart(max(0.4 + 2.6 * -(-len(panels) // style.PANELS_A_ROW), _legend_inches(panels, looks)))
-    series = {c.name: ([step["step"] for step in c.steps if step.get(key) is not None],
-                       [step[key] for step in c.steps if step.get(key) is not None])
-              for members in panels.values() for c in members}
+    series = {
+        c.name: (
+            [step["step"] for step in c.steps if step.get(key) is not None],
+            [step[key] for step in c.steps if step.get(key) is not None],
+        )
+        for members in panels.values()
+        for c in members
+    }
     placed = {name: list(map(style.drawable, values)) for name, (_, values) in series.items()}
     drawn = [v for values in placed.values() for v in values if math.isfinite(v)]
-    sound = [v for members in panels.values() for c in members if not c.against or c.verdict in AGREEING
-             for v in placed[c.name] if math.isfinite(v)]
+    sound = [
+        v
+        for members in panels.values()
+        for c in members
+        if not c.against or c.verdict in AGREEING
+        for v in placed[c.name]
+        if math.isfinite(v)
+    ]
     scale, reach = _scale(drawn, sound)
     title += {"linear": "", "log": ", logarithmic", "asinh": ", linear near 0 and logarithmic beyond"}[scale]
-    for axes, (reference, members) in zip(style.panels(figure, len(panels), sharey=True), panels.items(),
-                                          strict=True):
-        lost = mark_not_finite(axes, {c.name: series[c.name] for c in members},
-                               {c.name: looks[c.name].color for c in members},
-                               characters=130 // min(len(panels), style.PANELS_A_ROW))
+    for axes, (reference, members) in zip(style.panels(figure, len(panels), sharey=True), panels.items(), strict=True):
+        lost = mark_not_finite(
+            axes,
+            {c.name: series[c.name] for c in members},
+            {c.name: looks[c.name].color for c in members},
+            characters=130 // min(len(panels), style.PANELS_A_ROW),
+        )
         style.tidy(axes, title=reference, y=title, x="\n".join(["optimizer step", *lost]))
         agreeing = _agreeing(members)
         for order, c in enumerate(members):
@@ -453,13 +565,23 @@ def _lines(comparison: Comparison, key: str, title: str) -> Figure:
                 axes.plot(x, y, color=look.color, linewidth=1.2, label=c.name, **_dot(y))
                 continue
             if not c.against:
-                axes.plot(x, y, color=look.color, linewidth=6, alpha=0.16, label=c.name,
-                          solid_capstyle="round", **_dot(y))
+                axes.plot(
+                    x, y, color=look.color, linewidth=6, alpha=0.16, label=c.name, solid_capstyle="round", **_dot(y)
+                )
                 continue
-            axes.plot(x, y, color=look.color, linewidth=1.7, linestyle=_dash(c, agreeing, look),
-                      marker=look.marker, markersize=4.6, markeredgewidth=1.0,
-                      markerfacecolor="none" if c in agreeing else look.color, label=c.name,
-                      zorder=3 + order / 100)
+            axes.plot(
+                x,
+                y,
+                color=look.color,
+                linewidth=1.7,
+                linestyle=_dash(c, agreeing, look),
+                marker=look.marker,
+                markersize=4.6,
+                markeredgewidth=1.0,
+                markerfacecolor="none" if c in agreeing else look.color,
+                label=c.name,
+                zorder=3 + order / 100,
+            )
         style.step_ticks(axes.xaxis, (step["step"] for c in members for step in c.steps))
         axes.margins(x=0.06, y=0.12)
         if scale == "asinh":
@@ -477,8 +599,13 @@ def _dot(values: Sequence[float]) -> dict[str, Any]:
     return {"marker": "o", "markersize": 4} if sum(map(math.isfinite, values)) == 1 else {}
 
 
-def mark_not_finite(axes: Axes, series: Mapping[str, tuple[Sequence[int], Sequence[float]]],
-                    colors: Mapping[str, str], *, characters: int) -> list[str]:
+def mark_not_finite(
+    axes: Axes,
+    series: Mapping[str, tuple[Sequence[int], Sequence[float]]],
+    colors: Mapping[str, str],
+    *,
+    characters: int,
+) -> list[str]:
     """Put a cross at the top edge of a panel where a line stops being finite; return lines of text that name it.
 
     Args:
@@ -489,14 +616,28 @@ def mark_not_finite(axes: Axes, series: Mapping[str, tuple[Sequence[int], Sequen
     """
     lost: dict[str, list[str]] = {}
     for name, (steps, values) in series.items():
-        off = {step: value for step, value in zip(steps, values, strict=True)
-               if not math.isfinite(style.drawable(value))}
+        off = {
+            step: value for step, value in zip(steps, values, strict=True) if not math.isfinite(style.drawable(value))
+        }
         if off:
             gone = list(off)
-            what = f"not finite or beyond {power_of_ten(round(math.log10(style.HUGE)))}" \
-                if any(map(math.isfinite, off.values())) else "not finite"
-            axes.plot([gone[0]], [1], transform=axes.get_xaxis_transform(), color=colors[name], marker="x",
-                      markersize=5, markeredgewidth=1.4, linestyle="none", clip_on=False, gid=f"lost-{name}")
+            what = (
+                f"not finite or beyond {power_of_ten(round(math.log10(style.HUGE)))}"
+                if any(map(math.isfinite, off.values()))
+                else "not finite"
+            )
+            axes.plot(
+                [gone[0]],
+                [1],
+                transform=axes.get_xaxis_transform(),
+                color=colors[name],
+                marker="x",
+                markersize=5,
+                markeredgewidth=1.4,
+                linestyle="none",
+                clip_on=False,
+                gid=f"lost-{name}",
+            )
             lost.setdefault(f"{what} {which_steps(gone, steps)}", []).append(name)
     return ["\n".join(textwrap.wrap(f"× {text}: {_listed(names)}", characters)) for text, names in lost.items()]
 
@@ -539,14 +680,31 @@ def _legend(figure: Figure, comparison: Comparison, shown: Sequence[Configuratio
     """One entry a kind, beside the panels."""
     looks = series_styles(comparison)
     kinds = {looks[c.name]: c for c in shown}
-    handles = [Line2D([], [], color=look.color, marker=look.marker, linestyle=look.dash, linewidth=1.7,
-                      markersize=4.6, label=look.label,
-                      markerfacecolor="none" if c.verdict in AGREEING else look.color)
-               if c.against else
-               Line2D([], [], color=look.color, linewidth=6, alpha=0.16, label=f"{look.label} (reference)")
-               for look, c in kinds.items()]
-    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=7.5, handlelength=3,
-                  labelspacing=0.8, labelcolor=style.INK)
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=look.color,
+            marker=look.marker,
+            linestyle=look.dash,
+            linewidth=1.7,
+            markersize=4.6,
+            label=look.label,
+            markerfacecolor="none" if c.verdict in AGREEING else look.color,
+        )
+        if c.against
+        else Line2D([], [], color=look.color, linewidth=6, alpha=0.16, label=f"{look.label} (reference)")
+        for look, c in kinds.items()
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside right center",
+        frameon=False,
+        fontsize=7.5,
+        handlelength=3,
+        labelspacing=0.8,
+        labelcolor=style.INK,
+    )
 
 
 def _common_start(names: Sequence[str]) -> str:
@@ -582,6 +740,18 @@ def _spread(values: Sequence[int], most: int) -> list[int]:
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
-__all__ = ["changed_settings", "gradient_norm_by_step", "groups", "importance_ratios", "is_bitwise_equal",
-           "loss_by_step", "mark_not_finite", "norm_ratios", "series_styles", "share_of_budget", "time_and_memory",
-           "verdicts", "worst_share"]
+__all__ = [
+    "changed_settings",
+    "gradient_norm_by_step",
+    "groups",
+    "importance_ratios",
+    "is_bitwise_equal",
+    "loss_by_step",
+    "mark_not_finite",
+    "norm_ratios",
+    "series_styles",
+    "share_of_budget",
+    "time_and_memory",
+    "verdicts",
+    "worst_share",
+]

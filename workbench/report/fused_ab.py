@@ -35,8 +35,14 @@ from workbench.runs.store import to_json, write_whole
 ABLATIONS = ("step_one", "fifty_steps", "other_rounding")
 LOSS, NORM, DEVIATION = "loss/total/sum", "gradient/norm/global", "advantage/all/std"
 REWARD, MISMATCH = "reward/all/mean", "kl/policy_sampler/k3_mean"
-METRICS = {REWARD: "reward, mean", "reward/right/fraction": "answers wholly right, share", LOSS: "loss",
-           NORM: "gradient norm", MISMATCH: "KL(policy ‖ sampler), nats", "entropy/policy/mean": "entropy, nats"}
+METRICS = {
+    REWARD: "reward, mean",
+    "reward/right/fraction": "answers wholly right, share",
+    LOSS: "loss",
+    NORM: "gradient norm",
+    MISMATCH: "KL(policy ‖ sampler), nats",
+    "entropy/policy/mean": "entropy, nats",
+}
 """What is followed by step, and what the page calls it."""
 FLOAT32_EPSILON = 2.0**-23
 ENDS = 10
@@ -49,7 +55,8 @@ BUDGETS = (
     "whole gradient and 3.5 times that of a parameter. Gradient norm: two norms differ by no more than their gradients "
     "do, so by no more than the budget of the whole (in float64 the root of the summed squares of all). Loss: a sum of "
     "advantages of both signs that nearly cancel, so it is measured by their standard deviation: 10⁻¹² of it in "
-    "float64; below, 2.5 times the plain head's error or, if that is more, float32's epsilon of the deviation.")
+    "float64; below, 2.5 times the plain head's error or, if that is more, float32's epsilon of the deviation."
+)
 MEANING = (
     "Equality is claimed for the first step, where it can be judged. After it the weights differ in their last bits; "
     "sooner or later a token is drawn otherwise, its answer takes another course, and from there two runs of one seed "
@@ -57,11 +64,13 @@ MEANING = (
     "over steps: fused − plain at one seed; plain − plain at one seed, where the second sums in another order and "
     "nothing else (four rows a step instead of two); and one seed − the other under one head. The first two share "
     "prompts and draws, the third does not; the fair measure of the fused head is therefore the second: what rounding "
-    "alone does. Two seeds are a small sample.")
+    "alone does. Two seeds are a small sample."
+)
 CAPTION = (
     "By optimizer step. Colour: what was trained; solid: seed 0, dashed: seed 1. The first six as in the table; then "
     "the share of answers that are the plain run's of the same seed token for token; and, for each metric, two of the "
-    "table's distances over that between seeds.")
+    "table's distances over that between seeds."
+)
 
 
 @dataclass(frozen=True)
@@ -119,25 +128,33 @@ def write_sampled(folder: Path, ablation: str) -> Path:
     for c in Comparison.load(folder / ablation / "comparison.json").configurations:
         drawn = _drawn(folder / ablation, c)
         others = plain.setdefault(c.settings["seed"], drawn)
-        found[c.name] = {"digests": [digest(answers) for answers in drawn],
-                         "alike": [share_alike(*pair) for pair in zip(drawn, others, strict=True)]}
+        found[c.name] = {
+            "digests": [digest(answers) for answers in drawn],
+            "alike": [share_alike(*pair) for pair in zip(drawn, others, strict=True)],
+        }
     return write_whole(folder / ablation / "sampled.json", to_json(found))
 
 
 def page(records: Records) -> str:
     """The page as text: one HTML file that needs nothing else; the same records give the same bytes."""
-    comparisons = {"One step": records.step_one, "Fifty steps": records.fifty_steps,
-                   "The plain head in other rows": records.other_rounding}
+    comparisons = {
+        "One step": records.step_one,
+        "Fifty steps": records.fifty_steps,
+        "The plain head in other rows": records.other_rounding,
+    }
     sections = [
         ("One step", step_section(records)),
         ("Fifty steps", training_section(records)),
         ("Settings", join(join([tag("h3", name), differences(c)]) for name, c in comparisons.items())),
-        ("Provenance", join([_made(records.policy), *(join([tag("h3", name), provenance(c)])
-                                                      for name, c in comparisons.items())])),
+        (
+            "Provenance",
+            join([_made(records.policy), *(join([tag("h3", name), provenance(c)]) for name, c in comparisons.items())]),
+        ),
     ]
     answers = [tag("p", said, class_="answer") for said in (answer_of_step(records), answer_of_training(records))]
-    masthead = tag("header", tag("p", "workbench report · ", tag("b", "fused_ab"), class_="eyebrow"),
-                   tag("h1", QUESTION), answers)
+    masthead = tag(
+        "header", tag("p", "workbench report · ", tag("b", "fused_ab"), class_="eyebrow"), tag("h1", QUESTION), answers
+    )
     return document("fused_ab", [masthead], sections)
 
 
@@ -165,8 +182,9 @@ def step_table(comparison: Comparison) -> pd.DataFrame:
         if c.against:
             whole = c.whole_gradient[0]
             row["gradient"] = whole["distance"] / whole["budget"] if whole["budget"] else 0.0
-            row["norm_budget"] = (math.hypot(*(p.budget for p in c.parameters)) if precision == "float64"
-                                  else whole["budget"])
+            row["norm_budget"] = (
+                math.hypot(*(p.budget for p in c.parameters)) if precision == "float64" else whole["budget"]
+            )
             row["loss_budget"] = _loss_budget(precision, abs(plain[precision][LOSS] - truth[LOSS]), truth[DEVIATION])
         rows[c.name] = row
     return pd.DataFrame.from_dict(rows, orient="index").astype(object).where(lambda frame: frame.notna(), None)
@@ -181,8 +199,12 @@ def _loss_budget(precision: str, plain_error: float, deviation: float) -> float:
 def holds(comparison: Comparison) -> bool:
     """Whether every run of the first step keeps all of its budgets."""
     rows = [row for _, row in step_table(comparison).iterrows() if row["norm_budget"] is not None]
-    return all(row["verdict"] in ("equal", "within budget") and row["loss_off"] <= row["loss_budget"]
-               and row["norm_off"] <= row["norm_budget"] for row in rows)
+    return all(
+        row["verdict"] in ("equal", "within budget")
+        and row["loss_off"] <= row["loss_budget"]
+        and row["norm_off"] <= row["norm_budget"]
+        for row in rows
+    )
 
 
 def answer_of_step(records: Records) -> str:
@@ -192,31 +214,67 @@ def answer_of_step(records: Records) -> str:
     for c in succeeded(records.step_one):
         if _fused(c):
             row = found.loc[c.name]
-            said.append(f"in {row['precision']} its loss is {significant(row['loss_off'], 2)} and its gradient norm "
-                        f"{significant(row['norm_off'], 2)} away, where {significant(row['loss_budget'], 2)} and "
-                        f"{significant(row['norm_budget'], 2)} are allowed")
+            said.append(
+                f"in {row['precision']} its loss is {significant(row['loss_off'], 2)} and its gradient norm "
+                f"{significant(row['norm_off'], 2)} away, where {significant(row['loss_budget'], 2)} and "
+                f"{significant(row['norm_budget'], 2)} are allowed"
+            )
     truth = found.iloc[0]
     same = _same_answers(records)
-    return (f"One step on the same answers: the plain head in float64 finds a loss of {significant(truth['loss'], 4)} "
-            f"and a gradient norm of {significant(truth['norm'], 5)}. The fused head: {'; '.join(said)}. "
-            f"{'All budgets hold' if holds(records.step_one) else 'Not all budgets hold'}"
-            f"{'' if same else ', but the runs did not draw the same answers'}.")
+    return (
+        f"One step on the same answers: the plain head in float64 finds a loss of {significant(truth['loss'], 4)} "
+        f"and a gradient norm of {significant(truth['norm'], 5)}. The fused head: {'; '.join(said)}. "
+        f"{'All budgets hold' if holds(records.step_one) else 'Not all budgets hold'}"
+        f"{'' if same else ', but the runs did not draw the same answers'}."
+    )
 
 
 def step_section(records: Records) -> Markup:
     """The table of the first step."""
-    rows = [[tag("code", name), row["precision"], significant(row["loss"], 8), significant(row["loss_off"], 2),
-             significant(row["loss_budget"], 2), significant(row["norm"], 8), significant(row["norm_off"], 2),
-             significant(row["norm_budget"], 2), share(row["gradient"]), row["verdict"]]
-            for name, row in step_table(records.step_one).iterrows()]
-    head = ["run", "precision", "loss", "off by", "budget", "gradient norm", "off by", "budget", "gradient ÷ budget",
-            "verdict"]
+    rows = [
+        [
+            tag("code", name),
+            row["precision"],
+            significant(row["loss"], 8),
+            significant(row["loss_off"], 2),
+            significant(row["loss_budget"], 2),
+            significant(row["norm"], 8),
+            significant(row["norm_off"], 2),
+            significant(row["norm_budget"], 2),
+            share(row["gradient"]),
+            row["verdict"],
+        ]
+        for name, row in step_table(records.step_one).iterrows()
+    ]
+    head = [
+        "run",
+        "precision",
+        "loss",
+        "off by",
+        "budget",
+        "gradient norm",
+        "off by",
+        "budget",
+        "gradient ÷ budget",
+        "verdict",
+    ]
     tokens = succeeded(records.step_one)[0].steps[0]["tokens/trained/sum"]
-    drew = ("All runs drew the same answers, token for token." if _same_answers(records) else
-            "The runs did not draw the same answers: nothing below is about the head alone.")
-    return join([tag("p", BUDGETS), tag("p", f"{int(tokens)} trained tokens. {drew} plain_again is the plain head run "
-                                             "once more: what this machine repeats."),
-                 table(head, rows, numbers=range(2, 9))])
+    drew = (
+        "All runs drew the same answers, token for token."
+        if _same_answers(records)
+        else "The runs did not draw the same answers: nothing below is about the head alone."
+    )
+    return join(
+        [
+            tag("p", BUDGETS),
+            tag(
+                "p",
+                f"{int(tokens)} trained tokens. {drew} plain_again is the plain head run "
+                "once more: what this machine repeats.",
+            ),
+            table(head, rows, numbers=range(2, 9)),
+        ]
+    )
 
 
 # ---- fifty steps ---------------------------------------------------------------------------------------
@@ -237,8 +295,12 @@ def curves(records: Records) -> dict[str, dict[int, list[dict[str, Any]]]]:
     found["plain, other rows"] = {c.settings["seed"]: c.steps for c in succeeded(records.other_rounding)}
     shapes = {head: {seed: len(steps) for seed, steps in seeds.items()} for head, seeds in found.items()}
     if len({repr(sorted(shape.items())) for shape in shapes.values()}) != 1:
-        raise RecordError("lay the curves of fused_ab side by side", found=f"steps by head and seed {shapes}",
-                          rule="every head has the same seeds, and as many steps", fix="run both ablations again")
+        raise RecordError(
+            "lay the curves of fused_ab side by side",
+            found=f"steps by head and seed {shapes}",
+            rule="every head has the same seeds, and as many steps",
+            fix="run both ablations again",
+        )
     return found
 
 
@@ -255,8 +317,10 @@ def training_table(records: Records) -> pd.DataFrame:
 
 
 def _row(key: str, found: Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]]) -> dict[str, float]:
-    values = {head: {seed: [record[key] for record in steps] for seed, steps in seeds.items()}
-              for head, seeds in found.items()}
+    values = {
+        head: {seed: [record[key] for record in steps] for seed, steps in seeds.items()}
+        for head, seeds in found.items()
+    }
     plain, fused, other = (values[head] for head in HEADS)
 
     def mean(of: Mapping[int, list[float]], steps: slice) -> float:
@@ -267,7 +331,8 @@ def _row(key: str, found: Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]
         return math.sqrt(statistics.fmean(squares)) if squares else math.nan
 
     return {
-        "first": mean(plain, slice(ENDS)), "last": mean(plain, slice(-ENDS, None)),
+        "first": mean(plain, slice(ENDS)),
+        "last": mean(plain, slice(-ENDS, None)),
         "fused_last": mean(fused, slice(-ENDS, None)),
         "fused_plain": apart((fused[seed], plain[seed]) for seed in plain),
         "rounding": apart((other[seed], plain[seed]) for seed in plain),
@@ -300,17 +365,25 @@ def partings(records: Records) -> list[Parting]:
     for head, alike_by_seed in alike(records).items():
         for seed, shares in alike_by_seed.items():
             pairs = list(zip(found[head][seed], found["plain"][seed], strict=True))
-            made.append(Parting(
-                head, seed, _first(pairs, lambda pair: any(pair[0][key] != pair[1][key] for key in (LOSS, NORM))),
-                _first(shares, lambda value: value < 1), shares[-1]))
+            made.append(
+                Parting(
+                    head,
+                    seed,
+                    _first(pairs, lambda pair: any(pair[0][key] != pair[1][key] for key in (LOSS, NORM))),
+                    _first(shares, lambda value: value < 1),
+                    shares[-1],
+                )
+            )
     return made
 
 
 def alike(records: Records) -> dict[str, dict[int, list[float]]]:
     """By head (but plain) and seed: by step, the share of answers that are the plain run's token for token."""
     shares: dict[str, dict[int, list[float]]] = {"fused": {}, "plain, other rows": {}}
-    for name, comparison, head in (("fifty_steps", records.fifty_steps, "fused"),
-                                   ("other_rounding", records.other_rounding, "plain, other rows")):
+    for name, comparison, head in (
+        ("fifty_steps", records.fifty_steps, "fused"),
+        ("other_rounding", records.other_rounding, "plain, other rows"),
+    ):
         for c in succeeded(comparison):
             if _fused(c) or name == "other_rounding":
                 shares[head][c.settings["seed"]] = records.sampled[name][c.name]["alike"]
@@ -330,8 +403,7 @@ def training(records: Records) -> Figure:
         style.tidy(axes, title=title.partition(",")[0], x="optimizer step")
         for head, seeds in found.items():
             for place, (_, steps) in enumerate(sorted(seeds.items())):
-                axes.plot([record["step"] for record in steps], [record[key] for record in steps],
-                          **_look(head, place))
+                axes.plot([record["step"] for record in steps], [record[key] for record in steps], **_look(head, place))
         style.plain_ticks(axes.yaxis)
     style.tidy(grid[6], title="answers as the plain run's", x="optimizer step")
     for head, by_seed in alike(records).items():
@@ -340,8 +412,15 @@ def training(records: Records) -> Figure:
     grid[6].set_ylim(-0.03, 1.03)
     _distances(grid[7], rows)
     handles = [Line2D([], [], label=head, **_look(head, 0)) for head in HEADS]
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=7.5,
-                  handlelength=3, labelcolor=style.INK)
+    figure.legend(
+        handles=handles,
+        loc="outside upper left",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=7.5,
+        handlelength=3,
+        labelcolor=style.INK,
+    )
     return figure
 
 
@@ -351,8 +430,14 @@ def _distances(axes: Axes, rows: pd.DataFrame) -> None:
     for place, (_, row) in enumerate(rows.iterrows()):
         for column, head, marker in (("rounding", "plain, other rows", "s"), ("fused_plain", "fused", "o")):
             if row["seeds"]:
-                axes.plot([row[column] / row["seeds"]], [place], marker=marker, markersize=6, linestyle="none",
-                          color=style.SERIES[HEADS[head]])
+                axes.plot(
+                    [row[column] / row["seeds"]],
+                    [place],
+                    marker=marker,
+                    markersize=6,
+                    linestyle="none",
+                    color=style.SERIES[HEADS[head]],
+                )
     axes.axvline(1.0, color=style.INK, linewidth=0.9)
     axes.set_xlim(left=0)
     axes.set_yticks(range(len(rows)), [METRICS[str(key)].partition(",")[0].partition("(")[0] for key in rows.index])
@@ -362,22 +447,30 @@ def _distances(axes: Axes, rows: pd.DataFrame) -> None:
 
 def _look(head: str, place: int) -> dict[str, Any]:
     width, layer = {"plain": (2.2, 2), "fused": (1.0, 3), "plain, other rows": (1.0, 1)}[head]
-    return {"color": style.SERIES[HEADS[head]], "linestyle": style.DASHES[place % len(style.DASHES)],
-            "linewidth": width, "zorder": layer}
+    return {
+        "color": style.SERIES[HEADS[head]],
+        "linestyle": style.DASHES[place % len(style.DASHES)],
+        "linewidth": width,
+        "zorder": layer,
+    }
 
 
 def answer_of_training(records: Records) -> str:
     """What fifty steps say, made of their numbers."""
     found, steps = training_table(records), len(next(iter(curves(records)["plain"].values())))
     reward = found.loc[REWARD]
-    kl = {head: statistics.median(record[MISMATCH] for line in curves(records)[head].values() for record in line)
-          for head in ("plain", "fused")}
-    return (f"Over {steps} steps the reward goes from {significant(reward['first'])} to {significant(reward['last'])} "
-            f"with the plain head and to {significant(reward['fused_last'])} with the fused one (means of {ENDS} steps "
-            f"at either end, all seeds). Curves of the two lie {significant(reward['fused_plain'], 2)} apart at one "
-            f"seed, two plain heads that sum in another order {significant(reward['rounding'], 2)}, and two seeds of "
-            f"one head {significant(reward['seeds'], 2)}. KL from policy to sampler is {significant(kl['plain'], 2)} "
-            f"nats with the plain and {significant(kl['fused'], 2)} with the fused head (median of steps).")
+    kl = {
+        head: statistics.median(record[MISMATCH] for line in curves(records)[head].values() for record in line)
+        for head in ("plain", "fused")
+    }
+    return (
+        f"Over {steps} steps the reward goes from {significant(reward['first'])} to {significant(reward['last'])} "
+        f"with the plain head and to {significant(reward['fused_last'])} with the fused one (means of {ENDS} steps "
+        f"at either end, all seeds). Curves of the two lie {significant(reward['fused_plain'], 2)} apart at one "
+        f"seed, two plain heads that sum in another order {significant(reward['rounding'], 2)}, and two seeds of "
+        f"one head {significant(reward['seeds'], 2)}. KL from policy to sampler is {significant(kl['plain'], 2)} "
+        f"nats with the plain and {significant(kl['fused'], 2)} with the fused head (median of steps)."
+    )
 
 
 def furthest(records: Records) -> str:
@@ -387,35 +480,73 @@ def furthest(records: Records) -> str:
     if beyond.empty:
         return "Rounding moved nothing."
     key = str((beyond["fused_plain"] / beyond["rounding"]).idxmax())
-    means = [statistics.fmean(one[key] - other[key] for one, other in
-                              zip(found["fused"][seed], found["plain"][seed], strict=True))
-             for seed in sorted(found["plain"])]
+    means = [
+        statistics.fmean(
+            one[key] - other[key] for one, other in zip(found["fused"][seed], found["plain"][seed], strict=True)
+        )
+        for seed in sorted(found["plain"])
+    ]
     times = share(rows.loc[key, "fused_plain"] / rows.loc[key, "rounding"])
-    return (f"Furthest beyond rounding lies {METRICS[key].partition(',')[0]}, {times} times as far. Its fused − plain, "
-            f"mean over steps, is {' and '.join(significant(mean, 2) for mean in means)} at the {len(means)} seeds.")
+    return (
+        f"Furthest beyond rounding lies {METRICS[key].partition(',')[0]}, {times} times as far. Its fused − plain, "
+        f"mean over steps, is {' and '.join(significant(mean, 2) for mean in means)} at the {len(means)} seeds."
+    )
 
 
 def training_section(records: Records) -> Markup:
     """Figure and table of training, and when runs came apart."""
-    rows = [[METRICS[str(key)], *(significant(row[name], 3) for name in ("first", "last", "fused_last")),
-             *(significant(row[name], 2) for name in ("fused_plain", "rounding", "seeds")),
-             share(row["fused_plain"] / row["rounding"] if row["rounding"] else None),
-             share(row["fused_plain"] / row["seeds"] if row["seeds"] else None)]
-            for key, row in training_table(records).iterrows()]
-    head = ["", "first", "last, plain", "last, fused", "fused − plain", "rounding", "seeds", "fused ÷ rounding",
-            "fused ÷ seeds"]
-    apart = [[p.head, p.seed, _step(p.record), _step(p.answers), significant(p.alike_last, 2)]
-             for p in partings(records)]
-    return join([
-        tag("p", _trained_on(records)), tag("p", MEANING), drawing("training", CAPTION, training(records)),
-        table(head, rows, numbers=range(1, 9)),
-        tag("p", f"first: mean over seeds of the first {ENDS} steps, plain head. last: of the last {ENDS}. fused − "
-                 "plain, rounding and seeds: the three distances. KL: k3 on the sampler's tokens, which is KL(policy ‖ "
-                 "sampler) while the two are close; a mean in which one unlikely token can be most of a step, in "
-                 "whichever run draws it."), tag("p", furthest(records)),
-        tag("h3", "When a run came apart from the plain one of its seed"),
-        table(["run", "seed", "loss or norm first another at step", "an answer first another at step",
-               "answers alike in the last step"], apart, numbers=range(1, 5))])
+    rows = [
+        [
+            METRICS[str(key)],
+            *(significant(row[name], 3) for name in ("first", "last", "fused_last")),
+            *(significant(row[name], 2) for name in ("fused_plain", "rounding", "seeds")),
+            share(row["fused_plain"] / row["rounding"] if row["rounding"] else None),
+            share(row["fused_plain"] / row["seeds"] if row["seeds"] else None),
+        ]
+        for key, row in training_table(records).iterrows()
+    ]
+    head = [
+        "",
+        "first",
+        "last, plain",
+        "last, fused",
+        "fused − plain",
+        "rounding",
+        "seeds",
+        "fused ÷ rounding",
+        "fused ÷ seeds",
+    ]
+    apart = [
+        [p.head, p.seed, _step(p.record), _step(p.answers), significant(p.alike_last, 2)] for p in partings(records)
+    ]
+    return join(
+        [
+            tag("p", _trained_on(records)),
+            tag("p", MEANING),
+            drawing("training", CAPTION, training(records)),
+            table(head, rows, numbers=range(1, 9)),
+            tag(
+                "p",
+                f"first: mean over seeds of the first {ENDS} steps, plain head. last: of the last {ENDS}. fused − "
+                "plain, rounding and seeds: the three distances. KL: k3 on the sampler's tokens, which is KL(policy ‖ "
+                "sampler) while the two are close; a mean in which one unlikely token can be most of a step, in "
+                "whichever run draws it.",
+            ),
+            tag("p", furthest(records)),
+            tag("h3", "When a run came apart from the plain one of its seed"),
+            table(
+                [
+                    "run",
+                    "seed",
+                    "loss or norm first another at step",
+                    "an answer first another at step",
+                    "answers alike in the last step",
+                ],
+                apart,
+                numbers=range(1, 5),
+            ),
+        ]
+    )
 
 
 def _step(step: int | None) -> str:
@@ -442,16 +573,21 @@ def _trained_on(records: Records) -> str:
     """What every run of fifty steps does, in a sentence."""
     settings = succeeded(records.fifty_steps)[0].settings
     online, optimizer = settings["online"], settings["optimizer"]
-    return (f"Each step samples {online['prompts']} prompts with {online['answers']} answers at temperature "
-            f"{online['temperature']:g}, the sampler in {online['sampler_precision'] or settings['precision']}, and "
-            f"trains on them in {settings['precision']}, with the loss {settings['loss']['name']} and "
-            f"{optimizer['name']} at {optimizer['learning_rate']:g}; the old policy is the {online['old_logprobs']}.")
+    return (
+        f"Each step samples {online['prompts']} prompts with {online['answers']} answers at temperature "
+        f"{online['temperature']:g}, the sampler in {online['sampler_precision'] or settings['precision']}, and "
+        f"trains on them in {settings['precision']}, with the loss {settings['loss']['name']} and "
+        f"{optimizer['name']} at {optimizer['learning_rate']:g}; the old policy is the {online['old_logprobs']}."
+    )
 
 
 def _made(policy: Mapping[str, Any]) -> Markup:
     sizes = ", ".join(f"{name} {value}" for name, value in policy["sizes"].items())
     machine = policy["provenance"]["gpus"] or [policy["provenance"]["cpu"]]
     everything, beside = (policy[name] / 1e6 for name in ("parameters", "parameters_beside_embedding"))
-    return tag("p", f"The policy: a Qwen3 of {everything:.1f} million parameters, {beside:.1f} million of them beside "
-                    f"its embedding ({sizes}). It learnt in {policy['steps']} steps and {policy['seconds']:.0f} s on "
-                    f"{machine[0] or NONE}, until {policy['success_rate']:.0%} of its answers were right.")
+    return tag(
+        "p",
+        f"The policy: a Qwen3 of {everything:.1f} million parameters, {beside:.1f} million of them beside "
+        f"its embedding ({sizes}). It learnt in {policy['steps']} steps and {policy['seconds']:.0f} s on "
+        f"{machine[0] or NONE}, until {policy['success_rate']:.0%} of its answers were right.",
+    )

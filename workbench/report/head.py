@@ -32,13 +32,13 @@ RATIO_TICKS = (1, 1.5, 2, 3, 5, 10, 20, 40)
 
 CAPTIONS = {
     "ratios": "Forward and backward over three matrix products of the same run: medians. Hollow: memory grows with the "
-              "number of tokens. The axis is logarithmic.",
+    "number of tokens. The axis is logarithmic.",
     "memory": "Memory beyond operands and both gradients, against time. Left and low is better. Both axes are "
-              "logarithmic.",
+    "logarithmic.",
     "longest": "Peak memory of one row by its length, operands and gradients included, doubled until the row no "
-               "longer fits. A line that ends in a cross ran out of memory there; others ended for time.",
+    "longer fits. A line that ends in a cross ran out of memory there; others ended for time.",
     "parallel": "Forward and backward with the vocabulary cut over GPUs: time on one over ranks times the time on "
-                "each.",
+    "each.",
 }
 
 
@@ -50,36 +50,59 @@ def write_head_report(folder: Path) -> Path:
     """
     one, several = Path(folder) / "head.json", Path(folder) / "head_parallel.json"
     if not one.exists():
-        raise RecordError(f"report {folder}", found="no head.json", rule="the page is of a measurement on one GPU",
-                          fix="run workbench bench head first")
+        raise RecordError(
+            f"report {folder}",
+            found="no head.json",
+            rule="the page is of a measurement on one GPU",
+            fix="run workbench bench head first",
+        )
     parallel = from_json(several.read_text()) if several.exists() else None
     return write_whole(Path(folder) / "report.html", page(from_json(one.read_text()), parallel).encode())
 
 
 def page(record: Mapping[str, Any], parallel: Mapping[str, Any] | None = None) -> str:
     """The page as text; the same records give the same bytes."""
-    masthead = tag("header", tag("p", "workbench report · ", tag("b", "head"), class_="eyebrow"), tag("h1", QUESTION),
-                   tag("p", answer(record), class_="answer"))
-    sections = [("Time", join([drawing("ratios", CAPTIONS["ratios"], ratios(record)), times(record)])),
-                ("Memory", memory_section(record))]
+    masthead = tag(
+        "header",
+        tag("p", "workbench report · ", tag("b", "head"), class_="eyebrow"),
+        tag("h1", QUESTION),
+        tag("p", answer(record), class_="answer"),
+    )
+    sections = [
+        ("Time", join([drawing("ratios", CAPTIONS["ratios"], ratios(record)), times(record)])),
+        ("Memory", memory_section(record)),
+    ]
     if record["longest_rows"]:
         sections.append(("The longest row", drawing("longest", CAPTIONS["longest"], longest(record))))
     if parallel:
-        sections.append(("Vocabulary over GPUs", join([
-            drawing("parallel", CAPTIONS["parallel"], efficiency(parallel)), parallel_table(parallel)])))
-    sections += [("Errors", errors(record)), ("Bars", bars(record)), ("Every sample", every_sample(record)),
-                 ("Provenance", join([provenance(record), provenance(parallel) if parallel else None]))]
+        sections.append(
+            (
+                "Vocabulary over GPUs",
+                join([drawing("parallel", CAPTIONS["parallel"], efficiency(parallel)), parallel_table(parallel)]),
+            )
+        )
+    sections += [
+        ("Errors", errors(record)),
+        ("Bars", bars(record)),
+        ("Every sample", every_sample(record)),
+        ("Provenance", join([provenance(record), provenance(parallel) if parallel else None])),
+    ]
     return document("head", [masthead], sections)
 
 
 def answer(record: Mapping[str, Any]) -> str:
     """The finding in a sentence."""
-    mine = [f"{letter} {work['forward_backward']['contenders']['fused_loss']['ratio']:.3f}"
-            for letter, work in record["workloads"].items()
-            if "ratio" in work["forward_backward"]["contenders"]["fused_loss"]]
+    mine = [
+        f"{letter} {work['forward_backward']['contenders']['fused_loss']['ratio']:.3f}"
+        for letter, work in record["workloads"].items()
+        if "ratio" in work["forward_backward"]["contenders"]["fused_loss"]
+    ]
     missed = [name for name, bar in record["bars"].items() if not bar["holds"]]
-    held = f"{len(record['bars']) - len(missed)} of {len(record['bars'])} bars hold." if record["bars"] else \
-        "No bar is stated for this device."
+    held = (
+        f"{len(record['bars']) - len(missed)} of {len(record['bars'])} bars hold."
+        if record["bars"]
+        else "No bar is stated for this device."
+    )
     return f"On {record['device']}: fused_loss takes {', '.join(mine)} times three matrix products. {held}"
 
 
@@ -133,15 +156,21 @@ def longest(record: Mapping[str, Any]) -> Figure:
         for name, found in lines.items():
             at = [(line["tokens"], line["peak_gib"]) for line in found["rows"]]
             number = names.index(name)
-            axes.plot(*zip(*at, strict=True), color=style.SERIES[number], marker=style.MARKERS[number], markersize=3.5,
-                      linestyle=style.DASHES[number]) if at else None
+            axes.plot(
+                *zip(*at, strict=True),
+                color=style.SERIES[number],
+                marker=style.MARKERS[number],
+                markersize=3.5,
+                linestyle=style.DASHES[number],
+            ) if at else None
             if at and found["end"] == "out of memory":
                 axes.plot(*at[-1], marker="x", markersize=8, color=style.SERIES[number])
         style.plain_ticks(axes.yaxis, 3)
-    handles = [Line2D([], [], label=name, color=style.SERIES[i], marker=style.MARKERS[i], linestyle=style.DASHES[i])
-               for i, name in enumerate(names)]
-    figure.legend(handles=handles, loc="outside upper left", ncols=3, frameon=False, fontsize=7.5,
-                  labelcolor=style.INK)
+    handles = [
+        Line2D([], [], label=name, color=style.SERIES[i], marker=style.MARKERS[i], linestyle=style.DASHES[i])
+        for i, name in enumerate(names)
+    ]
+    figure.legend(handles=handles, loc="outside upper left", ncols=3, frameon=False, fontsize=7.5, labelcolor=style.INK)
     return figure
 
 
@@ -151,8 +180,13 @@ def efficiency(record: Mapping[str, Any]) -> Figure:
     axes = style.tidy(figure.subplots(), x="GPUs", y="efficiency")
     for number, (name, found) in enumerate(record["heads"].items()):
         at = [(int(ranks), entry["efficiency"]) for ranks, entry in found.items()]
-        axes.plot(*zip(*at, strict=True), label=_size(record, name), color=style.SERIES[number],
-                  marker=style.MARKERS[number], linestyle=style.DASHES[number])
+        axes.plot(
+            *zip(*at, strict=True),
+            label=_size(record, name),
+            color=style.SERIES[number],
+            marker=style.MARKERS[number],
+            linestyle=style.DASHES[number],
+        )
     axes.set_xticks(sorted({int(ranks) for found in record["heads"].values() for ranks in found}))
     axes.set_ylim(0, 1.05)
     axes.legend(frameon=False, fontsize=7.5, labelcolor=style.INK)
@@ -168,12 +202,25 @@ def times(record: Mapping[str, Any]) -> Markup:
     for letter, work in _workloads(record):
         for passes, said in (("forward_backward", "forward and backward"), ("forward", "forward alone")):
             listed = work[passes]["contenders"]
-            rows = [[name, entry["what"], significant(entry["median_ms"], 4), significant(entry["ratio"], 4),
-                     significant(entry.get("extra_gib"), 3), entry["version"] or NONE]
-                    for name, entry in sorted(_timed(work, passes).items(), key=lambda pair: pair[1]["ratio"])]
-            parts += [tag("h3", f"{letter}: {work['tokens']} tokens, hidden {work['dimension']}, vocabulary "
-                                f"{work['vocabulary']}: {said}"),
-                      table(["", "what", "ms", "times the floor", "GiB extra", "version"], rows, numbers=(2, 3, 4))]
+            rows = [
+                [
+                    name,
+                    entry["what"],
+                    significant(entry["median_ms"], 4),
+                    significant(entry["ratio"], 4),
+                    significant(entry.get("extra_gib"), 3),
+                    entry["version"] or NONE,
+                ]
+                for name, entry in sorted(_timed(work, passes).items(), key=lambda pair: pair[1]["ratio"])
+            ]
+            parts += [
+                tag(
+                    "h3",
+                    f"{letter}: {work['tokens']} tokens, hidden {work['dimension']}, vocabulary "
+                    f"{work['vocabulary']}: {said}",
+                ),
+                table(["", "what", "ms", "times the floor", "GiB extra", "version"], rows, numbers=(2, 3, 4)),
+            ]
             missing = [f"{name} ({entry['left_out']})" for name, entry in listed.items() if "left_out" in entry]
             if missing:
                 parts.append(tag("p", "Left out: ", "; ".join(missing), class_="caution"))
@@ -190,20 +237,33 @@ def memory_section(record: Mapping[str, Any]) -> Markup:
 
 def parallel_table(record: Mapping[str, Any]) -> Markup:
     """Times over GPUs, every sample."""
-    rows = [[_size(record, name), ranks, significant(entry["median_ms"], 4), significant(entry["efficiency"], 3),
-             ", ".join(f"{ms:.2f}" for ms in entry["samples_ms"])]
-            for name, found in record["heads"].items() for ranks, entry in found.items()]
+    rows = [
+        [
+            _size(record, name),
+            ranks,
+            significant(entry["median_ms"], 4),
+            significant(entry["efficiency"], 3),
+            ", ".join(f"{ms:.2f}" for ms in entry["samples_ms"]),
+        ]
+        for name, found in record["heads"].items()
+        for ranks, entry in found.items()
+    ]
     return table(["", "GPUs", "ms", "efficiency", "samples, ms"], rows, numbers=(1, 2, 3))
 
 
 def errors(record: Mapping[str, Any]) -> Markup:
     """Against float64 of the same operands."""
-    rows = [[letter, name, *(significant(entry.get(key), 2) for key in
-                             ("logprob_error", "hidden_error", "weight_error"))]
-            for letter, work in _workloads(record)
-            for name, entry in work["forward_backward"]["contenders"].items() if "hidden_error" in entry]
-    said = tag("p", "Mean absolute error of the log-probabilities in nats; L2 norm of the error of each gradient over "
-                    "that of the gradient.")
+    rows = [
+        [letter, name, *(significant(entry.get(key), 2) for key in ("logprob_error", "hidden_error", "weight_error"))]
+        for letter, work in _workloads(record)
+        for name, entry in work["forward_backward"]["contenders"].items()
+        if "hidden_error" in entry
+    ]
+    said = tag(
+        "p",
+        "Mean absolute error of the log-probabilities in nats; L2 norm of the error of each gradient over "
+        "that of the gradient.",
+    )
     return join([said, table(["", "", "log-probability", "hidden", "weight"], rows, numbers=(2, 3, 4))])
 
 
@@ -211,24 +271,37 @@ def bars(record: Mapping[str, Any]) -> Markup:
     """What must hold, and what was found."""
     if not record["bars"]:
         return tag("p", "None for this device.")
-    rows = [[name, f"{'≥' if bar.get('least') else '≤'} {significant(bar['bar'], 4)}", significant(bar["median"], 4),
-             "holds" if bar["holds"] else tag("b", "missed")] for name, bar in record["bars"].items()]
+    rows = [
+        [
+            name,
+            f"{'≥' if bar.get('least') else '≤'} {significant(bar['bar'], 4)}",
+            significant(bar["median"], 4),
+            "holds" if bar["holds"] else tag("b", "missed"),
+        ]
+        for name, bar in record["bars"].items()
+    ]
     return table(["", "bar", "found", ""], rows, numbers=(2,))
 
 
 def every_sample(record: Mapping[str, Any]) -> Markup:
     """All times, in the order in which they were taken."""
-    rows = [[letter, passes.replace("_", " + "), name, ", ".join(f"{ms:.2f}" for ms in entry["samples_ms"])]
-            for letter, work in _workloads(record) for passes in ("forward_backward", "forward")
-            for name, entry in _timed(work, passes).items()]
+    rows = [
+        [letter, passes.replace("_", " + "), name, ", ".join(f"{ms:.2f}" for ms in entry["samples_ms"])]
+        for letter, work in _workloads(record)
+        for passes in ("forward_backward", "forward")
+        for name, entry in _timed(work, passes).items()
+    ]
     return table(["", "", "", "ms"], rows)
 
 
 def provenance(record: Mapping[str, Any]) -> Markup:
     """Versions, git state, command and machine."""
     facts = {"command": record.get("command"), "device": record["device"], **flatten(record["provenance"])}
-    return table(["what", "value"], [[tag("code", key), NONE if value is None else str(value)]
-                                     for key, value in sorted(facts.items())], class_="prose")
+    return table(
+        ["what", "value"],
+        [[tag("code", key), NONE if value is None else str(value)] for key, value in sorted(facts.items())],
+        class_="prose",
+    )
 
 
 # ---- parts ---------------------------------------------------------------------------------------------
@@ -250,8 +323,15 @@ def _timed(work: Mapping[str, Any], passes: str = "forward_backward") -> dict[st
 def _mark(axes: Axes, entry: Mapping[str, Any], x: float, y: float) -> None:
     number = KINDS[entry["kind"]]
     hollow = entry["memory"] != "chunk"
-    axes.plot([x], [y], marker=style.MARKERS[number], markersize=5, linestyle="none", color=style.SERIES[number],
-              markerfacecolor="#ffffff" if hollow else style.SERIES[number])
+    axes.plot(
+        [x],
+        [y],
+        marker=style.MARKERS[number],
+        markersize=5,
+        linestyle="none",
+        color=style.SERIES[number],
+        markerfacecolor="#ffffff" if hollow else style.SERIES[number],
+    )
 
 
 def _ratio_ticks(axis: Any, limits: tuple[float, float]) -> None:
@@ -261,16 +341,20 @@ def _ratio_ticks(axis: Any, limits: tuple[float, float]) -> None:
 
 
 def _legend(figure: Figure) -> None:
-    handles = [Line2D([], [], label=kind, marker=style.MARKERS[number], linestyle="none", color=style.SERIES[number])
-               for kind, number in KINDS.items()]
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=7.5,
-                  labelcolor=style.INK)
+    handles = [
+        Line2D([], [], label=kind, marker=style.MARKERS[number], linestyle="none", color=style.SERIES[number])
+        for kind, number in KINDS.items()
+    ]
+    figure.legend(
+        handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=7.5, labelcolor=style.INK
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Write the page of the folder that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.report.head",
-                                     description="Write report.html from the records of a folder.")
+    parser = argparse.ArgumentParser(
+        prog="python -m workbench.report.head", description="Write report.html from the records of a folder."
+    )
     parser.add_argument("folder", type=Path, help="holds head.json, and perhaps head_parallel.json")
     return write_head_report(parser.parse_args(arguments).folder)
 

@@ -62,12 +62,13 @@ class LogTail:
     def text(self) -> str:
         """The last lines; the very last one may not be whole yet."""
         lines = [*self._lines, *([_as_text(self._rest)] if self._rest else [])]
-        return "\n".join(lines[-(self._lines.maxlen or LINES):])
+        return "\n".join(lines[-(self._lines.maxlen or LINES) :])
 
 
 def _as_text(line: bytes) -> str:
     plain = _TERMINAL.sub(b"", line).rstrip(b"\r")
     shown = plain.rpartition(b"\r")[2].decode("utf8", errors="replace")
-    shown = "".join(letter if letter.isprintable() or letter == "\t" else "\N{REPLACEMENT CHARACTER}"
-                    for letter in shown)
+    shown = "".join(
+        letter if letter.isprintable() or letter == "\t" else "\N{REPLACEMENT CHARACTER}" for letter in shown
+    )
     return shown if len(shown) <= _LINE_LETTERS else f"{shown[:_LINE_LETTERS]} ..."

@@ -30,8 +30,13 @@ LOWEST, HIGHEST = 0.02, 6.0
 Specs = LossSpec | Sequence[LossSpec] | Mapping[str, LossSpec]
 
 
-def loss_curves(specs: Specs, *, advantages: Sequence[float] = (1.0, -1.0), ratios: tuple[float, float] | None = None,
-                anchor_probability: float | None = None) -> Figure:
+def loss_curves(
+    specs: Specs,
+    *,
+    advantages: Sequence[float] = (1.0, -1.0),
+    ratios: tuple[float, float] | None = None,
+    anchor_probability: float | None = None,
+) -> Figure:
     """Draw loss and gradient coefficient of one token against its ratio.
 
     A row for each advantage; on the left the loss, on the right its derivative by the log-probability of the token.
@@ -55,9 +60,11 @@ def loss_curves(specs: Specs, *, advantages: Sequence[float] = (1.0, -1.0), rati
     named = name_specs(specs)
     low, high = ratios or _reach(named.values())
     if not named or not advantages or not 0 < low < 1 < high:
-        raise SpecError(f"curves of {len(named)} losses and {len(advantages)} advantages from {low:g} to {high:g}",
-                        rule="at least one of each, and a range of ratios above 0 with 1 inside",
-                        fix="name a loss; widen the range")
+        raise SpecError(
+            f"curves of {len(named)} losses and {len(advantages)} advantages from {low:g} to {high:g}",
+            rule="at least one of each, and a range of ratios above 0 with 1 inside",
+            fix="name a loss; widen the range",
+        )
     figure = style.chart(0.5 + 2.35 * len(advantages))
     grid = figure.subplots(len(advantages), 2, squeeze=False, sharex=True)
     looks = line_styles(list(named))
@@ -74,8 +81,15 @@ def loss_curves(specs: Specs, *, advantages: Sequence[float] = (1.0, -1.0), rati
         for axes in (left, right):
             _mark(axes, named, advantage, looks, low, high)
     handles = [Line2D([], [], label=name, linewidth=1.8, **looks[name]) for name in named]
-    figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=7.5, handlelength=3,
-                  labelspacing=0.8, labelcolor=style.INK)
+    figure.legend(
+        handles=handles,
+        loc="outside right center",
+        frameon=False,
+        fontsize=7.5,
+        handlelength=3,
+        labelspacing=0.8,
+        labelcolor=style.INK,
+    )
     return figure
 
 
@@ -111,8 +125,10 @@ def bounds_of(spec: LossSpec, advantage: float) -> list[float]:
 
 def line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """A hue and a dash for each name."""
-    return {name: {"color": style.SERIES[i % len(style.SERIES)], "linestyle": style.DASHES[i % len(style.DASHES)]}
-            for i, name in enumerate(names)}
+    return {
+        name: {"color": style.SERIES[i % len(style.SERIES)], "linestyle": style.DASHES[i % len(style.DASHES)]}
+        for i, name in enumerate(names)
+    }
 
 
 def _changed(spec: LossSpec) -> list[str]:
@@ -133,15 +149,27 @@ def _grid(spec: LossSpec, advantage: float, low: float, high: float) -> torch.Te
     return torch.cat([torch.linspace(low, high, POINTS, dtype=torch.float64), inside]).unique()
 
 
-def _mark(axes: Axes, named: Mapping[str, LossSpec], advantage: float, looks: Mapping[str, dict[str, Any]],
-          low: float, high: float) -> None:
+def _mark(
+    axes: Axes,
+    named: Mapping[str, LossSpec],
+    advantage: float,
+    looks: Mapping[str, dict[str, Any]],
+    low: float,
+    high: float,
+) -> None:
     axes.axvline(1, color=style.LINE, linewidth=0.9, zorder=0.5)
     axes.axhline(0, color=style.LINE, linewidth=0.9, zorder=0.5)
     for name, spec in named.items():
         for bound in bounds_of(spec, advantage):
             if low <= bound <= high:
-                axes.axvline(bound, color=looks[name]["color"], linewidth=0.9, linestyle=(0, (1, 2)), zorder=0.8,
-                             gid=f"bound-{name}")
+                axes.axvline(
+                    bound,
+                    color=looks[name]["color"],
+                    linewidth=0.9,
+                    linestyle=(0, (1, 2)),
+                    zorder=0.8,
+                    gid=f"bound-{name}",
+                )
     axes.set_xlim(low, high)
     for axis in (axes.xaxis, axes.yaxis):
         style.plain_ticks(axis)

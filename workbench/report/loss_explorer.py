@@ -41,12 +41,19 @@ class LossExplorer(widgets.VBox):
         >>> LossExplorer(("grpo", "cispo"))   # doctest: +SKIP
     """
 
-    def __init__(self, losses: Sequence[str] = ("grpo", "dual_clip"), *, clip_low: float = 0.2,
-                 clip_high: float = 0.2, **more: Any) -> None:
+    def __init__(
+        self,
+        losses: Sequence[str] = ("grpo", "dual_clip"),
+        *,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        **more: Any,
+    ) -> None:
         self.choice = widgets.SelectMultiple(options=CURVED, value=tuple(losses), rows=7, description="losses")
         self.low, self.high = (
             widgets.FloatSlider(value=value, min=0.0, max=0.95, step=0.01, description=name, continuous_update=False)
-            for name, value in (("clip_low", clip_low), ("clip_high", clip_high)))
+            for name, value in (("clip_low", clip_low), ("clip_high", clip_high))
+        )
         self.sign = widgets.ToggleButtons(options=list(ADVANTAGES), description="advantage")
         self.drawing = widgets.HTML()
         for control in (self.choice, self.low, self.high, self.sign):
@@ -59,8 +66,9 @@ class LossExplorer(widgets.VBox):
         if not self.choice.value:
             self.drawing.value = "<p>Choose a loss.</p>"
             return
-        self.drawing.value = draw(self.choice.value, clip_low=self.low.value, clip_high=self.high.value,
-                                  advantage=self.sign.value)
+        self.drawing.value = draw(
+            self.choice.value, clip_low=self.low.value, clip_high=self.high.value, advantage=self.sign.value
+        )
 
 
 def draw(losses: Sequence[str], *, clip_low: float, clip_high: float, advantage: str = "both") -> str:
@@ -74,7 +82,7 @@ def draw(losses: Sequence[str], *, clip_low: float, clip_high: float, advantage:
     """
     specs = {name: with_bounds(name, clip_low, clip_high) for name in losses}
     text = svg_text(loss_curves(specs, advantages=ADVANTAGES[advantage]))
-    return text[text.index("<svg"):]
+    return text[text.index("<svg") :]
 
 
 def takes_bounds(spec: LossSpec) -> bool:

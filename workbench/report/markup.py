@@ -64,8 +64,9 @@ def join(children: Iterable[Any]) -> Markup:
     return Markup("".join(out))
 
 
-def table(head: Iterable[Any], rows: Iterable[Iterable[Any]], *, numbers: Iterable[int] = (),
-          class_: str | None = None) -> Markup:
+def table(
+    head: Iterable[Any], rows: Iterable[Iterable[Any]], *, numbers: Iterable[int] = (), class_: str | None = None
+) -> Markup:
     """A table whose first column heads its rows, in a box that scrolls sideways where it must.
 
     Args:
@@ -77,12 +78,20 @@ def table(head: Iterable[Any], rows: Iterable[Iterable[Any]], *, numbers: Iterab
     flush = set(numbers)
 
     def cells(row: Iterable[Any]) -> list[Markup]:
-        return [tag("th", cell, scope="row") if column == 0
-                else tag("td", cell, class_="number" if column in flush else None)
-                for column, cell in enumerate(row)]
+        return [
+            tag("th", cell, scope="row")
+            if column == 0
+            else tag("td", cell, class_="number" if column in flush else None)
+            for column, cell in enumerate(row)
+        ]
 
-    heads = [tag("th", name, scope="col", class_="number" if column in flush else None)
-             for column, name in enumerate(head)]
+    heads = [
+        tag("th", name, scope="col", class_="number" if column in flush else None) for column, name in enumerate(head)
+    ]
     body = [join([tag("tr", cells(row)), Markup("\n")]) for row in rows]
-    return tag("div", tag("table", tag("thead", tag("tr", heads)), tag("tbody", body), class_=class_),
-               class_="scroll", tabindex="0")
+    return tag(
+        "div",
+        tag("table", tag("thead", tag("tr", heads)), tag("tbody", body), class_=class_),
+        class_="scroll",
+        tabindex="0",
+    )

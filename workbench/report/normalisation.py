@@ -35,27 +35,36 @@ PARTS = ("one_batch", "fifty_steps")
 COLUMNS = ("divisor", "loss", "norm", "coefficient", "norm_by_documents", "coefficient_by_documents")
 QUESTION = "What does the denominator of a loss decide, and who notices when the gradient has another?"
 OPTIMIZERS = {"sgd": "SGD", "adamw": "AdamW"}
-DIVISORS = {"token": "T", "document": "M L", "document_sum": "M", "constant": "M C", "prompt_group": "P Tₚ",
-            "rollout": "R Tᵣ", "group_length": "Lₚ", "raw": "1", "local_token": "B Tₘ"}
+DIVISORS = {
+    "token": "T",
+    "document": "M L",
+    "document_sum": "M",
+    "constant": "M C",
+    "prompt_group": "P Tₚ",
+    "rollout": "R Tᵣ",
+    "group_length": "Lₚ",
+    "raw": "1",
+    "local_token": "B Tₘ",
+}
 LETTERS = (
     "Trained tokens: T of the step, L of the document, Tₚ of all answers to the prompt, Tᵣ of the rollout, Tₘ of the "
     "micro-batch. M documents, P prompts, R rollouts, B micro-batches of the step. Lₚ mean length of the answers to "
-    "the prompt, prompt included. C a constant of the settings.")
+    "the prompt, prompt included. C a constant of the settings."
+)
 WHY = (
     "SGD moves by learning rate times gradient: for it, a gradient divided by M is a learning rate divided by M. AdamW "
     "divides a constant factor of the gradient out again, but for its epsilon. A clip at a fixed norm brings the "
     "factor back: it cuts one of the two gradients to the same length at every step, and leaves the other, which is "
-    "below that norm, as it is.")
+    "below that norm, as it is."
+)
 CAPTIONS = {
-    "norms_by_denominator":
-        "L2 norm of the whole gradient before clipping, one batch, one policy. Filled: the gradient of the loss that "
-        "is reported. Hollow: divided by M once more. Right of the line the optimizer gets threshold ÷ norm of it, "
-        "left of it all.",
-    "training":
-        "The same rollouts at every step. Left of a row its optimizer; the two lines differ in nothing but the "
-        "weight of the gradient. Norms are those before clipping; the clip coefficient is what the optimizer's "
-        "gradient is multiplied with; KL is how far the policy has moved from the one that sampled (k3, mean over "
-        "trained tokens).",
+    "norms_by_denominator": "L2 norm of the whole gradient before clipping, one batch, one policy. Filled: the "
+    "gradient of the loss that is reported. Hollow: divided by M once more. Right of the line "
+    "the optimizer gets threshold ÷ norm of it, left of it all.",
+    "training": "The same rollouts at every step. Left of a row its optimizer; the two lines differ in nothing but the "
+    "weight of the gradient. Norms are those before clipping; the clip coefficient is what the optimizer's "
+    "gradient is multiplied with; KL is how far the policy has moved from the one that sampled (k3, mean over "
+    "trained tokens).",
 }
 
 
@@ -74,15 +83,25 @@ def page(one_batch: Comparison, fifty_steps: Comparison) -> str:
     sections = [
         ("One batch under every denominator", denominators_section(one_batch)),
         ("Training with the gradient divided once more", training_section(fifty_steps)),
-        ("Settings", join([tag("h3", "One batch"), differences(one_batch),
-                           tag("h3", "Training"), differences(fifty_steps)])),
-        ("Provenance", join([tag("h3", "One batch"), provenance(one_batch),
-                             tag("h3", "Training"), provenance(fifty_steps)])),
+        (
+            "Settings",
+            join([tag("h3", "One batch"), differences(one_batch), tag("h3", "Training"), differences(fifty_steps)]),
+        ),
+        (
+            "Provenance",
+            join([tag("h3", "One batch"), provenance(one_batch), tag("h3", "Training"), provenance(fifty_steps)]),
+        ),
     ]
-    answers = [tag("p", sentence, class_="answer") for sentence in (answer_of_batch(one_batch),
-                                                                    answer_of_training(fifty_steps))]
-    masthead = tag("header", tag("p", "workbench report · ", tag("b", "normalisation"), class_="eyebrow"),
-                   tag("h1", QUESTION), answers)
+    answers = [
+        tag("p", sentence, class_="answer")
+        for sentence in (answer_of_batch(one_batch), answer_of_training(fifty_steps))
+    ]
+    masthead = tag(
+        "header",
+        tag("p", "workbench report · ", tag("b", "normalisation"), class_="eyebrow"),
+        tag("h1", QUESTION),
+        answers,
+    )
     return document("normalisation", [masthead], sections)
 
 
@@ -106,16 +125,21 @@ def denominator_table(comparison: Comparison, *, step: int = 0) -> pd.DataFrame:
         row |= {"loss": record[LOSS], f"norm{twice}": record[NORM], f"coefficient{twice}": record[COEFFICIENT]}
     names = sorted(rows, key=lambda name: rows[name]["norm"] or rows[name]["norm_by_documents"])
     index = pd.Index(names, name="denominator")  # objects, so that what is not there stays None
-    return pd.DataFrame({column: pd.Series([rows[name][column] for name in names], index, dtype=object)
-                         for column in COLUMNS})
+    return pd.DataFrame(
+        {column: pd.Series([rows[name][column] for name in names], index, dtype=object) for column in COLUMNS}
+    )
 
 
 def norms_by_denominator(comparison: Comparison) -> Figure:
     """The gradient norm of one batch under every denominator, against the threshold of the clip."""
     found, threshold = denominator_table(comparison), _threshold(comparison)
     figure = style.chart(0.95 + 0.27 * len(found))
-    axes = style.tidy(figure.subplots(), title="gradient norm of one batch, logarithmic", grid="x",
-                      x="L2 norm over all parameters, before clipping")
+    axes = style.tidy(
+        figure.subplots(),
+        title="gradient norm of one batch, logarithmic",
+        grid="x",
+        x="L2 norm over all parameters, before clipping",
+    )
     axes.set_xscale("log")
     for row, (_, numbers) in enumerate(found.iterrows()):
         at = [numbers["norm_by_documents"], numbers["norm"]]
@@ -123,17 +147,46 @@ def norms_by_denominator(comparison: Comparison) -> Figure:
             axes.plot(at, [row, row], color=style.LINE, linewidth=2, zorder=1)
         for norm, hollow in zip(at, (True, False), strict=True):
             if norm is not None:
-                axes.plot([norm], [row], marker="o", markersize=6, linestyle="none", color=style.SERIES[0],
-                          markerfacecolor="#ffffff" if hollow else style.SERIES[0])
+                axes.plot(
+                    [norm],
+                    [row],
+                    marker="o",
+                    markersize=6,
+                    linestyle="none",
+                    color=style.SERIES[0],
+                    markerfacecolor="#ffffff" if hollow else style.SERIES[0],
+                )
         said = [_coefficient(numbers[key]) for key in ("coefficient", "coefficient_by_documents")]
-        axes.text(1.01, row, " · ".join(said), transform=axes.get_yaxis_transform(), va="center", fontsize=7.5,
-                  color=style.INK)
-    axes.text(1.01, -0.85, "clip coefficient · with M once more", transform=axes.get_yaxis_transform(), va="center",
-              fontsize=7, color=style.MUTED)
+        axes.text(
+            1.01,
+            row,
+            " · ".join(said),
+            transform=axes.get_yaxis_transform(),
+            va="center",
+            fontsize=7.5,
+            color=style.INK,
+        )
+    axes.text(
+        1.01,
+        -0.85,
+        "clip coefficient · with M once more",
+        transform=axes.get_yaxis_transform(),
+        va="center",
+        fontsize=7,
+        color=style.MUTED,
+    )
     if threshold is not None:
         axes.axvline(threshold, color=style.INK, linewidth=0.9)
-        axes.annotate(f"threshold {significant(threshold, 1)}", (threshold, 1), xycoords=("data", "axes fraction"),
-                      xytext=(3, -2), textcoords="offset points", va="top", fontsize=7, color=style.INK)
+        axes.annotate(
+            f"threshold {significant(threshold, 1)}",
+            (threshold, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -2),
+            textcoords="offset points",
+            va="top",
+            fontsize=7,
+            color=style.INK,
+        )
     style.log_ticks(axes.xaxis)
     axes.set_yticks(range(len(found)), list(found.index))
     axes.set_ylim(len(found) - 0.4, -1.2)
@@ -149,23 +202,47 @@ def answer_of_batch(comparison: Comparison) -> str:
     clipped = int((plain["coefficient"] < 1).sum())
     twice = found[found["coefficient_by_documents"].notna()]
     acts_twice = int((twice["coefficient_by_documents"] < 1).sum())
-    return (f"One batch of {documents} documents has a gradient norm of {significant(low['norm'])} under {low.name} "
-            f"and of {significant(high['norm'])} under {high.name}; a clip at {significant(_threshold(comparison), 1)} "
-            f"acts under {clipped} of {len(plain)} denominators, and leaves {significant(high['coefficient'], 2)} of "
-            f"the gradient under {high.name}. With the gradient divided by M once more it acts under {acts_twice} of "
-            f"{len(twice)}, and the loss that is logged is the same.")
+    return (
+        f"One batch of {documents} documents has a gradient norm of {significant(low['norm'])} under {low.name} "
+        f"and of {significant(high['norm'])} under {high.name}; a clip at {significant(_threshold(comparison), 1)} "
+        f"acts under {clipped} of {len(plain)} denominators, and leaves {significant(high['coefficient'], 2)} of "
+        f"the gradient under {high.name}. With the gradient divided by M once more it acts under {acts_twice} of "
+        f"{len(twice)}, and the loss that is logged is the same."
+    )
 
 
 def denominators_section(comparison: Comparison) -> Markup:
     """Figure and table of one batch."""
-    rows = [[tag("code", name), row["divisor"], significant(row["loss"]), significant(row["norm"]),
-             _coefficient(row["coefficient"]), significant(row["norm_by_documents"]),
-             _coefficient(row["coefficient_by_documents"])]
-            for name, row in denominator_table(comparison).iterrows()]
-    head = ["denominator", "divides by", "loss", "gradient norm", "clip coefficient",
-            "norm, gradient ÷ M", "clip coefficient"]
-    return join([tag("p", comparison.question), _drawn("norms_by_denominator", norms_by_denominator(comparison)),
-                 table(head, rows, numbers=range(2, 7)), tag("p", LETTERS), _left_out(comparison)])
+    rows = [
+        [
+            tag("code", name),
+            row["divisor"],
+            significant(row["loss"]),
+            significant(row["norm"]),
+            _coefficient(row["coefficient"]),
+            significant(row["norm_by_documents"]),
+            _coefficient(row["coefficient_by_documents"]),
+        ]
+        for name, row in denominator_table(comparison).iterrows()
+    ]
+    head = [
+        "denominator",
+        "divides by",
+        "loss",
+        "gradient norm",
+        "clip coefficient",
+        "norm, gradient ÷ M",
+        "clip coefficient",
+    ]
+    return join(
+        [
+            tag("p", comparison.question),
+            _drawn("norms_by_denominator", norms_by_denominator(comparison)),
+            table(head, rows, numbers=range(2, 7)),
+            tag("p", LETTERS),
+            _left_out(comparison),
+        ]
+    )
 
 
 # ---- training ------------------------------------------------------------------------------------------
@@ -176,8 +253,12 @@ def training(comparison: Comparison) -> Figure:
     rows = _by_optimizer(comparison)
     figure = style.chart(0.5 + 1.75 * len(rows))
     grid = figure.subplots(len(rows), 4, squeeze=False, sharex=True, sharey="col")
-    quantities = ((LOSS, "loss", "linear"), (NORM, "gradient norm, logarithmic", "log"),
-                  (COEFFICIENT, "clip coefficient, logarithmic", "log"), (MOVED, "KL(old ‖ policy), nats", "linear"))
+    quantities = (
+        (LOSS, "loss", "linear"),
+        (NORM, "gradient norm, logarithmic", "log"),
+        (COEFFICIENT, "clip coefficient, logarithmic", "log"),
+        (MOVED, "KL(old ‖ policy), nats", "linear"),
+    )
     for (optimizer, lines), panels in zip(rows.items(), grid, strict=True):
         for axes, (key, title, scale) in zip(panels, quantities, strict=True):
             last = panels is grid[-1]
@@ -188,8 +269,15 @@ def training(comparison: Comparison) -> Figure:
             (style.log_ticks if scale == "log" else style.plain_ticks)(axes.yaxis)
     labels = list(dict.fromkeys(label for lines in rows.values() for label in lines))
     handles = [Line2D([], [], label=label, linewidth=1.8, **_look(label)) for label in labels]
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=7.5,
-                  handlelength=3, labelcolor=style.INK)
+    figure.legend(
+        handles=handles,
+        loc="outside upper left",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=7.5,
+        handlelength=3,
+        labelcolor=style.INK,
+    )
     return figure
 
 
@@ -200,10 +288,15 @@ def training_table(comparison: Comparison) -> pd.DataFrame:
         for label, c in lines.items():
             coefficients = [record[COEFFICIENT] for record in c.steps]
             found[optimizer, label] = {
-                "first_norm": c.steps[0][NORM], "median_norm": statistics.median(record[NORM] for record in c.steps),
+                "first_norm": c.steps[0][NORM],
+                "median_norm": statistics.median(record[NORM] for record in c.steps),
                 "median_coefficient": statistics.median(coefficients),
-                "steps_clipped": sum(value < 1 for value in coefficients), "steps": len(c.steps),
-                "first_loss": c.steps[0][LOSS], "last_loss": c.steps[-1][LOSS], "last_kl": c.steps[-1].get(MOVED)}
+                "steps_clipped": sum(value < 1 for value in coefficients),
+                "steps": len(c.steps),
+                "first_loss": c.steps[0][LOSS],
+                "last_loss": c.steps[-1][LOSS],
+                "last_kl": c.steps[-1].get(MOVED),
+            }
     return pd.DataFrame.from_dict(found, orient="index").rename_axis(["optimizer", "weights"])
 
 
@@ -219,20 +312,43 @@ def answer_of_training(comparison: Comparison) -> str:
     if not said:
         return "No two runs have one optimizer and two weights of the gradient."
     documents = _documents(comparison)
-    return (f"Trained beside each other with one loss, but with the gradient of one divided by M = {documents} once "
-            f"more, two runs come apart by at most this part of what the loss falls: {', '.join(said)}.")
+    return (
+        f"Trained beside each other with one loss, but with the gradient of one divided by M = {documents} once "
+        f"more, two runs come apart by at most this part of what the loss falls: {', '.join(said)}."
+    )
 
 
 def training_section(comparison: Comparison) -> Markup:
     """Figure and table of training."""
-    rows = [[f"{optimizer}; {weights}", significant(row["first_norm"]), significant(row["median_norm"]),
-             _coefficient(row["median_coefficient"]), f"{int(row['steps_clipped'])} of {int(row['steps'])}",
-             significant(row["last_loss"], 4), significant(row["last_kl"])]
-            for (optimizer, weights), row in training_table(comparison).iterrows()]
-    head = ["run", "first gradient norm", "median norm", "median clip coefficient", "steps clipped", "last loss",
-            "last KL, nats"]
-    return join([tag("p", comparison.question, " ", WHY), _drawn("training", training(comparison)),
-                 table(head, rows, numbers=range(1, 7)), _failures(comparison)])
+    rows = [
+        [
+            f"{optimizer}; {weights}",
+            significant(row["first_norm"]),
+            significant(row["median_norm"]),
+            _coefficient(row["median_coefficient"]),
+            f"{int(row['steps_clipped'])} of {int(row['steps'])}",
+            significant(row["last_loss"], 4),
+            significant(row["last_kl"]),
+        ]
+        for (optimizer, weights), row in training_table(comparison).iterrows()
+    ]
+    head = [
+        "run",
+        "first gradient norm",
+        "median norm",
+        "median clip coefficient",
+        "steps clipped",
+        "last loss",
+        "last KL, nats",
+    ]
+    return join(
+        [
+            tag("p", comparison.question, " ", WHY),
+            _drawn("training", training(comparison)),
+            table(head, rows, numbers=range(1, 7)),
+            _failures(comparison),
+        ]
+    )
 
 
 # ---- parts ---------------------------------------------------------------------------------------------
@@ -241,9 +357,12 @@ def training_section(comparison: Comparison) -> Markup:
 def _succeeded(comparison: Comparison) -> list[Configuration]:
     found = [c for c in comparison.configurations if c.state == "succeeded" and c.steps]
     if not found:
-        raise RecordError(f"report {comparison.experiment}", found="no run that succeeded",
-                          rule="at least one run has recorded steps",
-                          fix="run the ablation again, and read why it failed")
+        raise RecordError(
+            f"report {comparison.experiment}",
+            found="no run that succeeded",
+            rule="at least one run has recorded steps",
+            fix="run the ablation again, and read why it failed",
+        )
     return found
 
 
@@ -261,8 +380,9 @@ def _by_optimizer(comparison: Comparison) -> dict[str, dict[str, Configuration]]
     for c in _succeeded(comparison):
         optimizer, loss = c.settings["optimizer"], c.settings["loss"]
         clip = optimizer["max_grad_norm"]
-        said = f"{OPTIMIZERS.get(optimizer['name'], optimizer['name'])}, " \
-               + ("no clipping" if clip is None else f"clipped at {significant(clip, 1)}")
+        said = f"{OPTIMIZERS.get(optimizer['name'], optimizer['name'])}, " + (
+            "no clipping" if clip is None else f"clipped at {significant(clip, 1)}"
+        )
         found.setdefault(said, {})[_weights_in_words(loss)] = c
     return found
 
@@ -301,14 +421,19 @@ def _left_out(comparison: Comparison) -> Markup:
 
 def _failures(comparison: Comparison) -> Markup | None:
     failed = [c for c in comparison.configurations if c.state != "succeeded"]
-    return tag("p", "Failed, and not shown: ", "; ".join(f"{c.name} ({c.why})" for c in failed), class_="caution") \
-        if failed else None
+    return (
+        tag("p", "Failed, and not shown: ", "; ".join(f"{c.name} ({c.why})" for c in failed), class_="caution")
+        if failed
+        else None
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Write the page of the folder that the command line names."""
-    parser = argparse.ArgumentParser(prog="python -m workbench.report.normalisation",
-                                     description="Write report.html from the two comparisons of a folder.")
+    parser = argparse.ArgumentParser(
+        prog="python -m workbench.report.normalisation",
+        description="Write report.html from the two comparisons of a folder.",
+    )
     parser.add_argument("folder", type=Path, help=f"holds {' and '.join(f'{part}/comparison.json' for part in PARTS)}")
     return write_normalisation(parser.parse_args(arguments).folder)
 

@@ -40,21 +40,29 @@ def write_notebook(comparison_path: Path, *, timeout_s: float = 300.0) -> Path:
     from nbclient.exceptions import CellExecutionError
 
     comparison = Comparison.load(comparison_path)
-    notebook = nbformat.v4.new_notebook(metadata={
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}})
+    notebook = nbformat.v4.new_notebook(
+        metadata={"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    )
     for number, (kind, source) in enumerate(_cells(comparison, comparison_path.name)):
         make = nbformat.v4.new_markdown_cell if kind == "text" else nbformat.v4.new_code_cell
         notebook.cells.append(make(source, id=f"report-{number:02d}"))
     with _source_tree_first():
         try:
             # what a kernel writes to standard error is about itself; what a cell writes there is in its outputs
-            NotebookClient(notebook, timeout=timeout_s, kernel_name="python3", record_timing=False,
-                           resources={"metadata": {"path": str(comparison_path.parent)}}
-                           ).execute(stderr=subprocess.DEVNULL)
+            NotebookClient(
+                notebook,
+                timeout=timeout_s,
+                kernel_name="python3",
+                record_timing=False,
+                resources={"metadata": {"path": str(comparison_path.parent)}},
+            ).execute(stderr=subprocess.DEVNULL)
         except CellExecutionError as error:
-            raise RecordError(f"execute the notebook of {comparison_path.parent.name}",
-                              found=without_machine_paths(str(error)), rule="every cell runs on the saved comparison",
-                              fix="run the experiment again if its comparison is of another version") from None
+            raise RecordError(
+                f"execute the notebook of {comparison_path.parent.name}",
+                found=without_machine_paths(str(error)),
+                rule="every cell runs on the saved comparison",
+                fix="run the experiment again if its comparison is of another version",
+            ) from None
     notebook.metadata.pop("language_info", None)
     return write_whole(comparison_path.with_name(NAME), nbformat.writes(notebook).encode())
 
@@ -74,9 +82,12 @@ def _cells(comparison: Comparison, file: str) -> Iterator[tuple[str, str]]:
     if seed_groups(comparison):
         yield "text", "## Across seeds"
         yield "code", "from workbench.report.seeds import seeds_by_step\n\nseeds_by_step(comparison)"
-    for title, figure in (("Gradient norm by step", "gradient_norm_by_step"),
-                          ("Per-parameter norm ratios", "norm_ratios"), ("Importance ratios", "importance_ratios"),
-                          ("Loss", "loss_by_step")):
+    for title, figure in (
+        ("Gradient norm by step", "gradient_norm_by_step"),
+        ("Per-parameter norm ratios", "norm_ratios"),
+        ("Importance ratios", "importance_ratios"),
+        ("Loss", "loss_by_step"),
+    ):
         yield "text", f"## {title}"
         yield "code", f"wb.figures.{figure}(comparison)"
     yield "text", "## Provenance"

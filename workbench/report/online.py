@@ -63,7 +63,8 @@ CAPTION = (
     "for reward and right answers, down for answers cut off; length, entropy and norms have no better side, and the "
     "loss of a policy gradient says nothing of progress. Apart: what the trainer says of the tokens against what the "
     "sampler said when it drew them, as k3 on the sampler's tokens, mean over those trained, which is KL(policy ‖ "
-    "sampler) while the two are close; 0 would be no mismatch.")
+    "sampler) while the two are close; 0 would be no mismatch."
+)
 
 Runs = Comparison | RunDirectory | Iterable[RunDirectory]
 
@@ -89,8 +90,9 @@ def online_curves(runs: Runs) -> Figure:
     width = max(len(c.steps) for members in lines.values() for c in members) // 10 | 1  # as many before as after
     figure = style.chart(4.4)
     for panel, axes in zip(PANELS, figure.subplots(2, len(PANELS) // 2).flatten(), strict=True):
-        style.tidy(axes, title=panel.title, y=panel.unit, x="optimizer step" if axes.get_subplotspec().is_last_row()
-                   else "")
+        style.tidy(
+            axes, title=panel.title, y=panel.unit, x="optimizer step" if axes.get_subplotspec().is_last_row() else ""
+        )
         _draw(axes, panel, lines, width)
     _legend(figure, lines, width, _not_online(comparison))
     return figure
@@ -122,16 +124,28 @@ def online_answer(comparison: Comparison) -> str:
         (first, last), ran = _ends(members, RIGHT), [c for c in members if c.steps]
         if first.count:
             seeds = f", mean of {len(ran)} seeds" if len(ran) > 1 else ""
-            said.append(f"{name}: {_percent(first.mean)} of the answers right in the first tenth of the steps, "
-                        f"{_percent(last.mean)} in the last{seeds}.")
+            said.append(
+                f"{name}: {_percent(first.mean)} of the answers right in the first tenth of the steps, "
+                f"{_percent(last.mean)} in the last{seeds}."
+            )
     return " ".join(said)
 
 
 def online_table(comparison: Comparison) -> Markup:
     """A row for each line of the figure: how it began, how it ended, and what the worst mismatch was."""
-    return table(["configuration", "seeds", "steps", "right answers, first tenth", "right answers, last tenth",
-                  "largest mismatch, nats", "a step"],
-                 [_row(name, members) for name, members in online_groups(comparison).items()], numbers=(1, 2, 5, 6))
+    return table(
+        [
+            "configuration",
+            "seeds",
+            "steps",
+            "right answers, first tenth",
+            "right answers, last tenth",
+            "largest mismatch, nats",
+            "a step",
+        ],
+        [_row(name, members) for name, members in online_groups(comparison).items()],
+        numbers=(1, 2, 5, 6),
+    )
 
 
 # ---- parts -----------------------------------------------------------------------------------------------
@@ -143,10 +157,19 @@ def _comparison(runs: Runs) -> Comparison:
         return runs
     directories = [runs] if isinstance(runs, RunDirectory) else list(runs)
     names = [run.name for run in directories]
-    return Comparison("", "", [
-        Configuration(name if names.count(name) == 1 else run.path.name, run.spec.model_dump(mode="json"),
-                      state=run.status, steps=run.steps())
-        for name, run in zip(names, directories, strict=True)])
+    return Comparison(
+        "",
+        "",
+        [
+            Configuration(
+                name if names.count(name) == 1 else run.path.name,
+                run.spec.model_dump(mode="json"),
+                state=run.status,
+                steps=run.steps(),
+            )
+            for name, run in zip(names, directories, strict=True)
+        ],
+    )
 
 
 def _samples(c: Configuration) -> bool:
@@ -166,18 +189,33 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
         colors |= dict.fromkeys(found, color)
         missing += [c.name for c in members if c.steps and not recorded[c.name]]
         for name, values in found.items():
-            axes.plot(list(values), list(values.values()), color=color, linewidth=0.7, alpha=0.45, gid=f"run-{name}",
-                      marker="o" if len(values) == 1 else "", markersize=3)
+            axes.plot(
+                list(values),
+                list(values.values()),
+                color=color,
+                linewidth=0.7,
+                alpha=0.45,
+                gid=f"run-{name}",
+                marker="o" if len(values) == 1 else "",
+                markersize=3,
+            )
         mean = smooth(found.values(), width)
         axes.plot(list(mean), list(mean.values()), color=color, linestyle=dash, linewidth=1.8, gid="mean")
         drawn += [value for values in found.values() for value in values.values()]
-    lost = mark_not_finite(axes, {name: (list(values), list(values.values())) for name, values in recorded.items()},
-                           colors, characters=34)
+    lost = mark_not_finite(
+        axes, {name: (list(values), list(values.values())) for name, values in recorded.items()}, colors, characters=34
+    )
     if lost:
         axes.set_xlabel("\n".join(filter(None, [axes.get_xlabel(), *lost])), loc="left")
     if missing:
-        axes.annotate("\n".join(["not recorded:", *missing]), (0.02, 0.04), xycoords="axes fraction", fontsize=6.5,
-                      color=style.MUTED, va="bottom")
+        axes.annotate(
+            "\n".join(["not recorded:", *missing]),
+            (0.02, 0.04),
+            xycoords="axes fraction",
+            fontsize=6.5,
+            color=style.MUTED,
+            va="bottom",
+        )
     if not drawn:
         axes.set_yticks([])
     elif panel.logarithmic and min(drawn) > 0:
@@ -191,8 +229,9 @@ def _draw(axes: Axes, panel: Panel, lines: Mapping[str, Sequence[Configuration]]
 
 def _values(c: Configuration, key: str) -> dict[int, float]:
     """Step -> value; a step whose value has no place on an axis has no point."""
-    return {step: style.drawable(value) for step, value in _recorded(c, key).items()
-            if math.isfinite(style.drawable(value))}
+    return {
+        step: style.drawable(value) for step, value in _recorded(c, key).items() if math.isfinite(style.drawable(value))
+    }
 
 
 def _recorded(c: Configuration, key: str) -> dict[int, float]:
@@ -215,20 +254,35 @@ def smooth(runs: Iterable[Mapping[int, float]], width: int) -> dict[int, float]:
     steps = sorted({step for values in held for step in values})
     mean = [statistics.fmean(values[step] for values in held if step in values) for step in steps]
     reach = width // 2
-    return {steps[at]: statistics.fmean(mean[at - reach:at + reach + 1]) for at in range(reach, len(steps) - reach)}
+    return {steps[at]: statistics.fmean(mean[at - reach : at + reach + 1]) for at in range(reach, len(steps) - reach)}
 
 
 def _legend(figure: Figure, lines: Mapping[str, Sequence[Configuration]], width: int, others: Sequence[str]) -> None:
     handles = []
     for number, (name, members) in enumerate(lines.items()):
-        handles.append(Line2D([], [], color=style.SERIES[number % len(style.SERIES)], linewidth=1.8,
-                              linestyle=style.DASHES[number % len(style.DASHES)], label=_label(name, members)))
+        handles.append(
+            Line2D(
+                [],
+                [],
+                color=style.SERIES[number % len(style.SERIES)],
+                linewidth=1.8,
+                linestyle=style.DASHES[number % len(style.DASHES)],
+                label=_label(name, members),
+            )
+        )
     how = "thin: each run as recorded" + (f"; broad: mean of seeds and of {width} steps" if width > 1 else "")
     handles.append(Line2D([], [], linestyle="none", label=how))
     if others:
         handles.append(Line2D([], [], linestyle="none", label=f"samples nothing, not shown: {', '.join(others)}"))
-    figure.legend(handles=handles, loc="outside upper left", ncols=min(4, len(handles)), frameon=False, fontsize=7.5,
-                  handlelength=3, labelcolor=style.INK)
+    figure.legend(
+        handles=handles,
+        loc="outside upper left",
+        ncols=min(4, len(handles)),
+        frameon=False,
+        fontsize=7.5,
+        handlelength=3,
+        labelcolor=style.INK,
+    )
 
 
 def _label(name: str, members: Sequence[Configuration]) -> str:
@@ -246,20 +300,29 @@ def _row(name: str, members: Sequence[Configuration]) -> list[Any]:
     first, last = _ends(members, RIGHT)
     apart = [record[MISMATCH] for c in ran for record in c.steps if record.get(MISMATCH) is not None]
     farthest = max(apart, key=lambda value: value if math.isfinite(value) else math.inf, default=None)
-    took = [sum(record.get(key, 0.0) for key in DURATIONS) / 1e3 for c in ran for record in c.steps
-            if STEP_MS in record]
+    took = [
+        sum(record.get(key, 0.0) for key in DURATIONS) / 1e3 for c in ran for record in c.steps if STEP_MS in record
+    ]
     steps = " · ".join(dict.fromkeys(str(len(c.steps)) for c in members))
-    return [tag("code", name), len(members), steps, spread_text(first), spread_text(last),
-            significant(farthest, 2),
-            f"{significant(statistics.median(took), 2)} s" if took else NONE]
+    return [
+        tag("code", name),
+        len(members),
+        steps,
+        spread_text(first),
+        spread_text(last),
+        significant(farthest, 2),
+        f"{significant(statistics.median(took), 2)} s" if took else NONE,
+    ]
 
 
 def _ends(members: Sequence[Configuration], key: str) -> tuple[Spread, Spread]:
     """Mean of the first and of the last tenth of each run's steps, as a spread over runs."""
     found = [list(values.values()) for c in members if (values := _values(c, key))]
     cut = [max(1, len(values) // 10) for values in found]
-    return (Spread.of([statistics.fmean(values[:n]) for values, n in zip(found, cut, strict=True)]),
-            Spread.of([statistics.fmean(values[-n:]) for values, n in zip(found, cut, strict=True)]))
+    return (
+        Spread.of([statistics.fmean(values[:n]) for values, n in zip(found, cut, strict=True)]),
+        Spread.of([statistics.fmean(values[-n:]) for values, n in zip(found, cut, strict=True)]),
+    )
 
 
 def _percent(value: float) -> str:

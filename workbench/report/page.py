@@ -41,31 +41,28 @@ __all__ = ["page", "show", "write_report"]
 STYLE_SHEET = Path(__file__).with_name("page.css")
 CAPTIONS = {
     "gradient_norm_by_step": "L2 norm over all parameters, each counted once, before clipping.",
-    "norm_ratios":
-        "Norm of each parameter's gradient over the reference's, at step 0; parameters run downwards in the "
-        "model's order. A correct configuration lies on 1 from top to bottom. A wrong direction can hide "
-        "behind a right norm: the verdict weighs the distance, not this ratio. Hollow: judged by the floor. "
-        "Arrow: beyond the axis, with the range under the name.",
-    "importance_ratios":
-        "Probability of each trained token under the policy over its probability at the start of the update. "
-        "Dotted: the clip bounds. The vertical axis is logarithmic.",
-    "loss_by_step":
-        "The loss of the whole optimizer step. It can look right while gradients are wrong; no verdict rests "
-        "on it alone.",
-    "seeds_by_step":
-        "The mean over seeds is the line, one standard deviation to each side the band.",
+    "norm_ratios": "Norm of each parameter's gradient over the reference's, at step 0; parameters run downwards in the "
+    "model's order. A correct configuration lies on 1 from top to bottom. A wrong direction can hide "
+    "behind a right norm: the verdict weighs the distance, not this ratio. Hollow: judged by the floor. "
+    "Arrow: beyond the axis, with the range under the name.",
+    "importance_ratios": "Probability of each trained token under the policy over its probability at the start of the "
+    "update. Dotted: the clip bounds. The vertical axis is logarithmic.",
+    "loss_by_step": "The loss of the whole optimizer step. It can look right while gradients are wrong; no verdict "
+    "rests on it alone.",
+    "seeds_by_step": "The mean over seeds is the line, one standard deviation to each side the band.",
     "online_curves": ONLINE_CAPTION,
-    "time_and_memory":
-        "A mark for every step; the first one, which also warms up, is hollow. The bar is the median of the "
-        "others.",
+    "time_and_memory": "A mark for every step; the first one, which also warms up, is hollow. The bar is the median of "
+    "the others.",
 }
 BROAD_CAPTION = " The broad grey line is the reference; configurations that agree with it share one dashed line."
 FLOOR_CAPTION = (
     "These gradients are too small to be measured against themselves; their budget comes from the model's "
-    "typical gradient instead. They are judged like all others, and none is skipped.")
+    "typical gradient instead. They are judged like all others, and none is skipped."
+)
 CPU_CAPTION = (
     "Ranks on CPU share this machine's cores: these times say what the run cost, not how fast a layout is. "
-    "Memory on CPU is the whole process, Python and its libraries included.")
+    "Memory on CPU is the whole process, Python and its libraries included."
+)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -101,8 +98,13 @@ def page(comparison: Comparison) -> str:
         ("Provenance", provenance),
     ]
     eyebrow = tag("p", "workbench report · ", tag("b", comparison.experiment), class_="eyebrow")
-    masthead = tag("header", eyebrow, tag("h1", comparison.question),
-                   [tag("p", said, class_="answer") for said in _answers(comparison)], tiles(comparison))
+    masthead = tag(
+        "header",
+        eyebrow,
+        tag("h1", comparison.question),
+        [tag("p", said, class_="answer") for said in _answers(comparison)],
+        tiles(comparison),
+    )
     opening = [masthead, "\n", tag("div", summary_table(comparison), class_="first")]
     return document(comparison.experiment, opening, [(title, make(comparison)) for title, make in sections])
 
@@ -117,25 +119,43 @@ def document(name: str, opening: Sequence[Any], sections: Sequence[tuple[str, An
     """
     contents = [tag("a", title, href=f"#section-{i}") for i, (title, _) in enumerate(sections)]
     body = [tag("section", tag("h2", title), content, id=f"section-{i}") for i, (title, content) in enumerate(sections)]
-    head = join([
-        tag("meta", charset="utf-8"), "\n",
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY), "\n",
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"), "\n",
-        tag("meta", name="color-scheme", content="light dark"), "\n",
-        tag("title", f"{name} · workbench report"),
-        tag("style", verdict_style(), Markup(STYLE_SHEET.read_text(encoding="utf8")))])
-    main = tag("main", join(opening), "\n", tag("nav", contents, aria_label="Contents"), "\n",
-               [join([s, "\n"]) for s in body])
-    return (f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n'
-            f'<body class="workbench">\n{main}\n</body>\n</html>\n')
+    head = join(
+        [
+            tag("meta", charset="utf-8"),
+            "\n",
+            tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
+            "\n",
+            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            "\n",
+            tag("meta", name="color-scheme", content="light dark"),
+            "\n",
+            tag("title", f"{name} · workbench report"),
+            tag("style", verdict_style(), Markup(STYLE_SHEET.read_text(encoding="utf8"))),
+        ]
+    )
+    main = tag(
+        "main", join(opening), "\n", tag("nav", contents, aria_label="Contents"), "\n", [join([s, "\n"]) for s in body]
+    )
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n'
+        f'<body class="workbench">\n{main}\n</body>\n</html>\n'
+    )
 
 
 def drawing(name: str, caption: str, figure: Figure) -> Markup:
     """A figure with its caption, as a page shows it; the name must be its own on the page."""
     prefix = name.replace("_", "-")
-    return tag("figure", tag("figcaption", caption, id=f"{prefix}-caption"),
-               tag("div", Markup(inline_svg(figure, prefix=prefix)), class_="drawing", role="img",
-                   aria_labelledby=f"{prefix}-caption"))
+    return tag(
+        "figure",
+        tag("figcaption", caption, id=f"{prefix}-caption"),
+        tag(
+            "div",
+            Markup(inline_svg(figure, prefix=prefix)),
+            class_="drawing",
+            role="img",
+            aria_labelledby=f"{prefix}-caption",
+        ),
+    )
 
 
 # ---- sections -----------------------------------------------------------------------------------------
@@ -152,33 +172,86 @@ def differences(comparison: Comparison) -> Markup:
     def row(c: Configuration) -> list[Any]:
         changed = figures.changed_settings(comparison, c)
         texts = {key: breakable(setting_text(settings[c.name].get(key))) for key in keys}
-        return [tag("code", breakable(c.name)), *(tag("b", text) if key in changed else
-                                                  tag("span", text, class_="same") for key, text in texts.items())]
+        return [
+            tag("code", breakable(c.name)),
+            *(tag("b", text) if key in changed else tag("span", text, class_="same") for key, text in texts.items()),
+        ]
 
-    said = tag("p", "Every setting that is not the same in all configurations. Bold: other than in the "
-               "configuration's own reference.")
-    return join([said, table(["configuration", *(tag("code", breakable(key)) for key in keys)],
-                             [row(c) for c in comparison.configurations], class_="settings")])
+    said = tag(
+        "p",
+        "Every setting that is not the same in all configurations. Bold: other than in the "
+        "configuration's own reference.",
+    )
+    return join(
+        [
+            said,
+            table(
+                ["configuration", *(tag("code", breakable(key)) for key in keys)],
+                [row(c) for c in comparison.configurations],
+                class_="settings",
+            ),
+        ]
+    )
 
 
 def verdicts(comparison: Comparison) -> Markup:
     """Why each configuration got its verdict, and the whole gradient's distance step by step."""
-    rows = [[tag("code", c.name), chip(c.verdict), tag("code", c.against) if c.against else NONE,
-             _why(c), where_it_ran(comparison, c)] for c in comparison.configurations]
-    steps = [[tag("code", c.name), w.get("step"),
-              significant(w.get("distance"), 2), significant(w.get("budget"), 2),
-              share(figures.share_of_budget(w.get("distance"), w.get("budget"))),
-              relative_text(w.get("relative_l2")),
-              {True: "yes", False: "no"}.get(w.get("bitwise_equal"), NONE),
-              NONE if w.get("flipped_clips") is None else w["flipped_clips"]]
-             for c in comparison.configurations for w in c.whole_gradient]
-    more = _details(f"The whole gradient, step by step ({len(steps)} rows)",
-                    join([tag("p", "In float64 the whole gradient is judged by the parameter nearest to its "
-                              "budget; below float64 it has a measured budget of its own."),
-                          table(["configuration", "step", "distance", "budget", "÷ budget", "relative L2",
-                                 "bitwise equal", "flipped clips"], steps, numbers=(1, 2, 3, 4, 5, 7))]))
-    return join([table(["configuration", "verdict", "against", "why", "where it ran"], rows, class_="prose"),
-                 more if steps else None])
+    rows = [
+        [
+            tag("code", c.name),
+            chip(c.verdict),
+            tag("code", c.against) if c.against else NONE,
+            _why(c),
+            where_it_ran(comparison, c),
+        ]
+        for c in comparison.configurations
+    ]
+    steps = [
+        [
+            tag("code", c.name),
+            w.get("step"),
+            significant(w.get("distance"), 2),
+            significant(w.get("budget"), 2),
+            share(figures.share_of_budget(w.get("distance"), w.get("budget"))),
+            relative_text(w.get("relative_l2")),
+            {True: "yes", False: "no"}.get(w.get("bitwise_equal"), NONE),
+            NONE if w.get("flipped_clips") is None else w["flipped_clips"],
+        ]
+        for c in comparison.configurations
+        for w in c.whole_gradient
+    ]
+    more = _details(
+        f"The whole gradient, step by step ({len(steps)} rows)",
+        join(
+            [
+                tag(
+                    "p",
+                    "In float64 the whole gradient is judged by the parameter nearest to its "
+                    "budget; below float64 it has a measured budget of its own.",
+                ),
+                table(
+                    [
+                        "configuration",
+                        "step",
+                        "distance",
+                        "budget",
+                        "÷ budget",
+                        "relative L2",
+                        "bitwise equal",
+                        "flipped clips",
+                    ],
+                    steps,
+                    numbers=(1, 2, 3, 4, 5, 7),
+                ),
+            ]
+        ),
+    )
+    return join(
+        [
+            table(["configuration", "verdict", "against", "why", "where it ran"], rows, class_="prose"),
+            more if steps else None,
+        ]
+    )
 
 
 def online(comparison: Comparison) -> Markup:
@@ -203,13 +276,20 @@ def norm_ratios(comparison: Comparison) -> Markup:
         return tag("p", "No parameter's gradient was held against another's.")
     floored = _floored(comparison)
     if floored:
-        rows = [[tag("code", name), len({c.name for c, _ in found}),
-                 significant(max(p.norm for _, p in found), 2),
-                 share(max(figures.share_of_budget(p.distance, p.budget) for _, p in found))]
-                for name, found in floored.items()]
-        floor = [tag("h3", "Judged by the floor"), tag("p", FLOOR_CAPTION),
-                 table(["parameter", "configurations", "largest norm", "worst distance ÷ budget"], rows,
-                       numbers=(1, 2, 3))]
+        rows = [
+            [
+                tag("code", name),
+                len({c.name for c, _ in found}),
+                significant(max(p.norm for _, p in found), 2),
+                share(max(figures.share_of_budget(p.distance, p.budget) for _, p in found)),
+            ]
+            for name, found in floored.items()
+        ]
+        floor = [
+            tag("h3", "Judged by the floor"),
+            tag("p", FLOOR_CAPTION),
+            table(["parameter", "configurations", "largest norm", "worst distance ÷ budget"], rows, numbers=(1, 2, 3)),
+        ]
     else:
         floor = [tag("p", "Every parameter was judged by its own gradient; none needed the floor.")]
     tables = [_parameter_table(c) for c in comparison.configurations if c.parameters]
@@ -231,9 +311,13 @@ def time_and_memory(comparison: Comparison) -> Markup:
     """The figure of costs, with a warning where ranks shared a CPU."""
     notes = sorted({c.device_note for c in comparison.configurations if c.device_note} - {shared_note(comparison)})
     on_cpu = any(c.device == "cpu" and c.world_size > 1 for c in comparison.configurations)
-    return join([_figure(comparison, figures.time_and_memory),
-                 tag("p", CPU_CAPTION, class_="caution") if on_cpu else None,
-                 tag("p", "Ran on CPU with gloo: ", "; ".join(notes), class_="caution") if notes else None])
+    return join(
+        [
+            _figure(comparison, figures.time_and_memory),
+            tag("p", CPU_CAPTION, class_="caution") if on_cpu else None,
+            tag("p", "Ran on CPU with gloo: ", "; ".join(notes), class_="caution") if notes else None,
+        ]
+    )
 
 
 def failed_runs(comparison: Comparison) -> Markup:
@@ -247,10 +331,11 @@ def failed_runs(comparison: Comparison) -> Markup:
 def provenance(comparison: Comparison) -> Markup:
     """Versions, git state, command and machine; and where each run's records are."""
     facts = sorted(flatten(comparison.provenance).items())
-    rows = [[tag("code", key), moment(value) if key.endswith("_ns") else setting_text(value)]
-            for key, value in facts]
-    runs = [[tag("code", c.name), tag("code", c.run or NONE), c.state, c.device, c.world_size]
-            for c in comparison.configurations]
+    rows = [[tag("code", key), moment(value) if key.endswith("_ns") else setting_text(value)] for key, value in facts]
+    runs = [
+        [tag("code", c.name), tag("code", c.run or NONE), c.state, c.device, c.world_size]
+        for c in comparison.configurations
+    ]
     what = table(["what", "value"], rows, class_="prose") if rows else tag("p", "Nothing was recorded.")
     where = table(["configuration", "folder", "state", "device", "ranks"], runs, numbers=(4,))
     return join([what, _details("Run folders, relative to the experiment", where)])
@@ -292,15 +377,28 @@ def _parameter_table(c: Configuration) -> Markup:
     if step is None:
         step = max(c.parameters, key=lambda p: (figures.share_of_budget(p.distance, p.budget), -p.step)).step
     shown = [p for p in c.parameters if p.step == step]
-    rows = [[tag("code", p.parameter), significant(p.norm), significant(p.reference_norm),
-             near_one(p.norm_ratio), significant(p.relative_l2, 2), near_one(p.cosine),
-             tag("span" if p.within else "b", share(figures.share_of_budget(p.distance, p.budget))),
-             p.judged_by]
-            for p in shown]
+    rows = [
+        [
+            tag("code", p.parameter),
+            significant(p.norm),
+            significant(p.reference_norm),
+            near_one(p.norm_ratio),
+            significant(p.relative_l2, 2),
+            near_one(p.cosine),
+            tag("span" if p.within else "b", share(figures.share_of_budget(p.distance, p.budget))),
+            p.judged_by,
+        ]
+        for p in shown
+    ]
     outside = sum(not p.within for p in shown)
     why = "the first that differs" if c.first_step is not None else "the closest to its budget"
-    title = tag("span", chip(c.verdict), " ", tag("code", c.name),
-                f" · step {step}, {why} · {outside} of {len(shown)} parameters out of budget")
+    title = tag(
+        "span",
+        chip(c.verdict),
+        " ",
+        tag("code", c.name),
+        f" · step {step}, {why} · {outside} of {len(shown)} parameters out of budget",
+    )
     head = ["parameter", "norm", "reference", "ratio", "relative L2", "cosine", "÷ budget", "judged by"]
     return _details(title, table(head, rows, numbers=range(1, 7)))
 
@@ -310,11 +408,14 @@ def _failure(c: Configuration) -> Markup:
     place = failure.get("coordinates")
     axes = sorted(place.items()) if isinstance(place, Mapping) else ()
     where = ", ".join(f"{axis}={index}" for axis, index in axes)
-    return tag("article", tag("h3", chip(c.verdict), " ", tag("code", c.name)),
-               tag("p", failure_line(c), f" (at {where})" if where else None),
-               tag("p", c.why) if c.why else None,
-               tag("pre", failure["traceback"], tabindex="0") if failure.get("traceback") else None,
-               class_=f"failure {VERDICT_STYLES[c.verdict].name}")
+    return tag(
+        "article",
+        tag("h3", chip(c.verdict), " ", tag("code", c.name)),
+        tag("p", failure_line(c), f" (at {where})" if where else None),
+        tag("p", c.why) if c.why else None,
+        tag("pre", failure["traceback"], tabindex="0") if failure.get("traceback") else None,
+        class_=f"failure {VERDICT_STYLES[c.verdict].name}",
+    )
 
 
 def _details(title: Any, content: Markup) -> Markup:

@@ -82,8 +82,9 @@ class Panel:
         self._build()
         self.look()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=_feed, args=(weakref.ref(self), self._stop, poll_s),
-                                        name=f"panel of {subject.what}", daemon=True)
+        self._thread = threading.Thread(
+            target=_feed, args=(weakref.ref(self), self._stop, poll_s), name=f"panel of {subject.what}", daemon=True
+        )
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._stop, self._box)
         self._end.atexit = False
@@ -104,8 +105,12 @@ class Panel:
         """A heading and a line for each trial, as they are now."""
         self.look()
         names = max((len(trial.name) for trial in self._trials), default=0)
-        return "\n".join([f"{self._subject.what}: {self._counts()}, {duration(self._elapsed_s())}",
-                          *(f"  {as_line(trial, names=names)}" for trial in self._trials)])
+        return "\n".join(
+            [
+                f"{self._subject.what}: {self._counts()}, {duration(self._elapsed_s())}",
+                *(f"  {as_line(trial, names=names)}" for trial in self._trials),
+            ]
+        )
 
     def as_html(self) -> str:
         """The rows without life, for places where widgets do not work."""
@@ -191,8 +196,14 @@ class Panel:
         self._cancels = [_Cancel(f"Cancel {name}", _weakly(self._cancel, index)) for index, name in enumerate(names)]
         self._cancel_all = _Cancel("Cancel all trials", _weakly(self._cancel, None), words="Cancel all")
         rows = [_boxed(shown, cancel.button) for shown, cancel in zip(self._rows, self._cancels, strict=True)]
-        hint = html(tag("span", "Buttons are answered between cells. From a terminal: ",
-                        tag("code", self._subject.command), class_="hint"))
+        hint = html(
+            tag(
+                "span",
+                "Buttons are answered between cells. From a terminal: ",
+                tag("code", self._subject.command),
+                class_="hint",
+            )
+        )
         options = [(_NO_LOG, None), *((name, index) for index, name in enumerate(names))]
         self._chosen = ipywidgets.Dropdown(options=options, description="Log of")
         self._follow = ipywidgets.Checkbox(value=True, description="follow", indent=False)
@@ -201,9 +212,18 @@ class Panel:
         self._ranks.observe(_weakly(self._read_all_logs), names="selected_index")
         self._follow.observe(_weakly(self._read_all_logs), names="value")
         self._style = html(tag("style", live_style()))
-        self._box = ipywidgets.VBox([
-            self._style, self._heading, _boxed(html(column_heads()), self._cancel_all.button), *rows, self._trouble,
-            hint, _boxed(self._chosen, self._follow), self._ranks])
+        self._box = ipywidgets.VBox(
+            [
+                self._style,
+                self._heading,
+                _boxed(html(column_heads()), self._cancel_all.button),
+                *rows,
+                self._trouble,
+                hint,
+                _boxed(self._chosen, self._follow),
+                self._ranks,
+            ]
+        )
         self._box.add_class("workbench-live")
         self._ranks.layout.display = "none"
 
@@ -247,8 +267,10 @@ class _Cancel:
         self._words, self._do = words, do
         self._armed_at = -CONFIRM_S
         self.button = ipywidgets.Button(
-            description=words, tooltip=f"{tooltip}: click, and click again within {CONFIRM_S:g} s. A busy kernel "
-                                       "answers when its cell has ended.")
+            description=words,
+            tooltip=f"{tooltip}: click, and click again within {CONFIRM_S:g} s. A busy kernel "
+            "answers when its cell has ended.",
+        )
         self.button.on_click(self._clicked)
 
     def settle(self, *, possible: bool) -> None:
@@ -285,8 +307,10 @@ def _end(stop: threading.Event, box: ipywidgets.Widget) -> None:
     left = [box]
     while left:
         widget = left.pop()
-        left += [*getattr(widget, "children", ()), *filter(None, (getattr(widget, "layout", None),
-                                                                  getattr(widget, "style", None)))]
+        left += [
+            *getattr(widget, "children", ()),
+            *filter(None, (getattr(widget, "layout", None), getattr(widget, "style", None))),
+        ]
         widget.close()
 
 
@@ -363,8 +387,12 @@ def _subject(target: Any) -> _Subject:
     if isinstance(target, Sweep):
         record = read_record(target.experiment_dir / "runs")
         its_own = record is not None and set(record["latest"].values()) == {run.path.name for run in target.runs}
-        return _Subject(target.experiment_dir.name, target.runs, record["created_ns"] if record and its_own else 0,
-                        _command(target.experiment_dir))
+        return _Subject(
+            target.experiment_dir.name,
+            target.runs,
+            record["created_ns"] if record and its_own else 0,
+            _command(target.experiment_dir),
+        )
     if isinstance(target, RunDirectory):
         return _Subject(target.path.name, [target], 0, _command(target.path))
     if not isinstance(target, str | Path):
@@ -379,19 +407,32 @@ def _subject(target: Any) -> _Subject:
         order = list(record["latest"].values())
         launched = [each for each in found.runs if each.path.name in order]
         shown = tuple(sorted(launched, key=lambda each: order.index(each.path.name))) or shown
-    return _Subject(found.experiment.name, [each.run for each in shown if each.run is not None],
-                    record["created_ns"] if record else 0, _command(found.experiment),
-                    tuple(f"{each.path.name}: {each.problem}" for each in shown if each.run is None))
+    return _Subject(
+        found.experiment.name,
+        [each.run for each in shown if each.run is not None],
+        record["created_ns"] if record else 0,
+        _command(found.experiment),
+        tuple(f"{each.path.name}: {each.problem}" for each in shown if each.run is None),
+    )
 
 
 def _several(parts: Sequence[_Subject]) -> _Subject:
     runs = list({run.path: run for part in parts for run in part.runs}.values())
     if not runs:
-        raise RecordError("attach to no run", found="an empty list", rule="at least one run or experiment",
-                          fix="give the folder of an experiment, such as experiments/layout_parity")
+        raise RecordError(
+            "attach to no run",
+            found="an empty list",
+            rule="at least one run or experiment",
+            fix="give the folder of an experiment, such as experiments/layout_parity",
+        )
     names = list(dict.fromkeys(run.path.parent.parent.name for run in runs))
-    return _Subject(", ".join(names), runs, 0, parts[0].command if len(parts) == 1 else "workbench cancel RUN",
-                    tuple(line for part in parts for line in part.unreadable))
+    return _Subject(
+        ", ".join(names),
+        runs,
+        0,
+        parts[0].command if len(parts) == 1 else "workbench cancel RUN",
+        tuple(line for part in parts for line in part.unreadable),
+    )
 
 
 def _command(folder: Path) -> str:

@@ -25,15 +25,22 @@ from workbench.report.page import differences, document, drawing, provenance
 from workbench.report.sampled import answers_of, digest, log_ratios, read_record, run_of, shares_beyond, succeeded
 from workbench.runs.store import to_json, write_whole
 
-ABLATIONS = {"bfloat16": "Sampler and trainer in bfloat16", "float32_trainer": "The same answers, trainer in float32",
-             "float32_sampler": "Sampler in float32, trainer in bfloat16"}
+ABLATIONS = {
+    "bfloat16": "Sampler and trainer in bfloat16",
+    "float32_trainer": "The same answers, trainer in float32",
+    "float32_sampler": "Sampler in float32, trainer in bfloat16",
+}
 DISTANCES = [10 ** (power / 8) for power in range(-64, 17)]
 """Of the log ratio from 0, nats: eight in each decade, from 1e-8 to 100."""
 OUTSIDE, KL, SAMPLES = "clip/region/fraction", "kl/policy_sampler/k3_mean", "ratio/policy_old/effective_samples"
 
 QUESTION = "How far from 1 does the importance ratio start?"
-HEADS = {("reference", False): "bfloat16 logits", ("auto", False): "float32 logits",
-         ("reference", True): "float32 head", ("auto", True): "float32 head, fused"}
+HEADS = {
+    ("reference", False): "bfloat16 logits",
+    ("auto", False): "float32 logits",
+    ("reference", True): "float32 head",
+    ("auto", True): "float32 head, fused",
+}
 """Logprobs and fp32_head of the settings -> the trainer's head on a GPU in words; on a CPU auto is reference."""
 PLAIN_HEADS = ("bfloat16 logits", "float32")
 """Those whose temperatures are drawn."""
@@ -45,11 +52,13 @@ WHAT = (
     "1/16. float32 logits come of the same bfloat16 weights and hidden states, as the fused head sums them; a float32 "
     "head lifts weights and hidden states first. A bfloat16 sampler rounds its own logits: a trainer that rounds them "
     "too makes the same errors, token by token, and one that does not is nearer to the exact log-probabilities and "
-    "further from the sampler's. What helps is the same arithmetic on both sides, trunk and head.")
+    "further from the sampler's. What helps is the same arithmetic on both sides, trunk and head."
+)
 CAPTION = (
     "Share of trained tokens whose log ratio is further from 0 than the abscissa, both axes logarithmic: a line "
     "further left is a better start, and where it ends is the largest log ratio. Vertical: where the loss clips, on "
-    "the nearer side.")
+    "the nearer side."
+)
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,10 @@ class Records:
         Raises:
             RecordError: one is not there, or damaged.
         """
-        return cls({name: Comparison.load(folder / name / "comparison.json") for name in ABLATIONS},
-                   {name: read_record(folder / name / "log_ratios.json") for name in ABLATIONS})
+        return cls(
+            {name: Comparison.load(folder / name / "comparison.json") for name in ABLATIONS},
+            {name: read_record(folder / name / "log_ratios.json") for name in ABLATIONS},
+        )
 
 
 def write_log_ratios(folder: Path, ablation: str) -> Path:
@@ -86,9 +97,13 @@ def write_log_ratios(folder: Path, ablation: str) -> Path:
         run = run_of(folder / ablation, c)
         log_ratio_S = log_ratios(run)
         found[c.name] = {
-            "answers": digest(answers_of(run, 0)), "tokens": len(log_ratio_S), "mean": float(log_ratio_S.mean()),
-            "mean_distance": float(log_ratio_S.abs().mean()), "most": float(log_ratio_S.abs().max()),
-            "shares_beyond": shares_beyond(log_ratio_S.abs(), DISTANCES)}
+            "answers": digest(answers_of(run, 0)),
+            "tokens": len(log_ratio_S),
+            "mean": float(log_ratio_S.mean()),
+            "mean_distance": float(log_ratio_S.abs().mean()),
+            "most": float(log_ratio_S.abs().max()),
+            "shares_beyond": shares_beyond(log_ratio_S.abs(), DISTANCES),
+        }
     return write_whole(folder / ablation / "log_ratios.json", to_json(found))
 
 
@@ -109,8 +124,12 @@ def page(records: Records) -> str:
         ("Settings", join(join([tag("h3", name), differences(c)]) for name, c in comparisons.items())),
         ("Provenance", join(join([tag("h3", name), provenance(c)]) for name, c in comparisons.items())),
     ]
-    masthead = tag("header", tag("p", "workbench report · ", tag("b", "ratio_at_step_zero"), class_="eyebrow"),
-                   tag("h1", QUESTION), tag("p", answer(records), class_="answer"))
+    masthead = tag(
+        "header",
+        tag("p", "workbench report · ", tag("b", "ratio_at_step_zero"), class_="eyebrow"),
+        tag("h1", QUESTION),
+        tag("p", answer(records), class_="answer"),
+    )
     return document("ratio_at_step_zero", [masthead], sections)
 
 
@@ -131,11 +150,15 @@ def ratios(records: Records) -> pd.DataFrame:
             online, policy = settings["online"], settings["policy"]
             head = HEADS[policy["logprobs"] if c.device == "cuda" else "reference", policy["fp32_head"]]
             rows[ablation, c.name] = {
-                "sampler": online["sampler_precision"] or settings["precision"], "trainer": settings["precision"],
+                "sampler": online["sampler_precision"] or settings["precision"],
+                "trainer": settings["precision"],
                 "head": head if settings["precision"] == "bfloat16" else settings["precision"],
                 "temperature": policy["temperature"] or online["temperature"],
                 **{name: found[name] for name in ("tokens", "mean_distance", "most", "mean", "answers")},
-                "outside": step[OUTSIDE], "kl": step[KL], "samples": step[SAMPLES] / found["tokens"]}
+                "outside": step[OUTSIDE],
+                "kl": step[KL],
+                "samples": step[SAMPLES] / found["tokens"],
+            }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis(["ablation", "run"])
 
 
@@ -144,20 +167,30 @@ def beyond(records: Records) -> Figure:
     rows, sampled_at = ratios(records), _sampled_at(records)
     at = rows["temperature"] == sampled_at
     figure = style.chart(4.6)
-    parts = {"by the trainer's temperature": rows[(rows["sampler"] == "bfloat16") & rows["head"].isin(PLAIN_HEADS)],
-             f"at the sampler's temperature, {sampled_at:g}: by who rounds": rows[at]}
+    parts = {
+        "by the trainer's temperature": rows[(rows["sampler"] == "bfloat16") & rows["head"].isin(PLAIN_HEADS)],
+        f"at the sampler's temperature, {sampled_at:g}: by who rounds": rows[at],
+    }
     for axes, (title, part) in zip(figure.subplots(1, 2, sharey=True), parts.items(), strict=True):
         style.tidy(axes, title=title, x="distance of the log ratio from 0, nats", y="share of tokens further away")
         for (ablation, name), row in part.iterrows():
             shares = records.log_ratios[ablation][name]["shares_beyond"]
-            axes.plot(DISTANCES, [value or math.nan for value in shares], label=_in_words(row),
-                      **_look(row, sampled_at))
+            axes.plot(
+                DISTANCES, [value or math.nan for value in shares], label=_in_words(row), **_look(row, sampled_at)
+            )
         axes.set(xscale="log", yscale="log")
         axes.axvline(_nearer_clip(records), color=style.INK, linewidth=0.9)
         style.log_ticks(axes.xaxis)
         style.log_ticks(axes.yaxis)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False, fontsize=7,
-                    handlelength=3.2, labelcolor=style.INK)
+        axes.legend(
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.16),
+            ncols=2,
+            frameon=False,
+            fontsize=7,
+            handlelength=3.2,
+            labelcolor=style.INK,
+        )
     return figure
 
 
@@ -172,30 +205,62 @@ def answer(records: Records) -> str:
 
     plain = rows.loc["bfloat16"][rows.loc["bfloat16"]["head"] == PLAIN_HEADS[0]]
     same, other = (plain[(plain["temperature"] == sampled_at) == is_it].iloc[0] for is_it in (True, False))
-    return (f"Sampled at temperature {sampled_at:g} in bfloat16. A trainer in bfloat16 with that temperature starts "
-            f"with log ratios {significant(same['mean_distance'], 2)} nats from 0 in the mean and "
-            f"{significant(same['most'], 2)} at most, {_percent(same['outside'])} of tokens outside the clip; without "
-            f"it, at {other['temperature']:g}, with {significant(other['mean_distance'], 2)} and "
-            f"{significant(other['most'], 2)}, and {_percent(other['outside'])} outside. A float32 head in the trainer "
-            f"alone makes the first {mean_of('bfloat16', 'float32 head')}, and a trainer wholly in float32 "
-            f"{mean_of('float32_trainer', 'float32')}: the sampler's own logits are bfloat16. Against a float32 "
-            f"sampler it is {mean_of('float32_sampler', 'bfloat16 logits')} with bfloat16 logits and "
-            f"{mean_of('float32_sampler', 'float32 head')} with a float32 head.")
+    return (
+        f"Sampled at temperature {sampled_at:g} in bfloat16. A trainer in bfloat16 with that temperature starts "
+        f"with log ratios {significant(same['mean_distance'], 2)} nats from 0 in the mean and "
+        f"{significant(same['most'], 2)} at most, {_percent(same['outside'])} of tokens outside the clip; without "
+        f"it, at {other['temperature']:g}, with {significant(other['mean_distance'], 2)} and "
+        f"{significant(other['most'], 2)}, and {_percent(other['outside'])} outside. A float32 head in the trainer "
+        f"alone makes the first {mean_of('bfloat16', 'float32 head')}, and a trainer wholly in float32 "
+        f"{mean_of('float32_trainer', 'float32')}: the sampler's own logits are bfloat16. Against a float32 "
+        f"sampler it is {mean_of('float32_sampler', 'bfloat16 logits')} with bfloat16 logits and "
+        f"{mean_of('float32_sampler', 'float32 head')} with a float32 head."
+    )
 
 
 def ratios_section(records: Records) -> Markup:
     """Figure and table."""
-    rows = [[row["sampler"], row["trainer"], row["head"], f"{row['temperature']:g}",
-             significant(row["mean_distance"], 2), significant(row["most"], 2), significant(row["mean"], 2),
-             _percent(row["outside"]), significant(row["kl"], 2), near_one(row["samples"])]
-            for _, row in ratios(records).iterrows()]
-    head = ["sampler", "trainer", "its head", "T", "mean |log ratio|", "largest", "mean log ratio", "outside the clip",
-            "KL, k3", "effective samples"]
-    return join([tag("p", WHAT), tag("p", _drew(records)), drawing("beyond", CAPTION, beyond(records)),
-                 table(head, rows, numbers=range(3, 10)),
-                 tag("p", "T: the trainer's temperature. Log ratios and KL in nats. KL: k3 on the sampler's tokens, "
-                          "which is KL(policy ‖ sampler) while the two are close. Effective samples: as a share of the "
-                          "tokens.")])
+    rows = [
+        [
+            row["sampler"],
+            row["trainer"],
+            row["head"],
+            f"{row['temperature']:g}",
+            significant(row["mean_distance"], 2),
+            significant(row["most"], 2),
+            significant(row["mean"], 2),
+            _percent(row["outside"]),
+            significant(row["kl"], 2),
+            near_one(row["samples"]),
+        ]
+        for _, row in ratios(records).iterrows()
+    ]
+    head = [
+        "sampler",
+        "trainer",
+        "its head",
+        "T",
+        "mean |log ratio|",
+        "largest",
+        "mean log ratio",
+        "outside the clip",
+        "KL, k3",
+        "effective samples",
+    ]
+    return join(
+        [
+            tag("p", WHAT),
+            tag("p", _drew(records)),
+            drawing("beyond", CAPTION, beyond(records)),
+            table(head, rows, numbers=range(3, 10)),
+            tag(
+                "p",
+                "T: the trainer's temperature. Log ratios and KL in nats. KL: k3 on the sampler's tokens, "
+                "which is KL(policy ‖ sampler) while the two are close. Effective samples: as a share of the "
+                "tokens.",
+            ),
+        ]
+    )
 
 
 # ---- parts ---------------------------------------------------------------------------------------------
@@ -206,9 +271,12 @@ def _drew(records: Records) -> str:
     rows = ratios(records)
     same = {sampler: of["answers"].nunique() == 1 for sampler, of in rows.groupby("sampler")}
     tokens = {sampler: int(of["tokens"].iloc[0]) for sampler, of in rows.groupby("sampler")}
-    return " ".join(f"All runs with a {sampler} sampler drew the same answers, {tokens[sampler]} trained tokens."
-                    if alike else f"The runs with a {sampler} sampler did not draw the same answers."
-                    for sampler, alike in same.items())
+    return " ".join(
+        f"All runs with a {sampler} sampler drew the same answers, {tokens[sampler]} trained tokens."
+        if alike
+        else f"The runs with a {sampler} sampler did not draw the same answers."
+        for sampler, alike in same.items()
+    )
 
 
 def _sampled_at(records: Records) -> float:
@@ -224,8 +292,9 @@ def _nearer_clip(records: Records) -> float:
 
 def _in_words(row: Mapping[str, Any]) -> str:
     side = "float32 trainer" if row["trainer"] == "float32" else row["head"]
-    return f"{side}, T = {row['temperature']:g}" \
-           + ("" if row["sampler"] == "bfloat16" else f"; {row['sampler']} sampler")
+    return f"{side}, T = {row['temperature']:g}" + (
+        "" if row["sampler"] == "bfloat16" else f"; {row['sampler']} sampler"
+    )
 
 
 def _look(row: Mapping[str, Any], sampled_at: float) -> dict[str, Any]:

@@ -37,9 +37,14 @@ def heading(what: str, trials: Sequence[Trial], elapsed_s: float | None) -> Mark
     count = Counter(trial.state for trial in trials)
     order = [*STATES, GONE]
     states = [tag("span", chip(state), f" {count[state]}") for state in order if count[state]]
-    return tag("div", tag("strong", what), tag("span", states, class_="tally"),
-               tag("span", duration(elapsed_s), class_="elapsed", title="since the launch"),
-               tag("span", shared_place(trials), class_="elapsed"), class_="heading")
+    return tag(
+        "div",
+        tag("strong", what),
+        tag("span", states, class_="tally"),
+        tag("span", duration(elapsed_s), class_="elapsed", title="since the launch"),
+        tag("span", shared_place(trials), class_="elapsed"),
+        class_="heading",
+    )
 
 
 def shared_place(trials: Sequence[Trial]) -> str:
@@ -64,26 +69,46 @@ def row(trial: Trial, *, said_once: str = "") -> Markup:
     reward = f"reward {sparkline_text(trial.reward)} {last(trial.reward)}" if trial.reward else ""
     note = "; ".join(filter(None, [reward, left(trial), trial.note, trial.place if trial.place != said_once else ""]))
     ranks = f"{trial.ranks} rank{'s' if trial.ranks > 1 else ''}"
-    bar = tag("span", tag("i", class_=f"done {trial.state}", style=f"width:{_per_cent(trial):.4g}%"), class_="progress",
-              role="progressbar", aria_valuemin="0", aria_valuemax=str(trial.steps),
-              aria_valuenow=str(trial.steps_done), aria_label=f"steps of {trial.name}")
-    return tag("div",
-               tag("span", tag("b", breakable(trial.name)), " ", tag("small", ranks), title=trial.folder),
-               tag("span", chip(trial.state)),
-               tag("span", bar, tag("span", f"{trial.steps_done}/{trial.steps}", class_="count")),
-               _series("loss", trial.loss), _series("gradient norm", trial.gradient_norm),
-               tag("span", duration(trial.seconds), class_="time"),
-               tag("span", note, class_="note") if note else None,
-               class_="trial", role="group", aria_label=f"{trial.name}: {trial.state}")
+    bar = tag(
+        "span",
+        tag("i", class_=f"done {trial.state}", style=f"width:{_per_cent(trial):.4g}%"),
+        class_="progress",
+        role="progressbar",
+        aria_valuemin="0",
+        aria_valuemax=str(trial.steps),
+        aria_valuenow=str(trial.steps_done),
+        aria_label=f"steps of {trial.name}",
+    )
+    return tag(
+        "div",
+        tag("span", tag("b", breakable(trial.name)), " ", tag("small", ranks), title=trial.folder),
+        tag("span", chip(trial.state)),
+        tag("span", bar, tag("span", f"{trial.steps_done}/{trial.steps}", class_="count")),
+        _series("loss", trial.loss),
+        _series("gradient norm", trial.gradient_norm),
+        tag("span", duration(trial.seconds), class_="time"),
+        tag("span", note, class_="note") if note else None,
+        class_="trial",
+        role="group",
+        aria_label=f"{trial.name}: {trial.state}",
+    )
 
 
-def table_of(what: str, trials: Iterable[Trial], elapsed_s: float | None = None, *,
-             more: Markup | None = None) -> Markup:
+def table_of(
+    what: str, trials: Iterable[Trial], elapsed_s: float | None = None, *, more: Markup | None = None
+) -> Markup:
     """All of it as a page without life: heading, rows, and whatever comes below them."""
     shown = list(trials)
     said_once = shared_place(shown)
-    return tag("div", tag("style", live_style()), heading(what, shown, elapsed_s), column_heads(),
-               [row(trial, said_once=said_once) for trial in shown], more, class_="workbench-live")
+    return tag(
+        "div",
+        tag("style", live_style()),
+        heading(what, shown, elapsed_s),
+        column_heads(),
+        [row(trial, said_once=said_once) for trial in shown],
+        more,
+        class_="workbench-live",
+    )
 
 
 def _series(label: str, values: Sequence[float | None]) -> Markup:

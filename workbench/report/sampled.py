@@ -29,8 +29,12 @@ def succeeded(comparison: Comparison) -> list[Configuration]:
         RecordError: one failed.
     """
     if failed := [c for c in comparison.configurations if c.state != "succeeded" or not c.steps]:
-        raise RecordError(f"report {comparison.experiment}", found="; ".join(f"{c.name}: {c.why}" for c in failed),
-                          rule="every run ended well", fix="run the ablation again, and read why it failed")
+        raise RecordError(
+            f"report {comparison.experiment}",
+            found="; ".join(f"{c.name}: {c.why}" for c in failed),
+            rule="every run ended well",
+            fix="run the ablation again, and read why it failed",
+        )
     return list(comparison.configurations)
 
 
@@ -43,8 +47,12 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         return from_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise RecordError(f"read {path.name}", found=f"{type(error).__name__}: {error}",
-                          rule="a record that the experiment's report.py wrote", fix="measure again") from None
+        raise RecordError(
+            f"read {path.name}",
+            found=f"{type(error).__name__}: {error}",
+            rule="a record that the experiment's report.py wrote",
+            fix="measure again",
+        ) from None
 
 
 def run_of(experiment: Path, configuration: Configuration) -> RunDirectory:
@@ -54,8 +62,12 @@ def run_of(experiment: Path, configuration: Configuration) -> RunDirectory:
         RecordError: it failed, or is not there any more.
     """
     if configuration.state != "succeeded" or not (experiment / configuration.run).is_dir():
-        raise RecordError(f"read what {configuration.name} sampled", found=configuration.why or "no run directory",
-                          rule="a finished run under the experiment's runs folder", fix="run the ablation again")
+        raise RecordError(
+            f"read what {configuration.name} sampled",
+            found=configuration.why or "no run directory",
+            rule="a finished run under the experiment's runs folder",
+            fix="run the ablation again",
+        )
     return RunDirectory.open(experiment / configuration.run)
 
 

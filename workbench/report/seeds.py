@@ -11,8 +11,10 @@ from workbench.report.figures import GRADIENT_NORM, LOSS, mark_not_finite, worst
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, share, significant
 
-SAID = ("Configurations that differ in nothing but a seed, taken together: mean ± standard deviation (n − 1) of their "
-        "last steps, and the range in the brackets.")
+SAID = (
+    "Configurations that differ in nothing but a seed, taken together: mean ± standard deviation (n − 1) of their "
+    "last steps, and the range in the brackets."
+)
 
 
 def seeds_by_step(comparison: Comparison) -> Figure:
@@ -23,29 +25,55 @@ def seeds_by_step(comparison: Comparison) -> Figure:
         style.note(figure, "no configuration was run with several seeds")
         return figure
     figure = style.chart(3.0)
-    for axes, (key, title) in zip(figure.subplots(1, 2), ((LOSS, "loss"), (GRADIENT_NORM, "global gradient norm (L2)")),
-                                  strict=True):
-        recorded = {c.name: ([record["step"] for record in c.steps if record.get(key) is not None],
-                             [record[key] for record in c.steps if record.get(key) is not None])
-                    for group in found for c in group.members}
-        lost = mark_not_finite(axes, recorded, {c.name: _color(place) for place, group in enumerate(found)
-                                                for c in group.members}, characters=65)
+    for axes, (key, title) in zip(
+        figure.subplots(1, 2), ((LOSS, "loss"), (GRADIENT_NORM, "global gradient norm (L2)")), strict=True
+    ):
+        recorded = {
+            c.name: (
+                [record["step"] for record in c.steps if record.get(key) is not None],
+                [record[key] for record in c.steps if record.get(key) is not None],
+            )
+            for group in found
+            for c in group.members
+        }
+        lost = mark_not_finite(
+            axes,
+            recorded,
+            {c.name: _color(place) for place, group in enumerate(found) for c in group.members},
+            characters=65,
+        )
         style.tidy(axes, title=title, x="\n".join(["optimizer step", *lost]))
         for place, group in enumerate(found):
-            drawn = {c.name: {step: style.drawable(value) for step, value in zip(*recorded[c.name], strict=True)}
-                     for c in group.members}
-            spreads = {step: Spread.of([values.get(step) for values in drawn.values()])
-                       for step in sorted({step for values in drawn.values() for step in values})}
+            drawn = {
+                c.name: {step: style.drawable(value) for step, value in zip(*recorded[c.name], strict=True)}
+                for c in group.members
+            }
+            spreads = {
+                step: Spread.of([values.get(step) for values in drawn.values()])
+                for step in sorted({step for values in drawn.values() for step in values})
+            }
             spreads = {step: spread for step, spread in spreads.items() if spread.count}
             alike = ", identical" if group.all_identical else ""
             mean = [spread.mean for spread in spreads.values()]
             half = [spread.deviation if spread.count > 1 else 0.0 for spread in spreads.values()]
-            axes.plot(list(spreads), mean, color=_color(place), marker=style.MARKERS[place % len(style.MARKERS)],
-                      markevery=max(1, len(mean) // 12), markersize=4.6, linewidth=1.7,
-                      label=f"{group.name} ({len(group.members)} seeds{alike})")
-            axes.fill_between(list(spreads), [m - h for m, h in zip(mean, half, strict=True)],
-                              [m + h for m, h in zip(mean, half, strict=True)], color=_color(place), alpha=0.18,
-                              linewidth=0)
+            axes.plot(
+                list(spreads),
+                mean,
+                color=_color(place),
+                marker=style.MARKERS[place % len(style.MARKERS)],
+                markevery=max(1, len(mean) // 12),
+                markersize=4.6,
+                linewidth=1.7,
+                label=f"{group.name} ({len(group.members)} seeds{alike})",
+            )
+            axes.fill_between(
+                list(spreads),
+                [m - h for m, h in zip(mean, half, strict=True)],
+                [m + h for m, h in zip(mean, half, strict=True)],
+                color=_color(place),
+                alpha=0.18,
+                linewidth=0,
+            )
         style.step_ticks(axes.xaxis, (step for group in found for step in group.by_step(key)))
         style.plain_ticks(axes.yaxis)
     handles, labels = figure.axes[0].get_legend_handles_labels()
@@ -59,17 +87,30 @@ def _color(place: int) -> str:
 
 def seeds_table(comparison: Comparison) -> Markup:
     """A row for each configuration of several seeds."""
-    return join([tag("p", SAID), [tag("p", tag("b", note, ".")) for note in identical_notes(comparison)], table(
-        ["configuration", "seeds", "verdicts", "loss", "gradient norm", "worst distance ÷ budget"],
-        [_row(group) for group in seed_groups(comparison)])])
+    return join(
+        [
+            tag("p", SAID),
+            [tag("p", tag("b", note, ".")) for note in identical_notes(comparison)],
+            table(
+                ["configuration", "seeds", "verdicts", "loss", "gradient norm", "worst distance ÷ budget"],
+                [_row(group) for group in seed_groups(comparison)],
+            ),
+        ]
+    )
 
 
 def _row(group: SeedGroup) -> list[object]:
     verdicts = [c.verdict for c in group.members]
     said = ", ".join(f"{verdicts.count(verdict)} × {verdict}" for verdict in dict.fromkeys(verdicts))
     worst = [s for s in map(worst_share, group.members) if s is not None]
-    return [tag("code", group.name), " · ".join(group.seeds), said, _spread(group, LOSS), _spread(group, GRADIENT_NORM),
-            share(max(worst)) if worst else NONE]
+    return [
+        tag("code", group.name),
+        " · ".join(group.seeds),
+        said,
+        _spread(group, LOSS),
+        _spread(group, GRADIENT_NORM),
+        share(max(worst)) if worst else NONE,
+    ]
 
 
 def _spread(group: SeedGroup, key: str) -> str:
@@ -78,8 +119,13 @@ def _spread(group: SeedGroup, key: str) -> str:
     if last.count and group.all_identical:
         return f"{significant(last.mean)} (identical runs)"
     lost = sum(1 for c in group.members if c.steps and c.steps[-1].get(key) is not None) - last.count
-    return f"{spread_text(last)}, {lost} not finite" if lost and last.count else "not finite" if lost else \
-        spread_text(last)
+    return (
+        f"{spread_text(last)}, {lost} not finite"
+        if lost and last.count
+        else "not finite"
+        if lost
+        else spread_text(last)
+    )
 
 
 def _last(group: SeedGroup, key: str) -> Spread:

@@ -29,8 +29,14 @@ def show(comparison: Comparison) -> None:
 
 def as_html(comparison: Comparison) -> str:
     """The head of the report page as a fragment whose style touches nothing outside it."""
-    return tag("div", tag("style", verdict_style()), tag("p", answer(comparison), class_="answer"),
-               tiles(comparison), summary_table(comparison), class_="workbench")
+    return tag(
+        "div",
+        tag("style", verdict_style()),
+        tag("p", answer(comparison), class_="answer"),
+        tiles(comparison),
+        summary_table(comparison),
+        class_="workbench",
+    )
 
 
 def as_text(comparison: Comparison) -> str:
@@ -50,8 +56,11 @@ def as_text(comparison: Comparison) -> str:
     lines = [f"{comparison.experiment}: {comparison.question}", answer(comparison), ""]
     for c in ordered:
         worst = worst_share(c)
-        cells = [f"{VERDICT_STYLES[c.verdict].sign} {c.name:<{names}}  {c.verdict:<{verdicts}}",
-                 f"{errors[c.name]:<{width}}", f"{NONE if worst is None else share(worst) + ' of budget':<22}"]
+        cells = [
+            f"{VERDICT_STYLES[c.verdict].sign} {c.name:<{names}}  {c.verdict:<{verdicts}}",
+            f"{errors[c.name]:<{width}}",
+            f"{NONE if worst is None else share(worst) + ' of budget':<22}",
+        ]
         if c.factor is not None:
             cells.append(f"× {near_one(c.factor)}{f' ({c.factor_meaning})' if c.factor_meaning else ''}")
         if c.first_step is not None:

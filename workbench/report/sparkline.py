@@ -32,8 +32,17 @@ def sparkline(values: Iterable[float | None], *, label: str) -> Markup:
     """
     series = [math.nan if value is None else float(value) for value in values]
     said = f"{label}: {summary(series)}"
-    return tag("svg", tag("title", said), _lines(_thinned(series)), class_="sparkline", role="img", aria_label=said,
-               viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", width=f"{WIDTH:g}", height=f"{HEIGHT:g}")
+    return tag(
+        "svg",
+        tag("title", said),
+        _lines(_thinned(series)),
+        class_="sparkline",
+        role="img",
+        aria_label=said,
+        viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}",
+        width=f"{WIDTH:g}",
+        height=f"{HEIGHT:g}",
+    )
 
 
 def sparkline_text(values: Iterable[float | None], *, width: int = 12) -> str:
@@ -45,8 +54,9 @@ def sparkline_text(values: Iterable[float | None], *, width: int = 12) -> str:
     """
     series = [math.nan if value is None else float(value) for value in values][-width:]
     place = _scale(series)
-    return "".join(_BLOCKS[round(place(value) * (len(_BLOCKS) - 1))] if math.isfinite(value) else "×"
-                   for value in series)
+    return "".join(
+        _BLOCKS[round(place(value) * (len(_BLOCKS) - 1))] if math.isfinite(value) else "×" for value in series
+    )
 
 
 def summary(values: Sequence[float]) -> str:
@@ -79,8 +89,18 @@ def _lines(points: Sequence[tuple[float, float]]) -> list[Markup]:
         else:
             crosses.append(f"M{x - 2:.1f} {HEIGHT / 2 - 2:.1f}l4 4m0 -4l-4 4")
             pieces.append([])
-    drawn = [tag("polyline", points=" ".join(piece), fill="none", stroke="currentColor", stroke_width="1.3",
-                 stroke_linejoin="round") for piece in pieces if len(piece) > 1]
+    drawn = [
+        tag(
+            "polyline",
+            points=" ".join(piece),
+            fill="none",
+            stroke="currentColor",
+            stroke_width="1.3",
+            stroke_linejoin="round",
+        )
+        for piece in pieces
+        if len(piece) > 1
+    ]
     ends = [piece[0] for piece in pieces if len(piece) == 1]
     if points and math.isfinite(points[-1][1]) and len(pieces[-1]) > 1:
         ends.append(pieces[-1][-1])

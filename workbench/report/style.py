@@ -23,8 +23,18 @@ from matplotlib.ticker import FuncFormatter, Locator, MaxNLocator, NullFormatter
 from workbench.report.numbers import power_of_ten, significant
 
 INK, MUTED, LINE = "#1c2128", "#667079", "#d9dee3"
-SERIES = ("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581",
-          "#92dadb")  # matplotlib's petroff10, arXiv 2107.02270
+SERIES = (
+    "#3f90da",
+    "#ffa90e",
+    "#bd1f01",
+    "#94a4a2",
+    "#832db6",
+    "#a96b59",
+    "#e76300",
+    "#b9ac70",
+    "#717581",
+    "#92dadb",
+)  # matplotlib's petroff10, arXiv 2107.02270
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "p")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 WIDTH_INCHES = 10.0
@@ -50,13 +60,23 @@ VERDICT_STYLES = {
     "failed": VerdictStyle("failed", "×", "#8d1f62", "X"),
 }
 
-THEME = ({INK: "--ink", MUTED: "--muted", LINE: "--line", "#ffffff": "--paper"}
-         | {style.color: f"--{style.name}" for style in VERDICT_STYLES.values()}
-         | {color: f"--series-{i}" for i, color in enumerate(SERIES)})
+THEME = (
+    {INK: "--ink", MUTED: "--muted", LINE: "--line", "#ffffff": "--paper"}
+    | {style.color: f"--{style.name}" for style in VERDICT_STYLES.values()}
+    | {color: f"--series-{i}" for i, color in enumerate(SERIES)}
+)
 
-RC = {"font.size": 8.0, "font.family": ["DejaVu Sans"], "text.color": INK, "axes.edgecolor": LINE,
-      "axes.unicode_minus": True, "figure.dpi": 96, "svg.hashsalt": "workbench", "svg.fonttype": "none",
-      "path.simplify": False}
+RC = {
+    "font.size": 8.0,
+    "font.family": ["DejaVu Sans"],
+    "text.color": INK,
+    "axes.edgecolor": LINE,
+    "axes.unicode_minus": True,
+    "figure.dpi": 96,
+    "svg.hashsalt": "workbench",
+    "svg.fonttype": "none",
+    "path.simplify": False,
+}
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -87,14 +107,16 @@ def tidy(axes: Axes, *, title: str = "", x: str = "", y: str = "", grid: str = "
     if title:
         axes.set_title(title, loc="left", fontsize=8, fontweight="bold", color=INK, pad=20 if y else 8)
     if y:
-        axes.annotate(y, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points",
-                      fontsize=7.5, color=MUTED)
+        axes.annotate(
+            y, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points", fontsize=7.5, color=MUTED
+        )
     axes.set_xlabel(x, fontsize=7.5, color=MUTED, loc="left")
     return axes
 
 
 def log_ticks(axis: Any) -> None:
     """Label decades of a logarithmic axis as 10⁻³, without mathtext, and nothing between them."""
+
     def label(value: float, _: int) -> str:
         if not 0 < value < math.inf:
             return ""
@@ -134,6 +156,7 @@ class DecadesAroundZero(Locator):
 
     def tick_values(self, vmin: float, vmax: float) -> list[float]:
         """The ticks between two ends."""
+
         def place(value: float) -> float:
             return math.asinh(value / self.linear_width)
 
@@ -141,7 +164,7 @@ class DecadesAroundZero(Locator):
         ticks, lowest = [0.0], math.floor(math.log10(self.linear_width))
         for sign, end in ((1, vmax), (-1, -vmin)):
             last, highest = 0.0, math.floor(math.log10(end)) if end > 0 else lowest - 1
-            for value in (10.0 ** exponent for exponent in range(lowest, highest + 1)):
+            for value in (10.0**exponent for exponent in range(lowest, highest + 1)):
                 if place(value) >= last + room:
                     last = place(value)
                     ticks.append(sign * value)
@@ -190,7 +213,7 @@ def inline_svg(figure: Figure, *, prefix: str) -> str:
     colours of `THEME` become CSS variables. Nothing in it names an address.
     """
     text = svg_text(figure, transparent=True)
-    text = text[text.index("<svg"):]
+    text = text[text.index("<svg") :]
     text = re.sub(r'\s(?:xmlns(?::\w+)?|version)="[^"]*"', "", text)
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'(\sid=")', rf"\g<1>{prefix}-", text)

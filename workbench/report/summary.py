@@ -46,21 +46,34 @@ def answer(comparison: Comparison) -> str:
     kept = sum(count[verdict] for verdict in AGREEING)
     if not judged:
         return " ".join(["Every configuration is a reference: there is nothing to compare.", *_remarks(comparison)])
-    said = [f"1 of {len(judged)} configurations keeps the gradient of its reference." if kept == 1 else
-            f"{kept} of {len(judged)} configurations keep the gradient of their reference."]
+    said = [
+        f"1 of {len(judged)} configurations keeps the gradient of its reference."
+        if kept == 1
+        else f"{kept} of {len(judged)} configurations keep the gradient of their reference."
+    ]
     different = [c for c in judged if c.verdict == "different"]
     if different:
         faulty = sum(bool(faults_of(c)) for c in different)
-        how = (", each with a known fault switched on" if faulty == len(different) and faulty > 1
-               else ", with a known fault switched on" if faulty == len(different)
-               else f", {faulty} of them with a known fault switched on" if faulty else "")
+        how = (
+            ", each with a known fault switched on"
+            if faulty == len(different) and faulty > 1
+            else ", with a known fault switched on"
+            if faulty == len(different)
+            else f", {faulty} of them with a known fault switched on"
+            if faulty
+            else ""
+        )
         said.append(f"{len(different)} differ{'s' if len(different) == 1 else ''}{how}.")
     if count["vacuous"]:
-        said.append(f"{count['vacuous']} {'is' if count['vacuous'] == 1 else 'are'} vacuous: "
-                    "nothing in the batch could have shown a difference.")
+        said.append(
+            f"{count['vacuous']} {'is' if count['vacuous'] == 1 else 'are'} vacuous: "
+            "nothing in the batch could have shown a difference."
+        )
     if count["unsound baseline"]:
-        said.append(f"{count['unsound baseline']} {'has' if count['unsound baseline'] == 1 else 'have'} an unsound "
-                    "baseline, which is not finite or too far from the truth to judge by.")
+        said.append(
+            f"{count['unsound baseline']} {'has' if count['unsound baseline'] == 1 else 'have'} an unsound "
+            "baseline, which is not finite or too far from the truth to judge by."
+        )
     weak = [c for c in judged if warnings(c)]
     if weak:
         said.append(f"Weak evidence for {len(weak)}: {warnings(weak[0])[0]}.")
@@ -89,8 +102,16 @@ def chip(verdict: str) -> Markup:
 def tiles(comparison: Comparison) -> Markup:
     """One tile a configuration, in the order of the summary, each a way to its row."""
     ordered = [c for members in groups(comparison).values() for c in members]
-    made = [tag("a", VERDICT_STYLES[c.verdict].sign, class_=f"tile {VERDICT_STYLES[c.verdict].name}",
-                href=f"#{anchor(comparison, c)}", title=f"{c.name}: {c.verdict}") for c in ordered]
+    made = [
+        tag(
+            "a",
+            VERDICT_STYLES[c.verdict].sign,
+            class_=f"tile {VERDICT_STYLES[c.verdict].name}",
+            href=f"#{anchor(comparison, c)}",
+            title=f"{c.name}: {c.verdict}",
+        )
+        for c in ordered
+    ]
     count = Counter(c.verdict for c in ordered)
     legend = [tag("li", chip(verdict), f" {count[verdict]}") for verdict in VERDICT_STYLES if count[verdict]]
     return tag("div", tag("p", made, class_="tiles"), tag("ul", legend, class_="tally"), class_="overview")
@@ -109,13 +130,33 @@ def summary_table(comparison: Comparison) -> Markup:
     same = len(seen) > 1 and len(set(seen.values())) == 1
     bodies = []
     for members in groups(comparison).values():
-        bodies.append(tag("tbody", [
-            join(_rows(comparison, c, shares[c.name], scale, differing[c.name],
-                       _remarks_on(c, "" if same else could_have_seen(c)))) for c in members]))
-    head = tag("tr", tag("th", "Configuration", scope="col"), tag("th", "Verdict", scope="col"),
-               tag("th", "Relative error of the gradient", scope="col"),
-               tag("th", "Worst distance ÷ budget", scale.labels(), scope="col"),
-               tag("th", "Gradient norm", scope="col"), tag("th", "First difference", scope="col"))
+        bodies.append(
+            tag(
+                "tbody",
+                [
+                    join(
+                        _rows(
+                            comparison,
+                            c,
+                            shares[c.name],
+                            scale,
+                            differing[c.name],
+                            _remarks_on(c, "" if same else could_have_seen(c)),
+                        )
+                    )
+                    for c in members
+                ],
+            )
+        )
+    head = tag(
+        "tr",
+        tag("th", "Configuration", scope="col"),
+        tag("th", "Verdict", scope="col"),
+        tag("th", "Relative error of the gradient", scope="col"),
+        tag("th", "Worst distance ÷ budget", scale.labels(), scope="col"),
+        tag("th", "Gradient norm", scope="col"),
+        tag("th", "First difference", scope="col"),
+    )
     notes = list(dict.fromkeys(c.device_note for c in comparison.configurations if c.device_note))
     foot = tag("p", tag("mark"), "ran on CPU with gloo: ", "; ".join(notes), class_="foot")
     if shared := shared_note(comparison):
@@ -159,42 +200,67 @@ def where_it_ran(comparison: Comparison, configuration: Configuration, *, brief:
 
 def _remarks_on(c: Configuration, seen: str) -> list[Markup]:
     """What limits a verdict: it stands below its row. Of a reference only what it could have seen."""
-    texts = [declaration(c) if c.against else "", f"could have seen: {seen}" if seen else "", *(
-        f"weak evidence: {warning}" for warning in warnings(c))]
+    texts = [
+        declaration(c) if c.against else "",
+        f"could have seen: {seen}" if seen else "",
+        *(f"weak evidence: {warning}" for warning in warnings(c)),
+    ]
     return [tag("span", text) for text in texts if text]
 
 
-def _rows(comparison: Comparison, c: Configuration, worst: float | None, scale: _Scale, differing: str,
-          remarks: list[Markup]) -> list[Markup]:
+def _rows(
+    comparison: Comparison, c: Configuration, worst: float | None, scale: _Scale, differing: str, remarks: list[Markup]
+) -> list[Markup]:
     faults = [tag("span", f"fault: {name}", class_="fault") for name in faults_of(c)]
     first = NONE
     if c.first_step is not None:
-        first = tag("span", f"step {c.first_step} ", tag("br"),
-                    tag("code", breakable(c.first_parameter or "")))
+        first = tag("span", f"step {c.first_step} ", tag("br"), tag("code", breakable(c.first_parameter or "")))
     elif c.failure:
         first = failure_line(c)
     factor = NONE
     if c.factor is not None:
-        factor = tag("span", tag("b", f"× {near_one(c.factor)}"), tag("br") if c.factor_meaning else None,
-                     tag("span", c.factor_meaning, class_="meaning"))
+        factor = tag(
+            "span",
+            tag("b", f"× {near_one(c.factor)}"),
+            tag("br") if c.factor_meaning else None,
+            tag("span", c.factor_meaning, class_="meaning"),
+        )
     distance = NONE
     if c.verdict == "reference":
         followed = any(other.against == c.name for other in comparison.configurations)
         distance = "baseline of the others" if followed else "baseline of none"
     if worst is not None:
         value = "0, bit for bit" if worst == 0 and is_bitwise_equal(c) else share(worst)
-        distance = tag("div", scale.bar(worst, VERDICT_STYLES[c.verdict].name),
-                       tag("span", value, class_="value"), class_="distance")
-    row = tag("tr",
-               tag("th", tag("span", breakable(c.name), class_="name"), where_it_ran(comparison, c, brief=True),
-                   tag("span", breakable(differing), class_="where") if differing else None, faults, scope="row",
-                   rowspan=2 if remarks else None),
-               tag("td", chip(c.verdict), tag("span", divergence(c), class_="diverged") if divergence(c) else None),
-               *(tag("td", cell, data_label=label, class_="none" if cell == NONE else None)
-                 for cell, label in ((relative_text(relative_error(c)), "Relative error of the gradient"),
-                                     (distance, "Worst distance ÷ budget"), (factor, "Gradient norm"),
-                                     (first, "First difference"))),
-               id=anchor(comparison, c), class_=f"row {VERDICT_STYLES[c.verdict].name}")
+        distance = tag(
+            "div",
+            scale.bar(worst, VERDICT_STYLES[c.verdict].name),
+            tag("span", value, class_="value"),
+            class_="distance",
+        )
+    row = tag(
+        "tr",
+        tag(
+            "th",
+            tag("span", breakable(c.name), class_="name"),
+            where_it_ran(comparison, c, brief=True),
+            tag("span", breakable(differing), class_="where") if differing else None,
+            faults,
+            scope="row",
+            rowspan=2 if remarks else None,
+        ),
+        tag("td", chip(c.verdict), tag("span", divergence(c), class_="diverged") if divergence(c) else None),
+        *(
+            tag("td", cell, data_label=label, class_="none" if cell == NONE else None)
+            for cell, label in (
+                (relative_text(relative_error(c)), "Relative error of the gradient"),
+                (distance, "Worst distance ÷ budget"),
+                (factor, "Gradient norm"),
+                (first, "First difference"),
+            )
+        ),
+        id=anchor(comparison, c),
+        class_=f"row {VERDICT_STYLES[c.verdict].name}",
+    )
     return [row, tag("tr", tag("td", remarks, colspan=COLUMNS - 1), class_="remarks")] if remarks else [row]
 
 
@@ -215,13 +281,23 @@ class _Scale:
 
     def bar(self, value: float, name: str) -> Markup:
         """A bar that ends at the value, and a tick where the budget is."""
-        return tag("span", tag("i", class_=f"fill {name}", style=f"width:{self.place(value)}%"),
-                   tag("i", class_="budget", style=f"left:{self.place(1)}%"),
-                   class_="bar", aria_hidden="true")
+        return tag(
+            "span",
+            tag("i", class_=f"fill {name}", style=f"width:{self.place(value)}%"),
+            tag("i", class_="budget", style=f"left:{self.place(1)}%"),
+            class_="bar",
+            aria_hidden="true",
+        )
 
     def labels(self) -> Markup:
         """The budget, and the end of the scale that is farther from it: the other one would collide with it."""
         low = tag("i", power_of_ten(self.low), style="left:0") if self.place(1) > 52 else None
         high = tag("i", power_of_ten(self.high), style="right:0") if self.place(1) <= 52 else None
-        return tag("span", low, tag("i", "budget", class_="mid", style=f"left:{self.place(1)}%"), high,
-                   class_="scale", aria_hidden="true")
+        return tag(
+            "span",
+            low,
+            tag("i", "budget", class_="mid", style=f"left:{self.place(1)}%"),
+            high,
+            class_="scale",
+            aria_hidden="true",
+        )

@@ -109,13 +109,21 @@ class TrialReader:
         done = self._last.steps_done + len(new)
         left = self._pace.seconds_left(self.run.spec.steps - done) if status == "running" else None
         return replace(
-            self._last, name=str(state["name"]), state=status, ranks=int(state.get("world_size", self._last.ranks)),
-            steps_done=done, reward=_longer(self._last.reward, [r for r in new if REWARD in r], REWARD),
+            self._last,
+            name=str(state["name"]),
+            state=status,
+            ranks=int(state.get("world_size", self._last.ranks)),
+            steps_done=done,
+            reward=_longer(self._last.reward, [r for r in new if REWARD in r], REWARD),
             seconds_left=None if left is None else float(math.ceil(left)),
             loss=_longer(self._last.loss, new, LOSS),
             gradient_norm=_longer(self._last.gradient_norm, new, GRADIENT_NORM),
-            seconds=_seconds(status, state), note=self._damage or self._note(status, state),
-            place=_place(state), created_ns=int(state.get("created_ns", 0)), ended_ns=int(state.get("ended_ns", 0)))
+            seconds=_seconds(status, state),
+            note=self._damage or self._note(status, state),
+            place=_place(state),
+            created_ns=int(state.get("created_ns", 0)),
+            ended_ns=int(state.get("ended_ns", 0)),
+        )
 
     def _new_steps(self) -> list[dict[str, Any]]:
         if self._tail is None:
@@ -158,8 +166,12 @@ def as_line(trial: Trial, *, names: int = 0) -> str:
         >>> as_line(Trial("cp2", "cp2-0badcafe", "running", 2, 4, 2, (0.5, 0.25), (1.0, 2.0), 3.0))
         'cp2  running    2/4 steps  3 s     loss █▁ 0.250  gradient norm ▁█ 2.00'
     """
-    cells = [f"{trial.name:<{names}}", f"{trial.state:<9}", f"{trial.steps_done}/{trial.steps} steps",
-             f"{duration(trial.seconds):<6}"]
+    cells = [
+        f"{trial.name:<{names}}",
+        f"{trial.state:<9}",
+        f"{trial.steps_done}/{trial.steps} steps",
+        f"{duration(trial.seconds):<6}",
+    ]
     for label, values in (("loss", trial.loss), ("gradient norm", trial.gradient_norm), ("reward", trial.reward)):
         if values:
             cells.append(f"{label} {sparkline_text(values)} {last(values)}")

@@ -20,8 +20,16 @@ PARTIALS = 20
 """At most 2^20 blocks look at a key: so many bits are kept free."""
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, blocks: RowBlocks, pieces: int, kernels: ModuleType,
-           window: int | None, scale: float) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: RowBlocks,
+    pieces: int,
+    kernels: ModuleType,
+    window: int | None,
+    scale: float,
+) -> Tensor:
     """This rank's queries over the row.
 
     Args:
@@ -44,8 +52,17 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: RowBlocks, pieces:
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: RowBlocks, pieces: int,
-                kernels: ModuleType, window: int | None, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        blocks: RowBlocks,
+        pieces: int,
+        kernels: ModuleType,
+        window: int | None,
+        scale: float,
+    ) -> Tensor:
         ctx.blocks, ctx.pieces, ctx.kernels, ctx.scale = blocks, pieces, kernels, scale
         ctx.spans = blocks.spans(window)
         query_tHd, both_tHd = _tokens_first(query), joined(key, value)
@@ -64,22 +81,34 @@ class _Attention(Function):
         query_tHd, both_tHd, out_tHd, *lses = ctx.saved_tensors
         given = [rows_tHd.chunk(pieces, 1) for rows_tHd in (_tokens_first(d_out), query_tHd, out_tHd)]
         d_queries, d_both = [], []
-        for d_heads, heads, out, (keys, values), lse in zip(*given, _gathered(both_tHd, blocks, pieces), lses,
-                                                            strict=True):
-            d_query, partials = ctx.kernels.attend_back(d_heads.contiguous(), heads.contiguous(), keys, values,
-                                                        out.contiguous(), lse, ctx.spans, ctx.scale)
+        for d_heads, heads, out, (keys, values), lse in zip(
+            *given, _gathered(both_tHd, blocks, pieces), lses, strict=True
+        ):
+            d_query, partials = ctx.kernels.attend_back(
+                d_heads.contiguous(), heads.contiguous(), keys, values, out.contiguous(), lse, ctx.spans, ctx.scale
+            )
             d_queries.append(d_query)
             d_both.append(_summed(ctx, partials, len(keys)))
         d_key, d_value = (torch.cat(halves, 1).to(both_tHd.dtype) for halves in zip(*d_both, strict=True))
-        return (_heads_first(torch.cat(d_queries, 1)), _heads_first(d_key), _heads_first(d_value),
-                None, None, None, None, None)
+        return (
+            _heads_first(torch.cat(d_queries, 1)),
+            _heads_first(d_key),
+            _heads_first(d_value),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _gathered(both_tHd: Tensor, blocks: RowBlocks, pieces: int) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of the row in its order, for each piece of the heads."""
     keys_THd, values_THd = blocks.gather(both_tHd).chunk(2, 1)
-    return [(keys.contiguous(), values.contiguous())
-            for keys, values in zip(keys_THd.chunk(pieces, 1), values_THd.chunk(pieces, 1), strict=True)]
+    return [
+        (keys.contiguous(), values.contiguous())
+        for keys, values in zip(keys_THd.chunk(pieces, 1), values_THd.chunk(pieces, 1), strict=True)
+    ]
 
 
 def _summed(ctx: Any, partials: list[tuple[Tensor, Tensor]], row: int) -> list[Tensor]:

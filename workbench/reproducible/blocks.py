@@ -62,17 +62,23 @@ class RowBlocks:
         """
         places_RT, axis = shard.positions_GUt.flatten(1), shard.outer
         if shard.inner.size > 1 or (axis.size > 1 and shard.algorithm != "gathered"):
-            raise ShardingError(f"exact attention with attention {shard.algorithm!r}", rule="a block of queries meets "
-                                "all of its keys at once", fix="use attention gathered")
+            raise ShardingError(
+                f"exact attention with attention {shard.algorithm!r}",
+                rule="a block of queries meets all of its keys at once",
+                fix="use attention gathered",
+            )
         whole = places_RT.shape[1] % block == 0
         places_Bb = places_RT.reshape(-1, block) if whole else places_RT[:, :1]
         owned_B = places_Bb[:, 0] // block
         if not whole or not torch.equal(places_Bb, owned_B[:, None] * block + torch.arange(block)):
-            raise ShardingError(f"blocks of {block} tokens in shards of {places_RT.shape[1]}",
-                                found=f"rank 0 holds places {places_RT[0, :6].tolist()} ...",
-                                rule="an order moves whole blocks of a row: contiguous, zigzag, or balanced by blocks "
-                                     "that these divide", fix="choose such an order, smaller blocks, or rows that are "
-                                                              "a multiple of block_tokens * cp (zigzag: 2 cp)")
+            raise ShardingError(
+                f"blocks of {block} tokens in shards of {places_RT.shape[1]}",
+                found=f"rank 0 holds places {places_RT[0, :6].tolist()} ...",
+                rule="an order moves whole blocks of a row: contiguous, zigzag, or balanced by blocks "
+                "that these divide",
+                fix="choose such an order, smaller blocks, or rows that are "
+                "a multiple of block_tokens * cp (zigzag: 2 cp)",
+            )
         real_T = torch.ones_like(shard.documents_T, dtype=torch.bool) if shard.real_T is None else shard.real_T
         return cls(axis, block, owned_B, shard.documents_T, real_T)
 

@@ -72,8 +72,11 @@ class Exact:
             SpecError: a scale that is no power of two: dividing by it would round.
         """
         if scale <= 0 or not float(scale).hex().startswith("0x1.0000000000000p"):
-            raise SpecError(f"exact.start(scale={scale})", rule="a power of two: multiplying with it rounds nothing",
-                            fix="take 2.0 ** round(log2(scale))")
+            raise SpecError(
+                f"exact.start(scale={scale})",
+                rule="a power of two: multiplying with it rounds nothing",
+                fix="take 2.0 ** round(log2(scale))",
+            )
         self.bits, self.scale, self.leaves = self.resolution.bits if bits is None else bits, scale, Leaves()
         for accumulator in self.accumulators.values():
             accumulator.start(self.bits)
@@ -87,25 +90,36 @@ class Exact:
             SpecError: with a gradient, in no step; under autocast.
         """
         if torch.is_autocast_enabled(tokens_T.device.type):
-            raise SpecError("hidden states in the reproducible mode", found="autocast is on",
-                            rule="every product is computed in the dtype of the weights, block by block",
-                            fix="leave torch.autocast out, and give the policy the precision that you want")
+            raise SpecError(
+                "hidden states in the reproducible mode",
+                found="autocast is on",
+                rule="every product is computed in the dtype of the weights, block by block",
+                fix="leave torch.autocast out, and give the policy the precision that you want",
+            )
         if torch.is_grad_enabled():
             self._require_step("exact.hidden_states(...)")
-        blocks = self._rows.get(shard) or self._rows.setdefault(shard, RowBlocks.make(
-            shard, self.resolution.block_tokens))
+        blocks = self._rows.get(shard) or self._rows.setdefault(
+            shard, RowBlocks.make(shard, self.resolution.block_tokens)
+        )
         if torch.is_grad_enabled():
             tokens, held = blocks.leaves
             self.leaves = Leaves(self.leaves.tokens + tokens, self.leaves.blocks + held)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, _: AttentionShard, window: int | None,
-                   scale: float) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, _: AttentionShard, window: int | None, scale: float
+        ) -> Tensor:
             return attention.attend(query, key, value, blocks, self.pieces.here, self.pieces.kernels, window, scale)
 
         return self.policy.through_modules(tokens_T, positions_T, replace(shard, attend=attend))
 
-    def token_logprobs(self, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, *,
-                       wanted: Iterable[str] = ("entropy", "logsumexp")) -> TokenLogprobs:
+    def token_logprobs(
+        self,
+        hidden_TD: Tensor,
+        targets_T: Tensor,
+        temperature_T: Tensor | None = None,
+        *,
+        wanted: Iterable[str] = ("entropy", "logsumexp"),
+    ) -> TokenLogprobs:
         """Log-probability of each target, and what else is wanted; see `Policy.token_logprobs`.
 
         Raises:
@@ -115,13 +129,19 @@ class Exact:
         check_shapes("token_logprobs", hidden_TD=hidden_TD, targets_T=targets_T, temperature_T=temperature_T)
         check_targets("token_logprobs", targets_T)
         if bool((targets_T >= self.policy.vocabulary_size).any()):
-            raise ShapeError("token_logprobs: targets", found=f"an id of {int(targets_T.max())}",
-                             rule=f"0 <= id < {self.policy.vocabulary_size}; a negative id is ignored",
-                             fix="replace ids that are not trained by -100")
+            raise ShapeError(
+                "token_logprobs: targets",
+                found=f"an id of {int(targets_T.max())}",
+                rule=f"0 <= id < {self.policy.vocabulary_size}; a negative id is ignored",
+                fix="replace ids that are not trained by -100",
+            )
         wanted = frozenset(wanted)
         if unknown := sorted(wanted - set(WANTED)):
-            raise SpecError(f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
-                            rule=f"any of {', '.join(WANTED)}", fix="ask for those, in a tuple")
+            raise SpecError(
+                f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
+                rule=f"any of {', '.join(WANTED)}",
+                fix="ask for those, in a tuple",
+            )
         if temperature_T is None:
             temperature_T = torch.full(targets_T.shape, self.policy.temperature, device=hidden_TD.device)
         divisor_T = logit_divisor(temperature_T, targets_T, torch.float32)[:, 0]
@@ -147,7 +167,7 @@ class Exact:
         held = held_parameters(self.policy)
 
         def finish(total: Tensor, dtype: torch.dtype) -> Tensor:
-            return self.pieces.kernels.to_gradient(total, 2.0 ** -self.bits / self.scale, dtype)
+            return self.pieces.kernels.to_gradient(total, 2.0**-self.bits / self.scale, dtype)
 
         for name, gradient in sum_over_ranks(self.accumulators, held, mesh, finish):
             held[name].leave(gradient)
@@ -156,9 +176,13 @@ class Exact:
 
     def _require_step(self, asked: str) -> None:
         if not self._begun:
-            raise SpecError(asked, found="no step that has begun", rule="start(), then forward and backward of every "
-                            "row, then reduce(): a second reduce() would leave gradients of its own rows alone",
-                            fix="call exact.start() before the first row of a step, and reduce() after its last")
+            raise SpecError(
+                asked,
+                found="no step that has begun",
+                rule="start(), then forward and backward of every "
+                "row, then reduce(): a second reduce() would leave gradients of its own rows alone",
+                fix="call exact.start() before the first row of a step, and reduce() after its last",
+            )
 
     @torch.no_grad()
     def norms(self) -> dict[str, float]:
@@ -172,14 +196,18 @@ class Exact:
         mesh, found = self.policy.mesh, {}
         held = held_parameters(self.policy)
         if missing := [name for name, one in held.items() if one.parameter.grad is None]:
-            raise SpecError("exact.norms()", found=f"no gradient of {missing[0]}",
-                            rule="reduce() leaves every gradient",
-                            fix="call exact.reduce() first")
+            raise SpecError(
+                "exact.norms()",
+                found=f"no gradient of {missing[0]}",
+                rule="reduce() leaves every gradient",
+                fix="call exact.reduce() first",
+            )
         together: dict[tuple[str, ...], list[str]] = {}
         for name, one in held.items():
             together.setdefault(one.dealt_over, []).append(name)
         for over, names in together.items():
-            sums = exact_square_sums([held[name].gradient for name in names], self.pieces.kernels,
-                                     *(mesh[axis] for axis in over))
+            sums = exact_square_sums(
+                [held[name].gradient for name in names], self.pieces.kernels, *(mesh[axis] for axis in over)
+            )
             found |= dict(zip(names, sums, strict=True))
         return {name: found[name] ** 0.5 for name in held}

@@ -61,7 +61,7 @@ class Accumulator:
 
     def start(self, bits: int) -> None:
         """Empty, for a step that is summed in multiples of 2^-bits."""
-        self._total, self.rows, self.scale, self._kept = None, None, 2.0 ** bits, []
+        self._total, self.rows, self.scale, self._kept = None, None, 2.0**bits, []
         self.peak.zero_()
 
     @property
@@ -112,8 +112,9 @@ class Accumulator:
         return self.rows
 
 
-def check_range(accumulators: Sequence[Accumulator], names: Sequence[str], leaves: Leaves, bits: int,
-                axes: Sequence[Axis]) -> list[int]:
+def check_range(
+    accumulators: Sequence[Accumulator], names: Sequence[str], leaves: Leaves, bits: int, axes: Sequence[Axis]
+) -> list[int]:
     """Hold the partials of a step to what integers hold. Collective: maxima over all axes, sums over the first.
 
     Args:
@@ -149,14 +150,20 @@ def check_range(accumulators: Sequence[Accumulator], names: Sequence[str], leave
     most = min(fits.values(), default=bits)
     if most < bits:
         tight = [name for name, fit in fits.items() if fit < bits]
-        raise OutOfRange.because(f"partial gradients of {_some(tight)} up to {max(peaks):.3g}: more than fit with "
-                                 f"{bits} bits after the point", most - COMFORT)
+        raise OutOfRange.because(
+            f"partial gradients of {_some(tight)} up to {max(peaks):.3g}: more than fit with "
+            f"{bits} bits after the point",
+            most - COMFORT,
+        )
     lowest = min(used.values(), default=LEAST)
     wanted = min(bits + LEAST + COMFORT - lowest, most)
     if lowest < LEAST and wanted > bits:
         coarse = [name for name, count in used.items() if count < LEAST]
-        raise OutOfRange.because(f"partial gradients of {_some(coarse)} that use {lowest} bits of {bits} after the "
-                                 f"point: fewer than {LEAST}", wanted)
+        raise OutOfRange.because(
+            f"partial gradients of {_some(coarse)} that use {lowest} bits of {bits} after the "
+            f"point: fewer than {LEAST}",
+            wanted,
+        )
     return [used.get(name, 0) for name in names]
 
 
@@ -173,6 +180,7 @@ def exact_sum(values: Tensor, *axes: Axis) -> float:
     Returns:
         NaN if any is not finite.
     """
+
     def total(one: Tensor, scale: Tensor) -> Tensor:
         return one.double().mul(scale).round_().to(torch.int64).sum()
 
@@ -188,22 +196,27 @@ def exact_square_sums(values: Sequence[Tensor], kernels: ModuleType, *axes: Axis
     return _in_integers(values, peaks, kernels.sum_of_squares, axes)
 
 
-def _in_integers(values: Sequence[Tensor], largest: Sequence[Tensor], total: Callable[[Tensor, Tensor], Tensor],
-                 axes: Sequence[Axis]) -> list[float]:
+def _in_integers(
+    values: Sequence[Tensor], largest: Sequence[Tensor], total: Callable[[Tensor, Tensor], Tensor], axes: Sequence[Axis]
+) -> list[float]:
     device = values[0].device
     peaks_P = torch.stack(list(largest)).nan_to_num(nan=torch.inf, posinf=torch.inf)
     counts_P = torch.tensor([one.numel() for one in values], device=device)
     for axis in axes:
         peaks_P, counts_P = all_max(peaks_P, axis), all_sum(counts_P, axis)
     peaks = peaks_P.tolist()
-    bits = [min(ROOM - math.frexp(peak)[1] - count.bit_length(), 1000) if 0 < peak < math.inf else 0
-            for peak, count in zip(peaks, counts_P.tolist(), strict=True)]
-    scales_P = torch.tensor([2.0 ** shift for shift in bits], dtype=torch.float64).to(device)
+    bits = [
+        min(ROOM - math.frexp(peak)[1] - count.bit_length(), 1000) if 0 < peak < math.inf else 0
+        for peak, count in zip(peaks, counts_P.tolist(), strict=True)
+    ]
+    scales_P = torch.tensor([2.0**shift for shift in bits], dtype=torch.float64).to(device)
     totals_P = torch.stack([total(one, scale) for one, scale in zip(values, scales_P.unbind(), strict=True)])
     for axis in axes:
         totals_P = all_sum(totals_P, axis)
-    return [math.ldexp(float(summed), -shift) if peak < math.inf else math.nan
-            for summed, shift, peak in zip(totals_P.tolist(), bits, peaks, strict=True)]
+    return [
+        math.ldexp(float(summed), -shift) if peak < math.inf else math.nan
+        for summed, shift, peak in zip(totals_P.tolist(), bits, peaks, strict=True)
+    ]
 
 
 def _largest(values: Tensor) -> Tensor:

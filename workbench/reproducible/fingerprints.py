@@ -55,8 +55,12 @@ def row_fingerprints(values_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> Te
         return triton_fingerprints.row_fingerprints(bits_RC, rows_R, columns_C)
     pieces = max(1, -(-bits_RC.numel() // _PIECE))  # of the mixed numbers, only a piece exists at a time
     columns_C = columns_C * _signed(GOLDEN)
-    return torch.cat([_mixed(bits.long() + (rows * _signed(GOLDEN))[:, None] + columns_C).sum(1) for bits, rows in
-                      zip(bits_RC.tensor_split(pieces), rows_R.tensor_split(pieces), strict=True)])
+    return torch.cat(
+        [
+            _mixed(bits.long() + (rows * _signed(GOLDEN))[:, None] + columns_C).sum(1)
+            for bits, rows in zip(bits_RC.tensor_split(pieces), rows_R.tensor_split(pieces), strict=True)
+        ]
+    )
 
 
 def fingerprint(values: Tensor) -> int:
@@ -71,8 +75,9 @@ def fingerprint(values: Tensor) -> int:
     return _unsigned(_of_places(values, [torch.arange(size, device=values.device) for size in sizes], sizes))
 
 
-def fingerprints(values: Mapping[str, Any], shards: Mapping[str, ParameterShard],
-                 mesh: Mesh) -> tuple[dict[str, int], tuple[str, ...]]:
+def fingerprints(
+    values: Mapping[str, Any], shards: Mapping[str, ParameterShard], mesh: Mesh
+) -> tuple[dict[str, int], tuple[str, ...]]:
     """Of parameters (or gradients) that lie over the ranks as their shards say, whole. Collective.
 
     Args:
@@ -84,13 +89,21 @@ def fingerprints(values: Mapping[str, Any], shards: Mapping[str, ParameterShard]
         The fingerprints, the same on every rank; and the names of those of which two ranks that should hold the same
         hold something else.
     """
-    names, dealt = list(values), {"tp": [shards[name].dim is not None for name in values],
-                                  "dp_cp": [shards[name].over_dp_cp for name in values]}
-    cut = [values[name].shape[shards[name].dim or 0] if there else 0 for name, there in
-           zip(names, dealt["tp"], strict=True)]
+    names, dealt = (
+        list(values),
+        {
+            "tp": [shards[name].dim is not None for name in values],
+            "dp_cp": [shards[name].over_dp_cp for name in values],
+        },
+    )
+    cut = [
+        values[name].shape[shards[name].dim or 0] if there else 0
+        for name, there in zip(names, dealt["tp"], strict=True)
+    ]
     longest = all_max(torch.tensor(cut, device=mesh.device), mesh["tp"]).tolist()  # the last rank's piece may be short
-    said_P = torch.stack([_of_piece(values[name], shards[name], piece, mesh)
-                          for name, piece in zip(names, longest, strict=True)])
+    said_P = torch.stack(
+        [_of_piece(values[name], shards[name], piece, mesh) for name, piece in zip(names, longest, strict=True)]
+    )
     alike_P = torch.ones_like(said_P, dtype=torch.bool)
     for axis, there in dealt.items():
         if mesh[axis].group is None:
@@ -121,7 +134,7 @@ def _of_piece(value: Any, shard: ParameterShard, longest: int, mesh: Mesh) -> Te
         places[shard.dim] = _dealt(places[shard.dim], shard.parts, longest, mesh)
     if shard.over_dp_cp:
         first = mesh["dp_cp"].rank * -(-value.shape[0] // mesh["dp_cp"].size)
-        places[0] = places[0][first: first + held.shape[0]]
+        places[0] = places[0][first : first + held.shape[0]]
     return _of_places(held, places, sizes)
 
 
@@ -131,13 +144,17 @@ def _dealt(places: Tensor, parts: tuple[int, ...], longest: int, mesh: Mesh) -> 
     if not parts:
         return places + axis.rank * longest
     firsts = [sum(parts[:number]) + axis.rank * part // axis.size for number, part in enumerate(parts)]
-    return torch.cat([torch.arange(first, first + part // axis.size, device=places.device)
-                      for first, part in zip(firsts, parts, strict=True)])
+    return torch.cat(
+        [
+            torch.arange(first, first + part // axis.size, device=places.device)
+            for first, part in zip(firsts, parts, strict=True)
+        ]
+    )
 
 
 def _of_places(values: Tensor, places: list[Tensor], sizes: Any) -> Tensor:
     """The sum over a tensor whose elements have these places along each dimension of a whole of these sizes."""
-    steps = [place * math.prod(sizes[dim + 1:]) for dim, place in enumerate(places)]
+    steps = [place * math.prod(sizes[dim + 1 :]) for dim, place in enumerate(places)]
     none = torch.zeros(1, dtype=torch.long, device=values.device)
     *before, columns_C = steps or [none]
     rows_R = none

@@ -30,8 +30,13 @@ products, and moves."""
 FRAMES = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP")
 NORM, ROTARY = "RMSNorm", "RotaryEmbedding"
 ACTIVATIONS = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh")
-KNOWN = {*(family + frame for family in FAMILIES for frame in (*FRAMES, NORM, ROTARY)), *ACTIVATIONS, "Linear",
-         "Embedding", "ModuleList"}
+KNOWN = {
+    *(family + frame for family in FAMILIES for frame in (*FRAMES, NORM, ROTARY)),
+    *ACTIVATIONS,
+    "Linear",
+    "Embedding",
+    "ModuleList",
+}
 STYLES = {"colwise": True, "rowwise": False}
 """Of linear layers: whether pieces of the weight are pieces of its outputs."""
 
@@ -52,13 +57,21 @@ def install(policy: Policy, resolution: Resolution) -> Exact:
         ShardingError: sequence parallelism.
     """
     if policy.exact is not None:
-        raise SpecError("install", found="a policy that computes exactly already", rule="modules are swapped once",
-                        fix="call remove() of the one before")
+        raise SpecError(
+            "install",
+            found="a policy that computes exactly already",
+            rule="modules are swapped once",
+            fix="call remove() of the one before",
+        )
     _refuse(policy, resolution)
     model, tp = policy.model, policy.mesh["tp"]
     dtype = next(model.parameters()).dtype
-    pieces = Pieces(choose(policy.mesh.device, dtype, resolution.block_tokens), resolution.block_tokens,
-                    resolution.weight_chunks // tp.size, tp)
+    pieces = Pieces(
+        choose(policy.mesh.device, dtype, resolution.block_tokens),
+        resolution.block_tokens,
+        resolution.weight_chunks // tp.size,
+        tp,
+    )
     swap = _Swap(policy, pieces)
     before = torch.get_num_threads()
     leave_sums(model, to_others=True)
@@ -145,8 +158,9 @@ class _Swap:
             if module.bias is not None:
                 into_bias = self._sums(module.bias, tokens=1)
             by_outputs = self._by_outputs[name]
-            self._set(module, lambda x: modules.linear(x, module.weight, module.bias, by_outputs, into, into_bias,
-                                                       pieces))
+            self._set(
+                module, lambda x: modules.linear(x, module.weight, module.bias, by_outputs, into, into_bias, pieces)
+            )
         elif isinstance(module, nn.Embedding):
             into, (first, _) = self._sums(module.weight, tokens=1), self._vocabulary()
             self._set(module, lambda tokens: modules.embedding(tokens, module.weight, first, into, pieces))
@@ -194,8 +208,13 @@ class _Swap:
 def _styles(model: Any) -> dict[str, bool]:
     """Of each linear layer inside, whether its pieces are of the outputs."""
     plan = tensor_plan(model)
-    return {name: STYLES[style] for name, module in model.named_modules() if isinstance(module, nn.Linear)
-            for pattern, style in plan.items() if style in STYLES and fnmatch.fnmatchcase(name, pattern)}
+    return {
+        name: STYLES[style]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        for pattern, style in plan.items()
+        if style in STYLES and fnmatch.fnmatchcase(name, pattern)
+    }
 
 
 def _refuse(policy: Policy, resolution: Resolution) -> None:
@@ -203,46 +222,66 @@ def _refuse(policy: Policy, resolution: Resolution) -> None:
     model, config = policy.model, policy.model.config.get_text_config()
     named = [(name, module, type(module).__name__.removeprefix("FSDP")) for name, module in model.named_modules()]
     wrong = [f"{kind} at {name}" if name else kind for name, _, kind in named if kind not in KNOWN]
-    wrong += [f"{name} in training mode, with dropout" for name, module, _ in named
-              if module.training and getattr(module, "attention_dropout", 0)]
+    wrong += [
+        f"{name} in training mode, with dropout"
+        for name, module, _ in named
+        if module.training and getattr(module, "attention_dropout", 0)
+    ]
     for name, parameter in model.named_parameters():
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             wrong.append(f"{name} in {str(parameter.dtype).removeprefix('torch.')}")
         if not parameter.requires_grad:
             wrong.append(f"{name}, which is not trained")
     styles = _styles(model)
-    wrong += [f"{name}, which no plan cuts" for name, module, _ in named
-              if isinstance(module, nn.Linear) and module is not model.get_output_embeddings() and name not in styles]
-    rules = {"a bias of the output head": getattr(model.get_output_embeddings(), "bias", None) is not None,
-             "a scale of the logits": any(getattr(config, name, None) not in (None, 1.0)
-                                          for name in ("logit_scale", "logits_scaling")),
-             "a cap of the logits": bool(getattr(config, "final_logit_softcapping", None)),
-             "fp32_head": policy.fp32_head}
+    wrong += [
+        f"{name}, which no plan cuts"
+        for name, module, _ in named
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings() and name not in styles
+    ]
+    rules = {
+        "a bias of the output head": getattr(model.get_output_embeddings(), "bias", None) is not None,
+        "a scale of the logits": any(
+            getattr(config, name, None) not in (None, 1.0) for name in ("logit_scale", "logits_scaling")
+        ),
+        "a cap of the logits": bool(getattr(config, "final_logit_softcapping", None)),
+        "fp32_head": policy.fp32_head,
+    }
     wrong += [rule for rule, asked in rules.items() if asked]
     if wrong:
-        raise SpecError(f"exact computation of model type {config.model_type!r}", found=", ".join(wrong[:6]),
-                        rule=f"dense decoders of the families {', '.join(FAMILIES)}, in float32 or bfloat16, every "
-                             "parameter trained", fix="use such a model, or compute without it")
+        raise SpecError(
+            f"exact computation of model type {config.model_type!r}",
+            found=", ".join(wrong[:6]),
+            rule=f"dense decoders of the families {', '.join(FAMILIES)}, in float32 or bfloat16, every "
+            "parameter trained",
+            fix="use such a model, or compute without it",
+        )
     _refuse_pieces(policy, resolution.weight_chunks)
 
 
 def _refuse_pieces(policy: Policy, chunks: int) -> None:
     config, tp, size = policy.model.config.get_text_config(), policy.mesh["tp"].size, policy.vocabulary_size
-    counts = {"query heads": config.num_attention_heads, "features between two layers": config.intermediate_size,
-              "key/value heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads}
+    counts = {
+        "query heads": config.num_attention_heads,
+        "features between two layers": config.intermediate_size,
+        "key/value heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    }
     wrong = [f"{count} {name}" for name, count in counts.items() if count % chunks]
     width = -(-size // chunks)
-    if width * (chunks - 1) >= size or any(width * (chunks // some) != -(-size // some)
-                                           for some in _powers_of_two(chunks) if some > 1):
+    if width * (chunks - 1) >= size or any(
+        width * (chunks // some) != -(-size // some) for some in _powers_of_two(chunks) if some > 1
+    ):
         wrong.append(f"{size} tokens of a vocabulary")
     if chunks % tp:
         wrong.append(f"tp={tp}")
     if wrong:
-        raise SpecError(f"weight_chunks = {chunks}", found=", ".join(wrong),
-                        rule="it divides heads, key/value heads, features and the vocabulary (of which the last piece "
-                             "may be short, where tp cuts it alike), and tp divides it",
-                        fix="choose a smaller power of two, not below tp")
+        raise SpecError(
+            f"weight_chunks = {chunks}",
+            found=", ".join(wrong),
+            rule="it divides heads, key/value heads, features and the vocabulary (of which the last piece "
+            "may be short, where tp cuts it alike), and tp divides it",
+            fix="choose a smaller power of two, not below tp",
+        )
 
 
 def _powers_of_two(largest: int) -> list[int]:
-    return [2 ** power for power in range(largest.bit_length())]
+    return [2**power for power in range(largest.bit_length())]

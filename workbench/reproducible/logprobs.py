@@ -50,8 +50,10 @@ class ExactHead:
 
     def parts(self) -> list[tuple[int, Tensor]]:
         """Each piece of this rank: number of its first row, and its rows."""
-        return [(self.first + start, self.weight_VD[start: start + self.width])
-                for start in range(0, len(self.weight_VD), self.width)]
+        return [
+            (self.first + start, self.weight_VD[start : start + self.width])
+            for start in range(0, len(self.weight_VD), self.width)
+        ]
 
     def logits(self, hidden_bD: Tensor, rows_vD: Tensor) -> Tensor:
         """What enters the softmax, times its temperature, in float32. [b, D] -> [b, v]."""
@@ -76,17 +78,25 @@ def from_hidden(hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor, hea
 
 class _FromHidden(Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature_T: Tensor,
-                head: ExactHead) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, temperature_T: Tensor, head: ExactHead
+    ) -> tuple[Tensor, ...]:
         hidden_TD = hidden_TD.contiguous()
         block, say = head.pieces.block, head.pieces.kernels.say
         said = []
         for hidden_bD, targets_b, divisor_b in _blocks(block, hidden_TD, targets_T, temperature_T):
-            said.append(torch.stack([say(head.logits(hidden_bD, rows_vD), targets_b - first, divisor_b)
-                                     for first, rows_vD in head.parts()]))
+            said.append(
+                torch.stack(
+                    [
+                        say(head.logits(hidden_bD, rows_vD), targets_b - first, divisor_b)
+                        for first, rows_vD in head.parts()
+                    ]
+                )
+            )
         everything_C5T = gather_equal(torch.cat(said, 2), head.pieces.tp).flatten(0, 1)
-        merged_4T = torch.cat([_merged(part_C5b.contiguous(), head.vocabulary)
-                               for part_C5b in everything_C5T.split(block, 2)], 1)
+        merged_4T = torch.cat(
+            [_merged(part_C5b.contiguous(), head.vocabulary) for part_C5b in everything_C5T.split(block, 2)], 1
+        )
         ctx.save_for_backward(hidden_TD, targets_T, temperature_T, merged_4T)
         ctx.head = head
         return tuple(merged_4T.masked_fill(targets_T < 0, 0).unbind())
@@ -105,13 +115,30 @@ class _FromHidden(Function):
                 d_tv = torch.empty(len(group[0]), len(rows_vD), dtype=hidden_TD.dtype, device=hidden_TD.device)
                 for d_bv, hidden_bD, targets_b, divisor_b, merged_b4, gradients_b4 in _blocks(block, d_tv, *group):
                     _, entropy_b, logsumexp_b, _ = merged_b4.T.contiguous()
-                    kernels.unsay(head.logits(hidden_bD, rows_vD), targets_b - first, divisor_b, logsumexp_b, entropy_b,
-                                  gradients_b4.T.contiguous(), d_bv)
+                    kernels.unsay(
+                        head.logits(hidden_bD, rows_vD),
+                        targets_b - first,
+                        divisor_b,
+                        logsumexp_b,
+                        entropy_b,
+                        gradients_b4.T.contiguous(),
+                        d_bv,
+                    )
                 start = first - head.first
-                parts.append(kernels.product_back(d_tv, rows_vD, block, rows_vD.shape[1],
-                                                  None if head.pieces.is_whole else torch.float32))
-                kernels.add_outer(into.total[start: start + len(rows_vD)], into.peak, into.scale, d_tv, group[0],
-                                  block, tuple(rows_vD.shape))
+                parts.append(
+                    kernels.product_back(
+                        d_tv, rows_vD, block, rows_vD.shape[1], None if head.pieces.is_whole else torch.float32
+                    )
+                )
+                kernels.add_outer(
+                    into.total[start : start + len(rows_vD)],
+                    into.peak,
+                    into.scale,
+                    d_tv,
+                    group[0],
+                    block,
+                    tuple(rows_vD.shape),
+                )
             parts_T.append(parts)
         pieces_T = [torch.cat(blocks) for blocks in zip(*parts_T, strict=True)]
         return sum_over_pieces(pieces_T, head.pieces.tp).to(hidden_TD.dtype), None, None, None, None
@@ -130,5 +157,11 @@ def _merged(said_C5b: Tensor, vocabulary: int) -> Tensor:
     sum_b = sum_by_pairs((factor_Cb * sums_Cb).unbind())
     weighted_b = sum_by_pairs((factor_Cb * (weighted_Cb + shift_Cb * sums_Cb)).unbind())
     log_sum_b = sum_b.log()
-    return torch.stack([targets_Cb.amax(0) - highest_b - log_sum_b, log_sum_b - weighted_b / sum_b,
-                        highest_b + log_sum_b, sum_by_pairs(squares_Cb.unbind()) / vocabulary])
+    return torch.stack(
+        [
+            targets_Cb.amax(0) - highest_b - log_sum_b,
+            log_sum_b - weighted_b / sum_b,
+            highest_b + log_sum_b,
+            sum_by_pairs(squares_Cb.unbind()) / vocabulary,
+        ]
+    )

@@ -45,8 +45,15 @@ class Pieces:
         return self.here == 1 and self.tp.size == 1
 
 
-def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, by_outputs: bool, into: Accumulator,
-           into_bias: Accumulator | None, pieces: Pieces) -> Tensor:
+def linear(
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    by_outputs: bool,
+    into: Accumulator,
+    into_bias: Accumulator | None,
+    pieces: Pieces,
+) -> Tensor:
     """Multiply x @ weight.T + bias, of which tp cuts the outputs, or the inputs.
 
     Args:
@@ -67,8 +74,16 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, by_outputs: bool
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, by_outputs: bool, into: Accumulator,
-                into_bias: Accumulator | None, pieces: Pieces) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        by_outputs: bool,
+        into: Accumulator,
+        into_bias: Accumulator | None,
+        pieces: Pieces,
+    ) -> Tensor:
         x_TK = x.contiguous().flatten(0, -2)
         ctx.save_for_backward(x_TK)
         ctx.weight_NK, ctx.shape, ctx.by_outputs, ctx.pieces = weight_NK, x.shape, by_outputs, pieces
@@ -78,8 +93,10 @@ class _Linear(Function):
         if by_outputs or pieces.is_whole:
             y_TN = product(x_TK, weight_NK, pieces.block, height // (here if by_outputs else 1))
         else:
-            parts = [product(x_TK[:, some], weight_NK[:, some], pieces.block, height, torch.float32)
-                     for some in _columns(x_TK, here)]
+            parts = [
+                product(x_TK[:, some], weight_NK[:, some], pieces.block, height, torch.float32)
+                for some in _columns(x_TK, here)
+            ]
             y_TN = sum_over_pieces(parts, pieces.tp).to(x.dtype)
         if bias_N is not None:
             y_TN = y_TN + bias_N
@@ -97,8 +114,10 @@ class _Linear(Function):
         if not ctx.by_outputs or pieces.is_whole:
             dx_TK = kernels.product_back(dy_TN, weight_NK, pieces.block, tile[1])
         else:
-            parts = [kernels.product_back(dy_TN[:, some], weight_NK[some], pieces.block, width, torch.float32)
-                     for some in _columns(dy_TN, here)]
+            parts = [
+                kernels.product_back(dy_TN[:, some], weight_NK[some], pieces.block, width, torch.float32)
+                for some in _columns(dy_TN, here)
+            ]
             dx_TK = sum_over_pieces(parts, pieces.tp).to(dy.dtype)
         return dx_TK.view(ctx.shape), None, None, None, None, None, None
 
@@ -128,8 +147,9 @@ class _RMSNorm(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x_TD, rstd_T), into = ctx.saved_tensors, ctx.into
-        dx_TD = ctx.pieces.kernels.norm_back(dy.contiguous().flatten(0, -2), x_TD, rstd_T, ctx.weight_D, into.total,
-                                             into.peak, into.scale)
+        dx_TD = ctx.pieces.kernels.norm_back(
+            dy.contiguous().flatten(0, -2), x_TD, rstd_T, ctx.weight_D, into.total, into.peak, into.scale
+        )
         return dx_TD.view(dy.shape), None, None, None, None
 
 
@@ -173,13 +193,15 @@ class _Elementwise(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x_TK,), pieces = ctx.saved_tensors, ctx.pieces
-        dx_TK = pieces.kernels.elementwise_back(ctx.function, dy.contiguous().flatten(0, -2), x_TK, pieces.block,
-                                                x_TK.shape[1] // pieces.here)
+        dx_TK = pieces.kernels.elementwise_back(
+            ctx.function, dy.contiguous().flatten(0, -2), x_TK, pieces.block, x_TK.shape[1] // pieces.here
+        )
         return dx_TK.view(dy.shape), None, None
 
 
-def rotary(function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, positions: Tensor,
-           pieces: Pieces) -> tuple[Tensor, Tensor]:
+def rotary(
+    function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, positions: Tensor, pieces: Pieces
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of each position, block by block. Shapes: positions [1, T] -> [1, T, d] each."""
     found = [function(x, some) for some in positions.split(pieces.block, 1)]
     cos, sin = (torch.cat(one, 1) for one in zip(*found, strict=True))

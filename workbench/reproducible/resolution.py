@@ -28,10 +28,12 @@ class Resolution:
     def __post_init__(self) -> None:
         chunks = self.weight_chunks
         if self.block_tokens < 1 or chunks < 1 or chunks & (chunks - 1):
-            raise SpecError(f"block_tokens = {self.block_tokens}, weight_chunks = {chunks}",
-                            rule="at least one token a block; pieces of a weight are a power of two, because they are "
-                                 "added by pairs",
-                            fix="choose block_tokens such as 128, and weight_chunks among 1, 2, 4, 8")
+            raise SpecError(
+                f"block_tokens = {self.block_tokens}, weight_chunks = {chunks}",
+                rule="at least one token a block; pieces of a weight are a power of two, because they are "
+                "added by pairs",
+                fix="choose block_tokens such as 128, and weight_chunks among 1, 2, 4, 8",
+            )
 
 
 class OutOfRange(WorkbenchError, ArithmeticError):
@@ -46,11 +48,17 @@ class OutOfRange(WorkbenchError, ArithmeticError):
     @classmethod
     def because(cls, found: str, bits: int | None) -> OutOfRange:
         """Say what was found, and with how many bits the step can be computed."""
-        fix = "look for what made them so: a learning rate, a ratio that nobody clips" if bits is None else \
-            f"compute the step again after exact.start(bits={bits})"
-        error = cls("exact sums of gradients", found=found,
-                    rule="the largest partial gradient fits into 62 bits with all that is added to it, and uses enough "
-                         "of them", fix=fix)
+        fix = (
+            "look for what made them so: a learning rate, a ratio that nobody clips"
+            if bits is None
+            else f"compute the step again after exact.start(bits={bits})"
+        )
+        error = cls(
+            "exact sums of gradients",
+            found=found,
+            rule="the largest partial gradient fits into 62 bits with all that is added to it, and uses enough of them",
+            fix=fix,
+        )
         error.bits = bits
         return error
 

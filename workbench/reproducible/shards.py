@@ -50,8 +50,14 @@ class Held:
         if is_shard(parameter):
             from torch.distributed.tensor import DTensor
 
-            values = DTensor.from_local(values, parameter.device_mesh, parameter.placements, run_check=False,
-                                        shape=parameter.shape, stride=parameter.stride())
+            values = DTensor.from_local(
+                values,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
         parameter.grad = values
 
 
@@ -60,8 +66,12 @@ def held_parameters(policy: Policy) -> dict[str, Held]:
     return {name: Held(parameter, policy.shards[name]) for name, parameter in policy.model.named_parameters()}
 
 
-def sum_over_ranks(accumulators: Mapping[str, Accumulator], held: Mapping[str, Held], mesh: Mesh,
-                   finish: Callable[[Tensor, torch.dtype], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def sum_over_ranks(
+    accumulators: Mapping[str, Accumulator],
+    held: Mapping[str, Held],
+    mesh: Mesh,
+    finish: Callable[[Tensor, torch.dtype], Tensor],
+) -> Iterator[tuple[str, Tensor]]:
     """The integers of all ranks added up and finished, of each parameter the elements that this rank holds.
 
     Of a parameter that all ranks of dp x cp hold, each sums and finishes a part, and all gather the finished ones: they
@@ -79,13 +89,19 @@ def sum_over_ranks(accumulators: Mapping[str, Accumulator], held: Mapping[str, H
         Name after name, in an order that is the same on every rank.
     """
     dealt = {name: accumulators[name].flush(own_rows(mesh)) for name, one in held.items() if one.shard.over_dp_cp}
-    partial = [dealt[name] if name in dealt else accumulators[name].total
-               for name, one in held.items() if one.shard.gradient_is_partial]
+    partial = [
+        dealt[name] if name in dealt else accumulators[name].total
+        for name, one in held.items()
+        if one.shard.gradient_is_partial
+    ]
     all_sum_(partial, mesh["tp"])
     yield from ((name, finish(rows, held[name].parameter.dtype)) for name, rows in dealt.items())
     for dtype, names in _buckets(held):
-        integers = torch.cat([accumulators[name].total.view(-1) for name in names]) if len(names) > 1 else \
-            accumulators[names[0]].total.view(-1)
+        integers = (
+            torch.cat([accumulators[name].total.view(-1) for name in names])
+            if len(names) > 1
+            else accumulators[names[0]].total.view(-1)
+        )
         for name in names:
             accumulators[name].release()
         elements, parts = len(integers), mesh["dp_cp"].size
@@ -147,8 +163,9 @@ def flush_layers(policy: Policy, accumulators: Mapping[str, Accumulator]) -> Cal
     return end
 
 
-def _flush_after_backward(sums: Sequence[Accumulator], own: Callable[[Tensor], Tensor], _: nn.Module,
-                          inputs: tuple[Tensor, ...]) -> None:
+def _flush_after_backward(
+    sums: Sequence[Accumulator], own: Callable[[Tensor], Tensor], _: nn.Module, inputs: tuple[Tensor, ...]
+) -> None:
     def flush(_: Tensor) -> None:
         for one in sums:
             one.flush(own)

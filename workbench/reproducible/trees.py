@@ -35,7 +35,7 @@ def mean_by_halves(values_D: Tensor) -> Tensor:
     count = width = values_D.shape[-1]
     while count > 1:
         half, odd = divmod(count, 2)
-        rest = values_D[..., 2 * half:count]
-        values_D = values_D[..., :half] + values_D[..., half:2 * half]
+        rest = values_D[..., 2 * half : count]
+        values_D = values_D[..., :half] + values_D[..., half : 2 * half]
         values_D, count = (torch.cat([values_D, rest], -1) if odd else values_D), half + odd
     return values_D / width

@@ -147,9 +147,11 @@ class RolloutBatch:
         """Say in two lines what the row holds."""
         lengths = self.lengths_N
         span = f"{int(lengths.min())} to {int(lengths.max())} tokens each" if len(lengths) else "no documents"
-        return (f"RolloutBatch({self.num_documents} documents, {span}; {self.num_tokens} tokens, "
-                f"{self.num_trained_tokens} of them trained)\n"
-                f"  fields: {', '.join([*self.token_fields(), *self.document_fields()])}")
+        return (
+            f"RolloutBatch({self.num_documents} documents, {span}; {self.num_tokens} tokens, "
+            f"{self.num_trained_tokens} of them trained)\n"
+            f"  fields: {', '.join([*self.token_fields(), *self.document_fields()])}"
+        )
 
     # ---- making --------------------------------------------------------------------------------------
 
@@ -172,15 +174,20 @@ class RolloutBatch:
         """
         where = "RolloutBatch.from_documents"
         if not documents:
-            raise ShapeError(f"{where} of no documents", rule="at least one document",
-                             fix="check the file or the filter that made this list")
+            raise ShapeError(
+                f"{where} of no documents",
+                rule="at least one document",
+                fix="check the file or the filter that made this list",
+            )
         given = [{key: value for key, value in document.items() if value is not None} for document in documents]
         for index, document in enumerate(given):
             if set(document) != set(given[0]) or not set(document) <= set(_DOCUMENT_KEYS):
-                raise ShapeError(f"{where}: document {index} has other keys",
-                                 found=f"{sorted(document)}, and {sorted(given[0])} in document 0",
-                                 rule=f"every document has the same keys, from {sorted(_DOCUMENT_KEYS)}",
-                                 fix="give the missing values, or leave the key out everywhere")
+                raise ShapeError(
+                    f"{where}: document {index} has other keys",
+                    found=f"{sorted(document)}, and {sorted(given[0])} in document 0",
+                    rule=f"every document has the same keys, from {sorted(_DOCUMENT_KEYS)}",
+                    fix="give the missing values, or leave the key out everywhere",
+                )
         _refuse_absent(where, given[0], _DOCUMENT_KEYS[:4])
         columns: dict[str, list[Tensor]] = {key: [] for key in given[0]}
         for index, document in enumerate(given):
@@ -188,16 +195,19 @@ class RolloutBatch:
             values = {key: as_tensor(what[key], value) for key, value in document.items()}
             length = values["tokens"].numel()
             if length == 0:
-                raise ShapeError(what["tokens"], found="no token", rule="a document has a token",
-                                 fix="leave such documents out")
+                raise ShapeError(
+                    what["tokens"], found="no token", rule="a document has a token", fix="leave such documents out"
+                )
             if values["advantages"].dim() == 0:
                 values["advantages"] = values["advantages"].expand(length)
             for key, value in values.items():
                 if value.shape != (() if key in ("reward", "group_id") else (length,)):
-                    raise ShapeError(what[key], found=f"shape {list(value.shape)} for {length} tokens",
-                                     rule="one value per token of the document, prompt included; one reward, one "
-                                          "group_id",
-                                     fix="pad the prompt's part with zeros, or use from_padded")
+                    raise ShapeError(
+                        what[key],
+                        found=f"shape {list(value.shape)} for {length} tokens",
+                        rule="one value per token of the document, prompt included; one reward, one group_id",
+                        fix="pad the prompt's part with zeros, or use from_padded",
+                    )
                 columns[key].append(_MEANT_AS.get(key, _as_reals)(what[key], value))
         lengths = [len(values) for values in columns["tokens"]]
 
@@ -219,10 +229,22 @@ class RolloutBatch:
         )
 
     @classmethod
-    def from_padded(cls, *, prompt_ids: Any, prompt_mask: Any, completion_ids: Any, completion_mask: Any,
-                    advantages: Any, old_logprobs: Any, sampler_logprobs: Any = None,
-                    ref_logprobs: Any = None, loss_mask: Any = None, rewards: Any = None,
-                    group_ids: Any = None, temperature: float = 1.0) -> RolloutBatch:
+    def from_padded(
+        cls,
+        *,
+        prompt_ids: Any,
+        prompt_mask: Any,
+        completion_ids: Any,
+        completion_mask: Any,
+        advantages: Any,
+        old_logprobs: Any,
+        sampler_logprobs: Any = None,
+        ref_logprobs: Any = None,
+        loss_mask: Any = None,
+        rewards: Any = None,
+        group_ids: Any = None,
+        temperature: float = 1.0,
+    ) -> RolloutBatch:
         """Unpad a rectangle of prompts and completions, the shape in which most trainers hold rollouts.
 
         Arrays may be tensors, numpy arrays or lists. Real numbers are kept in float64 where they come as float64
@@ -263,19 +285,35 @@ class RolloutBatch:
             ([5, 8, 2, 6, 7, 2], [0, 0, 0, 1, 1, 1], [0, 1, 1, 0, 0, 1])
         """
         where = "RolloutBatch.from_padded"
-        given = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": completion_ids,
-                 "completion_mask": completion_mask, "advantages": advantages, "old_logprobs": old_logprobs,
-                 "sampler_logprobs": sampler_logprobs, "ref_logprobs": ref_logprobs, "loss_mask": loss_mask,
-                 "rewards": rewards, "group_ids": group_ids}
+        given = {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
+            "advantages": advantages,
+            "old_logprobs": old_logprobs,
+            "sampler_logprobs": sampler_logprobs,
+            "ref_logprobs": ref_logprobs,
+            "loss_mask": loss_mask,
+            "rewards": rewards,
+            "group_ids": group_ids,
+        }
         arrays = {name: as_tensor(f"{where}: {name}", value) for name, value in given.items() if value is not None}
         _refuse_absent(where, arrays, list(given)[:6])
-        shapes = dict.fromkeys(given, "BC") | {"prompt_ids": "BP", "prompt_mask": "BP",
-                                               "rewards": "B", "group_ids": "B"}
+        shapes = dict.fromkeys(given, "BC") | {
+            "prompt_ids": "BP",
+            "prompt_mask": "BP",
+            "rewards": "B",
+            "group_ids": "B",
+        }
         if arrays["advantages"].dim() == 1:
             shapes["advantages"] = "B"
         check_shapes(where, **{f"{name}_{shapes[name]}": value for name, value in arrays.items()})
-        masks = {name: _as_mask(f"{where}: {name}", arrays[name])
-                 for name in ("prompt_mask", "completion_mask", "loss_mask") if name in arrays}
+        masks = {
+            name: _as_mask(f"{where}: {name}", arrays[name])
+            for name in ("prompt_mask", "completion_mask", "loss_mask")
+            if name in arrays
+        }
         prompt_BP, completion_BC = masks["prompt_mask"], masks["completion_mask"]
         trained_BC = masks.get("loss_mask", completion_BC)
         _refuse_padded(where, prompt_BP, completion_BC, trained_BC)
@@ -292,15 +330,20 @@ class RolloutBatch:
             bad = trained_BC & ~torch.isfinite(value)
             if bad.any():
                 row, at = (int(i) for i in torch.nonzero(bad)[0])
-                raise ShapeError(f"{where}: {name}, row {row}, completion token {at}",
-                                 found=f"{float(value[row, at])}; {int(bad.sum())} such values in all",
-                                 rule="every token that trains has a finite value",
-                                 fix="set loss_mask to 0 on such tokens, or find out why they have none")
+                raise ShapeError(
+                    f"{where}: {name}, row {row}, completion token {at}",
+                    found=f"{float(value[row, at])}; {int(bad.sum())} such values in all",
+                    rule="every token that trains has a finite value",
+                    fix="set loss_mask to 0 on such tokens, or find out why they have none",
+                )
             value = torch.where(torch.isfinite(value), value, 0.0)
             return torch.cat([value.new_zeros(prompt_BP.shape), value], dim=1)[real]
 
-        ids = {name: _as_ids(f"{where}: {name}", arrays[name])
-               for name in ("prompt_ids", "completion_ids", "group_ids") if name in arrays}
+        ids = {
+            name: _as_ids(f"{where}: {name}", arrays[name])
+            for name in ("prompt_ids", "completion_ids", "group_ids")
+            if name in arrays
+        }
         return cls(
             tokens_T=torch.cat([ids["prompt_ids"], ids["completion_ids"]], dim=1)[real],
             positions_T=torch.cat([torch.arange(int(n)) for n in lengths]),
@@ -325,13 +368,17 @@ class RolloutBatch:
         chosen = list(documents)
         bad = [d for d in chosen if not 0 <= d < self.num_documents]
         if bad:
-            raise ShapeError(f"RolloutBatch.select: documents {bad}", found=f"{self.num_documents} documents",
-                             rule="0 <= document < N", fix="choose among the documents that are there")
+            raise ShapeError(
+                f"RolloutBatch.select: documents {bad}",
+                found=f"{self.num_documents} documents",
+                rule="0 <= document < N",
+                fix="choose among the documents that are there",
+            )
         lengths = self.lengths_N
         documents = torch.tensor(chosen, dtype=torch.int64)
         real = torch.nonzero(self.document_ids_T >= 0).squeeze(1)
         starts = lengths.cumsum(0) - lengths
-        pieces = [real[int(starts[d]): int(starts[d] + lengths[d])] for d in chosen]
+        pieces = [real[int(starts[d]) : int(starts[d] + lengths[d])] for d in chosen]
         index = torch.cat(pieces) if pieces else real[:0]
         changed = {name: value[index] for name, value in self.token_fields().items()}
         changed["document_ids_T"] = torch.repeat_interleave(torch.arange(len(chosen)), lengths[documents])
@@ -346,8 +393,12 @@ class RolloutBatch:
         """
         extra = length - self.num_tokens
         if extra < 0:
-            raise ShapeError(f"pad_to({length})", found=f"a row of {self.num_tokens} tokens",
-                             rule="padding never shortens a row", fix="ask for at least the row's own length")
+            raise ShapeError(
+                f"pad_to({length})",
+                found=f"a row of {self.num_tokens} tokens",
+                rule="padding never shortens a row",
+                fix="ask for at least the row's own length",
+            )
         return self._spread([self.num_tokens], [length])
 
     def pad_documents(self, multiple_of: int) -> RolloutBatch:
@@ -363,8 +414,11 @@ class RolloutBatch:
             [0, 0, 0, -1, 1, 1, -1, -1]
         """
         if multiple_of < 1:
-            raise ShapeError(f"pad_documents({multiple_of})", rule="a multiple is at least 1",
-                             fix="2 * cp is what a document zigzag needs; 1 pads nothing")
+            raise ShapeError(
+                f"pad_documents({multiple_of})",
+                rule="a multiple is at least 1",
+                fix="2 * cp is what a document zigzag needs; 1 pads nothing",
+            )
         begins = torch.ones(self.num_tokens, dtype=torch.bool)
         begins[1:] = (self.document_ids_T[1:] != self.document_ids_T[:-1]) & (self.document_ids_T[1:] != PADDING)
         lengths = torch.bincount(begins.cumsum(0) - 1).tolist() if self.num_tokens else []
@@ -376,10 +430,14 @@ class RolloutBatch:
         pads |= {name: e.pad for name, e in self.extensions.items() if e.level == "token"}
         ends = torch.tensor(room).cumsum(0).tolist()
         starts = [end - size for end, size in zip(ends, room, strict=True)]
-        taken = torch.cat([torch.arange(start, start + length)
-                           for start, length in zip(starts, lengths, strict=True)] or [torch.arange(0)])
-        counting = torch.cat([torch.arange(-length, size - length)
-                              for length, size in zip(lengths, room, strict=True)] or [torch.arange(0)])
+        taken = torch.cat(
+            [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+            or [torch.arange(0)]
+        )
+        counting = torch.cat(
+            [torch.arange(-length, size - length) for length, size in zip(lengths, room, strict=True)]
+            or [torch.arange(0)]
+        )
 
         def spread(name: str, value: Tensor) -> Tensor:
             return value.new_full((len(counting),), pads[name]).index_copy(0, taken, value)
@@ -415,8 +473,12 @@ def as_tensor(what: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ShapeError(what, found=str(error), rule="a rectangle of numbers",
-                         fix="pad the rows to one length; a mask says where the tokens are") from None
+        raise ShapeError(
+            what,
+            found=str(error),
+            rule="a rectangle of numbers",
+            fix="pad the rows to one length; a mask says where the tokens are",
+        ) from None
 
 
 def _as_ids(what: str, value: Tensor) -> Tensor:
@@ -427,9 +489,12 @@ def _as_ids(what: str, value: Tensor) -> Tensor:
 
 def _as_mask(what: str, value: Tensor) -> Tensor:
     if not ((value == 0) | (value == 1)).all():
-        raise ShapeError(what, found=f"from {float(value.min())} to {float(value.max())}",
-                         rule="a mask holds 0 and 1 only",
-                         fix="put weights into advantages or an extension")
+        raise ShapeError(
+            what,
+            found=f"from {float(value.min())} to {float(value.max())}",
+            rule="a mask holds 0 and 1 only",
+            fix="put weights into advantages or an extension",
+        )
     return value.bool()
 
 
@@ -441,50 +506,80 @@ def _as_reals(what: str, value: Tensor) -> Tensor:
 
 _MEANT_AS = {"tokens": _as_ids, "group_id": _as_ids, "loss_mask": _as_mask}
 """How a document's values are read; all others are real numbers."""
-_DOCUMENT_KEYS = ("tokens", "loss_mask", "advantages", "old_logprobs", "sampler_logprobs", "ref_logprobs", "reward",
-                  "group_id")
+_DOCUMENT_KEYS = (
+    "tokens",
+    "loss_mask",
+    "advantages",
+    "old_logprobs",
+    "sampler_logprobs",
+    "ref_logprobs",
+    "reward",
+    "group_id",
+)
 """What a document may hold; the first four are required."""
 
 
 def _refuse_absent(where: str, given: Mapping[str, Any], required: Sequence[str]) -> None:
     missing = [name for name in required if name not in given]
     if missing:
-        raise ShapeError(where, found=f"no {', '.join(missing)}", rule=f"{', '.join(required)} are required",
-                         fix="old_logprobs may be the sampler's if the two are known to be equal")
+        raise ShapeError(
+            where,
+            found=f"no {', '.join(missing)}",
+            rule=f"{', '.join(required)} are required",
+            fix="old_logprobs may be the sampler's if the two are known to be equal",
+        )
 
 
 def _refuse_padded(where: str, prompt_BP: Tensor, completion_BC: Tensor, trained_BC: Tensor) -> None:
     """Refuse masks from which a document cannot be read off without guessing; name the rows."""
     rules = (
-        (prompt_BP[:, :-1] & ~prompt_BP[:, 1:],
-         "prompt_mask is 0 after a 1", "prompts are padded on the left, without holes",
-         "shift each prompt to the right end of its row"),
-        (completion_BC[:, 1:] & ~completion_BC[:, :-1],
-         "completion_mask is 1 after a 0", "completions are padded on the right, without holes",
-         "pass the holes as loss_mask: a hole in completion_mask would drop the token from the context of "
-         "those after it, where in loss_mask it stays and only does not train"),
-        (trained_BC & ~completion_BC,
-         "loss_mask is 1 where completion_mask is 0", "only tokens train",
-         "multiply loss_mask with completion_mask"),
-        (~(prompt_BP.any(dim=1) | completion_BC.any(dim=1))[:, None],
-         "the row has no token at all", "every row is a document", "leave such rows out"),
-        (trained_BC[:, :1] & ~prompt_BP.any(dim=1, keepdim=True),
-         "the first completion token trains and there is no prompt",
-         "a token is predicted from one before it",
-         "give the prompt (a start token at least), or set loss_mask to 0 on that token"),
+        (
+            prompt_BP[:, :-1] & ~prompt_BP[:, 1:],
+            "prompt_mask is 0 after a 1",
+            "prompts are padded on the left, without holes",
+            "shift each prompt to the right end of its row",
+        ),
+        (
+            completion_BC[:, 1:] & ~completion_BC[:, :-1],
+            "completion_mask is 1 after a 0",
+            "completions are padded on the right, without holes",
+            "pass the holes as loss_mask: a hole in completion_mask would drop the token from the context of "
+            "those after it, where in loss_mask it stays and only does not train",
+        ),
+        (
+            trained_BC & ~completion_BC,
+            "loss_mask is 1 where completion_mask is 0",
+            "only tokens train",
+            "multiply loss_mask with completion_mask",
+        ),
+        (
+            ~(prompt_BP.any(dim=1) | completion_BC.any(dim=1))[:, None],
+            "the row has no token at all",
+            "every row is a document",
+            "leave such rows out",
+        ),
+        (
+            trained_BC[:, :1] & ~prompt_BP.any(dim=1, keepdim=True),
+            "the first completion token trains and there is no prompt",
+            "a token is predicted from one before it",
+            "give the prompt (a start token at least), or set loss_mask to 0 on that token",
+        ),
     )
     for broken, found, rule, fix in rules:
         rows = torch.nonzero(broken.any(dim=1)).squeeze(1).tolist()
         if rows:
             more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
-            raise ShapeError(f"{where}: row {', '.join(map(str, rows[:5]))}{more}",
-                             found=found, rule=rule, fix=fix)
+            raise ShapeError(f"{where}: row {', '.join(map(str, rows[:5]))}{more}", found=found, rule=rule, fix=fix)
 
 
 def _refuse(broken: Sequence[str]) -> None:
     if broken:
-        raise ShapeError("RolloutBatch", found="; ".join(broken),
-                         rule="see the attributes of RolloutBatch", fix="build rows with from_documents or from_padded")
+        raise ShapeError(
+            "RolloutBatch",
+            found="; ".join(broken),
+            rule="see the attributes of RolloutBatch",
+            fix="build rows with from_documents or from_padded",
+        )
 
 
 def _broken_shapes(batch: RolloutBatch) -> list[str]:
@@ -494,10 +589,16 @@ def _broken_shapes(batch: RolloutBatch) -> list[str]:
     own = {name: entry for name, entry in own.items() if entry[1] is not None or known[name].default is MISSING}
     more = {f"extension {name}": (e.level, e.values) for name, e in batch.extensions.items()}
     broken = [f"extension {name} has the name of a field" for name in batch.extensions if name in known]
-    broken += [f"{name} has level {level!r}, not token or document" for name, (level, _) in more.items()
-               if level not in ("token", "document")]
-    broken += [f"{name} is {'None' if value is None else f'a {type(value).__name__}'}, not a tensor"
-               for name, (_, value) in (own | more).items() if not isinstance(value, Tensor)]
+    broken += [
+        f"{name} has level {level!r}, not token or document"
+        for name, (level, _) in more.items()
+        if level not in ("token", "document")
+    ]
+    broken += [
+        f"{name} is {'None' if value is None else f'a {type(value).__name__}'}, not a tensor"
+        for name, (_, value) in (own | more).items()
+        if not isinstance(value, Tensor)
+    ]
     if broken:
         return broken
     for name, (_, value) in own.items():
@@ -507,8 +608,11 @@ def _broken_shapes(batch: RolloutBatch) -> list[str]:
     for level in ("token", "document"):
         if not broken:  # documents can be counted only in token fields that fit
             wanted = batch.tokens_T.numel() if level == "token" else batch.num_documents
-            broken += [f"{name} has shape {tuple(value.shape)}, not [{wanted}]"
-                       for name, (at, value) in (own | more).items() if at == level and value.shape != (wanted,)]
+            broken += [
+                f"{name} has shape {tuple(value.shape)}, not [{wanted}]"
+                for name, (at, value) in (own | more).items()
+                if at == level and value.shape != (wanted,)
+            ]
     return broken
 
 

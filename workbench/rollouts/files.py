@@ -93,8 +93,9 @@ class Manifest(_Model):
     """Whatever the writer wanted to be remembered."""
 
 
-def save(batch: RolloutBatch, folder: Path, *, provenance: Mapping[str, Any] | None = None,
-         overwrite: bool = False) -> Manifest:
+def save(
+    batch: RolloutBatch, folder: Path, *, provenance: Mapping[str, Any] | None = None, overwrite: bool = False
+) -> Manifest:
     """Write a batch to ``folder``, whole or not at all.
 
     A recording is its own source: its tokens are numbered from 0, also where ``batch`` was cut from another.
@@ -115,18 +116,23 @@ def save(batch: RolloutBatch, folder: Path, *, provenance: Mapping[str, Any] | N
     try:
         json.dumps(kept, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ShapeError(f"save rollouts to {folder}", found=f"provenance: {error}",
-                         rule="the manifest is JSON",
-                         fix="leave out values that JSON has no word for") from None
+        raise ShapeError(
+            f"save rollouts to {folder}",
+            found=f"provenance: {error}",
+            rule="the manifest is JSON",
+            fix="leave out values that JSON has no word for",
+        ) from None
     entries, tensors = _describe(batch.as_source())
     content = safetensors_torch.save(tensors)
     manifest = Manifest(
-        format="workbench rollouts", version=1,
+        format="workbench rollouts",
+        version=1,
         tensors=TensorFile(file=TENSORS, sha256=hashlib.sha256(content).hexdigest(), bytes=len(content)),
         temperature=batch.temperature,
-        counts=Counts(documents=batch.num_documents, tokens=batch.num_tokens,
-                      trained_tokens=batch.num_trained_tokens),
-        fields=entries, provenance=kept)
+        counts=Counts(documents=batch.num_documents, tokens=batch.num_tokens, trained_tokens=batch.num_trained_tokens),
+        fields=entries,
+        provenance=kept,
+    )
     text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -189,24 +195,34 @@ def refuse_existing(folder: Path) -> None:
         RecordError: there is one.
     """
     if (folder / MANIFEST).exists():
-        raise RecordError(f"write a recording to {folder}", found=f"a recording ({MANIFEST})",
-                          rule="a recording is not overwritten by accident",
-                          fix="choose another folder, or pass overwrite=True (--overwrite)")
+        raise RecordError(
+            f"write a recording to {folder}",
+            found=f"a recording ({MANIFEST})",
+            rule="a recording is not overwritten by accident",
+            fix="choose another folder, or pass overwrite=True (--overwrite)",
+        )
 
 
 def _describe(batch: RolloutBatch) -> tuple[dict[str, FieldEntry], dict[str, Tensor]]:
     known = {f.name: f.metadata for f in fields(batch) if "level" in f.metadata}
     entries: dict[str, FieldEntry] = {}
     # A copy of its own for each: safetensors refuses tensors that share memory.
-    tensors = {name: value.detach().cpu().contiguous().clone()
-               for name, value in (batch.token_fields() | batch.document_fields()).items()}
+    tensors = {
+        name: value.detach().cpu().contiguous().clone()
+        for name, value in (batch.token_fields() | batch.document_fields()).items()
+    }
     for name, value in tensors.items():
         more = batch.extensions.get(name)
         entries[name] = FieldEntry(
-            level=more.level if more else known[name]["level"], dtype=str(value.dtype).removeprefix("torch."),
-            shape=tuple(value.shape), unit=more.unit if more else known[name]["unit"],
-            meaning=more.meaning if more else MEANINGS[name], extension=more is not None,
-            pad=more.pad if more else None, at=more.at if more else None)
+            level=more.level if more else known[name]["level"],
+            dtype=str(value.dtype).removeprefix("torch."),
+            shape=tuple(value.shape),
+            unit=more.unit if more else known[name]["unit"],
+            meaning=more.meaning if more else MEANINGS[name],
+            extension=more is not None,
+            pad=more.pad if more else None,
+            at=more.at if more else None,
+        )
     return entries, tensors
 
 
@@ -217,12 +233,22 @@ def _batch(manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> Roll
     for name, entry in manifest.fields.items():
         dtype, shape = str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape)
         if (dtype, shape) != (entry.dtype, entry.shape):
-            raise _damaged(path, f"{name} is {dtype}{list(shape)}, where {MANIFEST} says "
-                                 f"{entry.dtype}{list(entry.shape)}")
+            raise _damaged(
+                path, f"{name} is {dtype}{list(shape)}, where {MANIFEST} says {entry.dtype}{list(entry.shape)}"
+            )
     own = {name: value for name, value in tensors.items() if not manifest.fields[name].extension}
-    more = {name: Extension(values=tensors[name], level=entry.level, unit=entry.unit, meaning=entry.meaning,
-                            pad=entry.pad or 0.0, at=entry.at or "target")
-            for name, entry in manifest.fields.items() if entry.extension}
+    more = {
+        name: Extension(
+            values=tensors[name],
+            level=entry.level,
+            unit=entry.unit,
+            meaning=entry.meaning,
+            pad=entry.pad or 0.0,
+            at=entry.at or "target",
+        )
+        for name, entry in manifest.fields.items()
+        if entry.extension
+    }
     unknown = sorted(set(own) - set(MEANINGS))
     if unknown:
         raise _damaged(folder / MANIFEST, f"fields {unknown}, which no batch has")
@@ -230,17 +256,19 @@ def _batch(manifest: Manifest, tensors: dict[str, Tensor], folder: Path) -> Roll
         batch = RolloutBatch(**own, extensions=more, temperature=manifest.temperature)
     except (ShapeError, TypeError) as error:
         raise _damaged(path, f"no valid batch: {error}") from None
-    counts = Counts(documents=batch.num_documents, tokens=batch.num_tokens,
-                    trained_tokens=batch.num_trained_tokens)
+    counts = Counts(documents=batch.num_documents, tokens=batch.num_tokens, trained_tokens=batch.num_trained_tokens)
     if counts != manifest.counts:
         raise _damaged(folder / MANIFEST, f"counts {manifest.counts}, where {TENSORS} holds {counts}")
     return batch
 
 
 def _damaged(path: Path, found: str) -> RecordError:
-    return RecordError(f"read the recording file {path}", found=found,
-                       rule=f"{TENSORS} and {MANIFEST} as `save` wrote them together, format version 1",
-                       fix="copy or make the recording again, and see `workbench rollouts check`")
+    return RecordError(
+        f"read the recording file {path}",
+        found=found,
+        rule=f"{TENSORS} and {MANIFEST} as `save` wrote them together, format version 1",
+        fix="copy or make the recording again, and see `workbench rollouts check`",
+    )
 
 
 def _write_atomic(path: Path, content: bytes) -> None:

@@ -52,12 +52,19 @@ _TRL_WORDS = {ours: trl for trl, ours in _TRL_KEYS.items()}
 _OUR_WORDS = re.compile(rf"\b({'|'.join(_TRL_WORDS)})(?:_[TN]\b)?(?![a-z])")
 
 _PER_TOKEN = ("old_logprobs", "sampler_logprobs", "ref_logprobs")
-_KEYS = {"prompt_tokens", "completion_tokens", "completion_loss_mask", "advantage", "advantages", *_PER_TOKEN,
-         "reward", "group_id"}
+_KEYS = {
+    "prompt_tokens",
+    "completion_tokens",
+    "completion_loss_mask",
+    "advantage",
+    "advantages",
+    *_PER_TOKEN,
+    "reward",
+    "group_id",
+}
 
 
-def read_trl(arrays: Mapping[str, Any], *, temperature: float = 1.0,
-             ignore: Sequence[str] = ()) -> RolloutBatch:
+def read_trl(arrays: Mapping[str, Any], *, temperature: float = 1.0, ignore: Sequence[str] = ()) -> RolloutBatch:
     """A batch from the padded arrays that TRL's GRPO trainer hands to its loss, under TRL's own names.
 
     Args:
@@ -78,26 +85,36 @@ def read_trl(arrays: Mapping[str, Any], *, temperature: float = 1.0,
 
 def _from_trl(where: str, arrays: Mapping[str, Any], temperature: float, ignore: Sequence[str]) -> RolloutBatch:
     """`read_trl`, for messages that begin with ``where`` and use TRL's names."""
-    given = {key: value for key, value in arrays.items()
-             if value is not None and key not in ignore and key not in _TRL_UNUSED}
+    given = {
+        key: value
+        for key, value in arrays.items()
+        if value is not None and key not in ignore and key not in _TRL_UNUSED
+    }
     unknown = sorted(set(given) - set(_TRL_KEYS))
     if unknown:
-        raise ShapeError(where, found=f"unknown keys {', '.join(unknown)}",
-                         rule=f"keys are {', '.join([*_TRL_KEYS, *_TRL_UNUSED])}",
-                         fix=f"leave them out, or say ignore={unknown} if the loss does not need them")
+        raise ShapeError(
+            where,
+            found=f"unknown keys {', '.join(unknown)}",
+            rule=f"keys are {', '.join([*_TRL_KEYS, *_TRL_UNUSED])}",
+            fix=f"leave them out, or say ignore={unknown} if the loss does not need them",
+        )
     required = [key for key in list(_TRL_KEYS)[:6] if key not in given]
     if required:
-        raise ShapeError(where, found=f"no {', '.join(required)}",
-                         rule=f"{', '.join(list(_TRL_KEYS)[:6])} are required",
-                         fix="TRL leaves old_per_token_logps out when the policy is the one that sampled: "
-                             "pass that policy's own log-probabilities under this name")
+        raise ShapeError(
+            where,
+            found=f"no {', '.join(required)}",
+            rule=f"{', '.join(list(_TRL_KEYS)[:6])} are required",
+            fix="TRL leaves old_per_token_logps out when the policy is the one that sampled: "
+            "pass that policy's own log-probabilities under this name",
+        )
     given = {key: as_tensor(f"{where}: {key}", value) for key, value in given.items()}
     if "tool_mask" in given and given["tool_mask"].shape == given["completion_mask"].shape:
         # TRL pads tool_mask with ones.
         given["tool_mask"] = given["tool_mask"] * given["completion_mask"]
     try:
-        return RolloutBatch.from_padded(**{_TRL_KEYS[key]: value for key, value in given.items()},
-                                        temperature=temperature)
+        return RolloutBatch.from_padded(
+            **{_TRL_KEYS[key]: value for key, value in given.items()}, temperature=temperature
+        )
     except ShapeError as error:
         said = {part: _OUR_WORDS.sub(lambda word: _TRL_WORDS[word[1]], text) for part, text in error.parts.items()}
         asked = re.sub(r"^RolloutBatch(\.from_padded)?", lambda _: where, said.pop("asked"))
@@ -115,8 +132,7 @@ def read_npz(path: Path, *, temperature: float = 1.0, ignore: Sequence[str] = ()
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
-        raise _unreadable(path, f"{type(error).__name__}: {error}",
-                          "a .npz file of plain numeric arrays") from None
+        raise _unreadable(path, f"{type(error).__name__}: {error}", "a .npz file of plain numeric arrays") from None
     return _from_trl(str(path), arrays, temperature, ignore)
 
 
@@ -130,8 +146,7 @@ def read_jsonl(path: Path, *, temperature: float = 1.0) -> RolloutBatch:
     try:
         text = path.read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, f"{type(error).__name__}: {error}",
-                          "a text file, one JSON object a line") from None
+        raise _unreadable(path, f"{type(error).__name__}: {error}", "a text file, one JSON object a line") from None
     records: list[tuple[str, Any]] = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -140,8 +155,12 @@ def read_jsonl(path: Path, *, temperature: float = 1.0) -> RolloutBatch:
         try:
             records.append((where, json.loads(line)))
         except json.JSONDecodeError as error:
-            raise RecordError(f"{where}: not JSON", found=str(error), rule="one JSON object a line",
-                              fix="mend the line; a cut last line means the writer was stopped") from None
+            raise RecordError(
+                f"{where}: not JSON",
+                found=str(error),
+                rule="one JSON object a line",
+                fix="mend the line; a cut last line means the writer was stopped",
+            ) from None
     return _from_records(path, records, temperature)
 
 
@@ -173,9 +192,12 @@ def _from_records(path: Path, records: Iterable[tuple[str, Any]], temperature: f
             raise _broken(where, "", f"{type(record).__name__}", "a record is an object with named values")
         document = _document(where, {key: value for key, value in record.items() if value is not None})
         if documents and set(document) != set(documents[0]):
-            raise _broken(where, ", ".join(sorted(set(document) ^ set(documents[0]))),
-                          f"present here or in {first}, but not in both",
-                          "every record has the same optional keys")
+            raise _broken(
+                where,
+                ", ".join(sorted(set(document) ^ set(documents[0]))),
+                f"present here or in {first}, but not in both",
+                "every record has the same optional keys",
+            )
         group = document.get("group_id")
         if documents and isinstance(group, str) != bool(groups):
             raise _broken(where, "group_id", repr(group), "all group ids are words, or none is")
@@ -199,8 +221,7 @@ def _document(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
     missing = [key for key in ("prompt_tokens", "completion_tokens", "old_logprobs") if key not in record]
     missing += [] if {"advantage", "advantages"} & set(record) else ["advantage"]
     if missing:
-        raise _broken(where, ", ".join(missing), "missing",
-                      "tokens, advantage and old_logprobs are required")
+        raise _broken(where, ", ".join(missing), "missing", "tokens, advantage and old_logprobs are required")
     if {"advantage", "advantages"} <= set(record):
         raise _broken(where, "advantage, advantages", "both", "one number, or one per token")
     prompt = _whole_numbers(where, "prompt_tokens", record["prompt_tokens"])
@@ -208,13 +229,14 @@ def _document(where: str, record: Mapping[str, Any]) -> dict[str, Any]:
     count = len(completion)
     mask = [1] * count
     if "completion_loss_mask" in record:
-        mask = [int(m) if isinstance(m, bool) else m
-                for m in _list(where, "completion_loss_mask", record["completion_loss_mask"])]
+        mask = [
+            int(m) if isinstance(m, bool) else m
+            for m in _list(where, "completion_loss_mask", record["completion_loss_mask"])
+        ]
         if len(mask) != count or any(not isinstance(m, int) or m not in (0, 1) for m in mask):
             raise _broken(where, "completion_loss_mask", str(mask)[:80], f"{count} values, each 0 or 1")
     if mask[:1] == [1] and not prompt:
-        raise _broken(where, "prompt_tokens", "empty",
-                      "a token that trains has one before it")
+        raise _broken(where, "prompt_tokens", "empty", "a token that trains has one before it")
     if not prompt and not completion:
         raise _broken(where, "prompt_tokens, completion_tokens", "both empty", "a document has a token")
 
@@ -268,16 +290,20 @@ def _per_token(where: str, key: str, values: Any, mask: list[int]) -> list[float
             continue
         out.append(_number(f"{where}, completion token {index}", key, value))
         if trained and "logprobs" in key and out[-1] > 1e-4:
-            raise _broken(f"{where}, completion token {index}", key, repr(value),
-                          "log-probabilities are at most 0")
+            raise _broken(f"{where}, completion token {index}", key, repr(value), "log-probabilities are at most 0")
     return out
 
 
 def _broken(where: str, key: str, found: str, rule: str) -> RecordError:
-    return RecordError(f"{where}: {key}" if key else where, found=found, rule=rule,
-                       fix="the docstring of workbench.rollouts.importers lists the keys and their meaning")
+    return RecordError(
+        f"{where}: {key}" if key else where,
+        found=found,
+        rule=rule,
+        fix="the docstring of workbench.rollouts.importers lists the keys and their meaning",
+    )
 
 
 def _unreadable(path: Path, found: str, rule: str) -> RecordError:
-    return RecordError(f"read rollouts from {path}", found=found, rule=rule,
-                       fix="check the path, and how the file was written")
+    return RecordError(
+        f"read rollouts from {path}", found=found, rule=rule, fix="check the path, and how the file was written"
+    )

@@ -17,8 +17,14 @@ from workbench.errors import SpecError
 from workbench.rollouts.batch import RolloutBatch
 
 
-def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1, document_multiple_of: int = 1,
-         together_N: Tensor | None = None) -> list[RolloutBatch]:
+def pack(
+    batch: RolloutBatch,
+    *,
+    rows: int = 1,
+    multiple_of: int = 1,
+    document_multiple_of: int = 1,
+    together_N: Tensor | None = None,
+) -> list[RolloutBatch]:
     """Deal the documents of a batch into rows of nearly equal length, and pad each document and each row.
 
     The longest document goes first, to the row that is shortest so far; inside a row documents keep the
@@ -38,10 +44,12 @@ def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1, document_m
         >>> rows = pack(batch, rows=2, multiple_of=8)   # doctest: +SKIP
     """
     if min(rows, multiple_of, document_multiple_of) < 1:
-        raise SpecError(f"pack(rows={rows}, multiple_of={multiple_of}, document_multiple_of={document_multiple_of})",
-                        rule="all are at least 1",
-                        fix="rows is dp * micro_batches; the multiples are what the shard plan needs "
-                            "(sharding.orders.padding_rule)")
+        raise SpecError(
+            f"pack(rows={rows}, multiple_of={multiple_of}, document_multiple_of={document_multiple_of})",
+            rule="all are at least 1",
+            fix="rows is dp * micro_batches; the multiples are what the shard plan needs "
+            "(sharding.orders.padding_rule)",
+        )
     bundles = _bundles(batch, together_N)
     lengths = _lengths(batch, bundles, document_multiple_of)
     members: list[list[int]] = [[] for _ in range(rows)]
@@ -53,8 +61,9 @@ def pack(batch: RolloutBatch, *, rows: int = 1, multiple_of: int = 1, document_m
     return [_padded(batch, sorted(chosen), multiple_of, document_multiple_of) for chosen in members]
 
 
-def deal(batch: RolloutBatch, rows: Sequence[Sequence[int]], *, multiple_of: int = 1,
-         document_multiple_of: int = 1) -> list[RolloutBatch]:
+def deal(
+    batch: RolloutBatch, rows: Sequence[Sequence[int]], *, multiple_of: int = 1, document_multiple_of: int = 1
+) -> list[RolloutBatch]:
     """Rows of the documents that are named for each, in that order, padded like those of `pack`.
 
     Args:
@@ -68,13 +77,24 @@ def deal(batch: RolloutBatch, rows: Sequence[Sequence[int]], *, multiple_of: int
     """
     dealt = sorted(document for row in rows for document in row)
     if dealt != list(range(batch.num_documents)):
-        raise SpecError(f"deal {batch.num_documents} documents", found=f"rows {[list(row) for row in rows]}",
-                        rule="each document is in one row", fix="name every document once")
+        raise SpecError(
+            f"deal {batch.num_documents} documents",
+            found=f"rows {[list(row) for row in rows]}",
+            rule="each document is in one row",
+            fix="name every document once",
+        )
     return [_padded(batch, row, multiple_of, document_multiple_of) for row in rows]
 
 
-def fill(batch: RolloutBatch, *, tokens: int, ranks: int = 1, multiple_of: int = 1, document_multiple_of: int = 1,
-         together_N: Tensor | None = None) -> list[RolloutBatch]:
+def fill(
+    batch: RolloutBatch,
+    *,
+    tokens: int,
+    ranks: int = 1,
+    multiple_of: int = 1,
+    document_multiple_of: int = 1,
+    together_N: Tensor | None = None,
+) -> list[RolloutBatch]:
     """Take micro-batches of at most so many tokens, one after another on all ranks, until no document is left.
 
     Documents are taken in the order of the batch: into the row of the first rank until the next does not fit, then of
@@ -102,18 +122,23 @@ def fill(batch: RolloutBatch, *, tokens: int, ranks: int = 1, multiple_of: int =
     bundles = _bundles(batch, together_N)
     for bundle, length in zip(bundles, _lengths(batch, bundles, document_multiple_of), strict=True):
         if length > room:
-            raise SpecError(f"micro-batches of {tokens} tokens, in multiples of {multiple_of}",
-                            found=f"document(s) {bundle} of {length} tokens{padded}",
-                            rule="a row holds whole documents, and those that a loss needs together",
-                            fix=f"allow at least {-(-length // multiple_of) * multiple_of} tokens, or drop them")
+            raise SpecError(
+                f"micro-batches of {tokens} tokens, in multiples of {multiple_of}",
+                found=f"document(s) {bundle} of {length} tokens{padded}",
+                rule="a row holds whole documents, and those that a loss needs together",
+                fix=f"allow at least {-(-length // multiple_of) * multiple_of} tokens, or drop them",
+            )
         if length > left:
             rows.append([])
             left = room
         rows[-1] += bundle
         left -= length
     rows += [[] for _ in range(-len(rows) % ranks)]
-    return [_padded(batch, rows[number], multiple_of, document_multiple_of) for rank in range(ranks)
-            for number in range(rank, len(rows), ranks)]
+    return [
+        _padded(batch, rows[number], multiple_of, document_multiple_of)
+        for rank in range(ranks)
+        for number in range(rank, len(rows), ranks)
+    ]
 
 
 def _bundles(batch: RolloutBatch, together_N: Tensor | None) -> list[list[int]]:

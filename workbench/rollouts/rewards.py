@@ -24,9 +24,11 @@ def overlong(rewards_N: Tensor, lengths_N: Tensor, *, max_length: int, buffer: i
     Differs: the paper's penalty stops at max_length, where generation does; NeMo-RL's and verl's do not stop.
     """
     if not 0 < buffer <= max_length or penalty < 0:
-        raise SpecError(f"overlong(max_length={max_length}, buffer={buffer}, penalty={penalty})",
-                        rule="the buffer is the last stretch of max_length; a penalty is not negative",
-                        fix="correct the settings")
+        raise SpecError(
+            f"overlong(max_length={max_length}, buffer={buffer}, penalty={penalty})",
+            rule="the buffer is the last stretch of max_length; a penalty is not negative",
+            fix="correct the settings",
+        )
     check_shapes("overlong", rewards_N=rewards_N, lengths_N=lengths_N)
     beyond_N = lengths_N.to(rewards_N.dtype) - (max_length - buffer)
     return rewards_N + (-beyond_N / buffer * penalty).clamp(max=0.0)
@@ -41,8 +43,11 @@ def stop_properly(rewards_N: Tensor, truncated_N: Tensor, *, coefficient: float)
     Source:  NVIDIA-NeMo/RL, stop_properly_penalty_coef.
     """
     if not 0 <= coefficient <= 1:
-        raise SpecError(f"stop_properly(coefficient={coefficient})", rule="a coefficient lies between 0 and 1",
-                        fix="0 takes everything, 1 nothing")
+        raise SpecError(
+            f"stop_properly(coefficient={coefficient})",
+            rule="a coefficient lies between 0 and 1",
+            fix="0 takes everything, 1 nothing",
+        )
     check_shapes("stop_properly", rewards_N=rewards_N, truncated_N=truncated_N)
     return torch.where(truncated_N, coefficient * rewards_N, rewards_N)
 

@@ -61,8 +61,7 @@ class TrainingRow:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> TrainingRow:
         """Apply one function to every tensor: how a shard plan moves all of them together."""
-        changed = {f.name: function(value) for f in fields(self)
-                   if isinstance(value := getattr(self, f.name), Tensor)}
+        changed = {f.name: function(value) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
         return replace(self, **changed, extensions={k: function(v) for k, v in self.extensions.items()})
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TrainingRow:
@@ -109,8 +108,11 @@ def shift_targets(row: RolloutBatch) -> TrainingRow:
         rewards_T=_of_document(row.rewards_N, ids, fill=0),
         group_ids_T=_of_document(row.group_ids_N, ids, fill=PADDING),
         rollout_ids_T=_of_document(_document_extension(row, "rollout_ids"), ids, fill=PADDING),
-        extensions={name: e.values if e.at == "input" else next_token(e.values, e.pad)
-                    for name, e in row.extensions.items() if e.level == "token"},
+        extensions={
+            name: e.values if e.at == "input" else next_token(e.values, e.pad)
+            for name, e in row.extensions.items()
+            if e.level == "token"
+        },
     )
 
 
@@ -132,6 +134,10 @@ def _document_extension(row: RolloutBatch, name: str) -> Tensor | None:
     if extension is None:
         return None
     if extension.level != "document" or extension.values.is_floating_point():
-        raise ShapeError(f"extension {name!r}", found=f"level {extension.level}, dtype {extension.values.dtype}",
-                         rule="one whole number a document", fix="give Extension(ids_N, 'document', ...) of int64")
+        raise ShapeError(
+            f"extension {name!r}",
+            found=f"level {extension.level}, dtype {extension.values.dtype}",
+            rule="one whole number a document",
+            fix="give Extension(ids_N, 'document', ...) of int64",
+        )
     return extension.values

@@ -27,8 +27,7 @@ SYMBOLS = "0123456789+-*()=" + START + END + PAD
 
 _WHOLE_NUMBER = re.compile(r"0|[1-9][0-9]*")
 # What is worked out first stands first; each rule takes the leftmost place where it fits.
-_OPERATIONS = tuple(re.compile(rule) for rule in (
-    r"\((\d+)([-+*])(\d+)\)", r"(\d+)(\*)(\d+)", r"(\d+)([-+])(\d+)"))
+_OPERATIONS = tuple(re.compile(rule) for rule in (r"\((\d+)([-+*])(\d+)\)", r"(\d+)(\*)(\d+)", r"(\d+)([-+])(\d+)"))
 
 
 class Task(Protocol):
@@ -111,8 +110,12 @@ class ArithmeticTask:
         """
         unknown = sorted(set(text) - set(SYMBOLS))
         if unknown:
-            raise ShapeError(f"ArithmeticTask.encode({text!r})", found=f"{', '.join(map(repr, unknown))}",
-                             rule=f"the symbols are {SYMBOLS}", fix="write the problem with these symbols")
+            raise ShapeError(
+                f"ArithmeticTask.encode({text!r})",
+                found=f"{', '.join(map(repr, unknown))}",
+                rule=f"the symbols are {SYMBOLS}",
+                fix="write the problem with these symbols",
+            )
         return [SYMBOLS.index(character) for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -123,9 +126,12 @@ class ArithmeticTask:
         """
         outside = [int(token) for token in tokens if not 0 <= token < self.vocab_size]
         if outside:
-            raise ShapeError("ArithmeticTask.decode", found=f"ids {outside}",
-                             rule=f"0 <= id < {self.vocab_size}",
-                             fix="decode only what this task encoded, padding taken off")
+            raise ShapeError(
+                "ArithmeticTask.decode",
+                found=f"ids {outside}",
+                rule=f"0 <= id < {self.vocab_size}",
+                fix="decode only what this task encoded, padding taken off",
+            )
         return "".join(SYMBOLS[token] for token in tokens)
 
     def problems(self, seed: int, count: int) -> list[Problem]:
@@ -156,9 +162,12 @@ class ArithmeticTask:
         expression = prompt.removeprefix(START).removesuffix("=")
         values = _steps(expression)
         if prompt != f"{START}{expression}=" or not values or not _WHOLE_NUMBER.fullmatch(values[-1]):
-            raise ShapeError(f"ArithmeticTask.reward: prompt {prompt!r}", found="no such expression",
-                             rule="^EXPRESSION= whose steps and value are 0 or more",
-                             fix="score answers to prompts of this task")
+            raise ShapeError(
+                f"ArithmeticTask.reward: prompt {prompt!r}",
+                found="no such expression",
+                rule="^EXPRESSION= whose steps and value are 0 or more",
+                fix="score answers to prompts of this task",
+            )
         last = completion.removesuffix(END).rpartition("=")[2]
         if not completion.endswith(END) or completion.count(END) != 1 or not _WHOLE_NUMBER.fullmatch(last):
             return 0.0
@@ -167,6 +176,7 @@ class ArithmeticTask:
 
 def _expression(draw: random.Random) -> str:
     """Two to four terms; among two or three of them sometimes a product or parentheses."""
+
     def number() -> str:
         return str(draw.randint(1, 99 if draw.random() < 0.5 else 20))
 
@@ -193,7 +203,7 @@ def _steps(expression: str) -> list[str]:
             return []
         left, operator, right = int(found[1]), found[2], int(found[3])
         value = {"+": left + right, "-": left - right, "*": left * right}[operator]
-        expression = expression[:found.start()] + str(value) + expression[found.end():]
+        expression = expression[: found.start()] + str(value) + expression[found.end() :]
         steps.append(expression)
     return steps
 
@@ -213,28 +223,41 @@ def named_task(name: str, project: Path) -> Task:
     file, attribute = task_file(name, project)
     module = _loaded(file)
     if not hasattr(module, attribute):
-        raise SpecError(f"online.task = {name!r}", found=f"no {attribute} in {file.name}",
-                        rule="FILE.py:NAME names a class or an object of the file", fix="correct the name")
+        raise SpecError(
+            f"online.task = {name!r}",
+            found=f"no {attribute} in {file.name}",
+            rule="FILE.py:NAME names a class or an object of the file",
+            fix="correct the name",
+        )
     task = getattr(module, attribute)
     if isinstance(task, type):
         try:
             task = task()
         except TypeError as error:
-            raise SpecError(f"online.task = {name!r}", found=f"{attribute} cannot be made: {error}",
-                            rule="a class is called without arguments",
-                            fix="give its arguments defaults, or name an object of the file") from error
+            raise SpecError(
+                f"online.task = {name!r}",
+                found=f"{attribute} cannot be made: {error}",
+                rule="a class is called without arguments",
+                fix="give its arguments defaults, or name an object of the file",
+            ) from error
     wanted = (*Task.__annotations__, "prompts", "encode", "decode", "reward")
     if lacking := [one for one in wanted if not hasattr(task, one)]:
-        raise SpecError(f"online.task = {name!r}", found=f"{attribute} has no {', '.join(lacking)}",
-                        rule=f"a task has {', '.join(wanted)}; see workbench.rollouts.task.Task",
-                        fix="add what is missing")
+        raise SpecError(
+            f"online.task = {name!r}",
+            found=f"{attribute} has no {', '.join(lacking)}",
+            rule=f"a task has {', '.join(wanted)}; see workbench.rollouts.task.Task",
+            fix="add what is missing",
+        )
     try:
         list(map(operator.index, task.end_ids))
     except TypeError as error:
-        raise SpecError(f"online.task = {name!r}", found=f"{attribute}.end_ids = {task.end_ids!r}",
-                        rule="a sequence of the ids of which any ends an answer",
-                        fix="write end_ids = [tokenizer.eos_token_id]; where that is None the tokenizer has no end, "
-                            "so name the id of the token that is to end an answer") from error
+        raise SpecError(
+            f"online.task = {name!r}",
+            found=f"{attribute}.end_ids = {task.end_ids!r}",
+            rule="a sequence of the ids of which any ends an answer",
+            fix="write end_ids = [tokenizer.eos_token_id]; where that is None the tokenizer has no end, "
+            "so name the id of the token that is to end an answer",
+        ) from error
     return task
 
 
@@ -257,14 +280,22 @@ def task_file(name: str, project: Path) -> tuple[Path, str]:
     """
     path, colon, attribute = name.rpartition(":")
     if not (colon and path.endswith(".py") and attribute.isidentifier()):
-        raise SpecError(f"online.task = {name!r}", found="no task of that name", rule="arithmetic, or FILE.py:NAME",
-                        fix="name a file that ends in .py and a class in it, such as tasks/sorting.py:Sorting")
+        raise SpecError(
+            f"online.task = {name!r}",
+            found="no task of that name",
+            rule="arithmetic, or FILE.py:NAME",
+            fix="name a file that ends in .py and a class in it, such as tasks/sorting.py:Sorting",
+        )
     if not (project / path).is_file():
         found, fix = f"no file {project / path}", "check the path, or give an absolute one"
         if (beside_us := Path.cwd() / path).is_file():
             found += f", although there is {beside_us}, relative to the current folder"
             fix = f"write online.task: {beside_us}:{attribute}"
-        raise SpecError(f"online.task = {name!r}", found=found, fix=fix,
-                        rule=f"a relative path begins at the project root, {project}: the current folder if it holds a "
-                             "folder named data, else where the workbench's sources lie")
+        raise SpecError(
+            f"online.task = {name!r}",
+            found=found,
+            fix=fix,
+            rule=f"a relative path begins at the project root, {project}: the current folder if it holds a "
+            "folder named data, else where the workbench's sources lie",
+        )
     return project / path, attribute

@@ -54,8 +54,11 @@ class Certificate:
 
     def differing(self, other: Certificate) -> list[str]:
         """Tensors that are not the same in both, in the order of computation; what only the other has comes last."""
-        found = [name for name, said in self.fingerprints.items()
-                 if other.fingerprints.get(name) != said or name in (*self.unlike, *other.unlike)]
+        found = [
+            name
+            for name, said in self.fingerprints.items()
+            if other.fingerprints.get(name) != said or name in (*self.unlike, *other.unlike)
+        ]
         return found + [name for name in other.fingerprints if name not in self.fingerprints]
 
 
@@ -91,8 +94,9 @@ def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate
         said[f"loss/{name}/sum"] = _words(torch.float64, fingerprint(torch.tensor(float(scalar), dtype=torch.float64)))
     for kind, marks, order in (("gradient", gradients, reversed(parameters)), ("weight", weights, parameters)):
         said |= {f"{kind}/{name}": _words(parameters[name].dtype, marks.said[name]) for name in order}
-    unlike = [f"{kind}/{name}" for kind, marks in (("gradient", gradients), ("weight", weights))
-              for name in marks.unlike]
+    unlike = [
+        f"{kind}/{name}" for kind, marks in (("gradient", gradients), ("weight", weights)) for name in marks.unlike
+    ]
     return Certificate(said, tuple(unlike))
 
 
@@ -103,8 +107,14 @@ def held_by_bits(spec: RunSpec, reference: RunSpec) -> bool:
 
 def write_certificate(run: RunDirectory, number: int, certificate: Certificate) -> None:
     """Write what a step's hash was made of, before its line in the record."""
-    run.write_json(_file(number), {"certificate": certificate.hash, "fingerprints": dict(certificate.fingerprints),
-                                   "unlike": list(certificate.unlike)})
+    run.write_json(
+        _file(number),
+        {
+            "certificate": certificate.hash,
+            "fingerprints": dict(certificate.fingerprints),
+            "unlike": list(certificate.unlike),
+        },
+    )
 
 
 def read_certificate(run: RunDirectory, number: int) -> Certificate | None:
@@ -140,8 +150,12 @@ def fingerprint_label(values: Any) -> str:
 
 
 def _damaged(run: RunDirectory, name: str, found: str) -> RecordError:
-    return RecordError(f"read {run.path.name}/certificates/{name}", found=found, rule="a certificate as it was written",
-                       fix="run the configuration again")
+    return RecordError(
+        f"read {run.path.name}/certificates/{name}",
+        found=found,
+        rule="a certificate as it was written",
+        fix="run the configuration again",
+    )
 
 
 def _file(number: int) -> str:

@@ -63,8 +63,12 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: torch.optim.Optimiz
     weights, state = (_read(folder / name) for name in (WEIGHTS, OPTIMIZER))
     parameters = dict(policy.model.named_parameters())
     if unlike := sorted(parameters.keys() ^ weights.keys()):
-        raise RecordError(f"continue from {folder.name}", found=f"only one of model and checkpoint has {unlike[0]}",
-                          rule="a checkpoint is of the same model", fix="run anew, with fresh=True or --fresh")
+        raise RecordError(
+            f"continue from {folder.name}",
+            found=f"only one of model and checkpoint has {unlike[0]}",
+            rule="a checkpoint is of the same model",
+            fix="run anew, with fresh=True or --fresh",
+        )
     for name, parameter in parameters.items():
         keep_own_part(parameter, weights[name], policy.shards[name], policy.mesh)
         held = {key.rpartition("/")[2]: value for key, value in state.items() if key.rpartition("/")[0] == name}
@@ -86,8 +90,12 @@ def continue_run(run: RunDirectory, policy: Policy, optimizer: torch.optim.Optim
     earlier = RunDirectory.open(run.path.parent / name)
     found = earlier.checkpoints()
     if not found:
-        raise RecordError(f"continue {name}", found="no checkpoint", rule="a run is continued from its newest one",
-                          fix="run anew, with fresh=True or --fresh")
+        raise RecordError(
+            f"continue {name}",
+            found="no checkpoint",
+            rule="a run is continued from its newest one",
+            fix="run anew, with fresh=True or --fresh",
+        )
     done, folder = list(found.items())[-1]
     load_checkpoint(folder, policy, optimizer)
     if policy.mesh.is_first and not run.steps():
@@ -116,9 +124,12 @@ def trained_policy(run: RunDirectory, *, project: Path | None = None) -> Any:
     """
     found = run.checkpoints()
     if not found:
-        raise RecordError(f"the policy that {run.path.name} trained", found="no checkpoint",
-                          rule="a run keeps its weights where it is told to",
-                          fix="set record.checkpoint_every, and run again")
+        raise RecordError(
+            f"the policy that {run.path.name} trained",
+            found="no checkpoint",
+            rule="a run keeps its weights where it is told to",
+            fix="set record.checkpoint_every, and run again",
+        )
     spec, precision = run.spec.model, run.spec.precision
     weights = _read(list(found.values())[-1] / WEIGHTS)
     model = load_decoder(spec.source, project=project or project_root(), tied=spec.tied, seed=spec.seed).eval()
@@ -150,5 +161,6 @@ def _like(value: Tensor, parameter: Tensor, policy: Policy, name: str) -> Tensor
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
-    return whole_files.read_tensors(path, asked=f"read {path.parent.name}/{path.name}",
-                                    fix="run anew, with fresh=True or --fresh")
+    return whole_files.read_tensors(
+        path, asked=f"read {path.parent.name}/{path.name}", fix="run anew, with fresh=True or --fresh"
+    )

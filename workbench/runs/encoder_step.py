@@ -49,8 +49,14 @@ ENCODER = "encoder."
 
 def image_features(numbers_T: Tensor) -> Extension:
     """The field `IMAGE_FEATURES` of a batch, from the number of each token's feature."""
-    return Extension(numbers_T.long(), "token", "feature number", "The feature of an image that stands in the place of "
-                     "the token; -1 where none does.", pad=PADDING, at="input")
+    return Extension(
+        numbers_T.long(),
+        "token",
+        "feature number",
+        "The feature of an image that stands in the place of the token; -1 where none does.",
+        pad=PADDING,
+        at="input",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +81,24 @@ class ImageRow(LocalRow):
         row = self.row
         embeddings_tD = policy.embeddings(row.tokens_T)
         if self.deliver is not None:
-            made = self.encoder.features(self.pixels_bchw) if len(self.pixels_bchw) else \
-                embeddings_tD.new_zeros(0, self.encoder.places_Rs.shape[1], embeddings_tD.shape[1])
+            made = (
+                self.encoder.features(self.pixels_bchw)
+                if len(self.pixels_bchw)
+                else embeddings_tD.new_zeros(0, self.encoder.places_Rs.shape[1], embeddings_tD.shape[1])
+            )
             embeddings_tD = torch.where(self.is_image_t[:, None], self.deliver(made), embeddings_tD)
         return policy.hidden_states(row.tokens_T, row.positions_T, self.attention, embeddings_TD=embeddings_tD)
 
 
-def prepare_image_rows(batch: RolloutBatch, pixels_Nchw: Tensor, spec: RunSpec, mesh: Mesh, encoder: Encoder,
-                       bridge: Bridge, dealt: Sequence[Sequence[int]] | None = None) -> tuple[
-                           list[ImageRow], StepTotals]:
+def prepare_image_rows(
+    batch: RolloutBatch,
+    pixels_Nchw: Tensor,
+    spec: RunSpec,
+    mesh: Mesh,
+    encoder: Encoder,
+    bridge: Bridge,
+    dealt: Sequence[Sequence[int]] | None = None,
+) -> tuple[list[ImageRow], StepTotals]:
     """Turn the documents and the images of one optimizer step into this rank's micro-batches.
 
     Every rank sees the whole step, so nothing here is asked of others. The images of a micro-batch are dealt over the
@@ -111,7 +126,7 @@ def prepare_image_rows(batch: RolloutBatch, pixels_Nchw: Tensor, spec: RunSpec, 
     whole = flow.pack_step(batch, spec, dealt)
     prepared = []
     for number, local in enumerate(rows):
-        beside = whole[number::len(rows)]
+        beside = whole[number :: len(rows)]
         reads = [row.extensions[IMAGE_FEATURES].values for row in beside]
         if bridge.delivery.kind == "sharded":
             plans = [flow.plan_row(row.document_ids_T, spec.layout) for row in beside]
@@ -122,8 +137,9 @@ def prepare_image_rows(batch: RolloutBatch, pixels_Nchw: Tensor, spec: RunSpec, 
     return prepared, totals
 
 
-def run_image_step(encoder: Encoder, policy: Policy, loss: Loss, rows: Sequence[ImageRow], totals: StepTotals,
-                   **options: Any) -> StepResult:
+def run_image_step(
+    encoder: Encoder, policy: Policy, loss: Loss, rows: Sequence[ImageRow], totals: StepTotals, **options: Any
+) -> StepResult:
     """Loss, gradients and metrics of one optimizer step of both modules; gradients stay in ``parameter.grad``.
 
     Args:
@@ -149,8 +165,12 @@ def run_image_step(encoder: Encoder, policy: Policy, loss: Loss, rows: Sequence[
         for part in ("vision", "projector"):
             of_part = [norm for name, norm in norms.items() if name.startswith(f"{ENCODER}{part}.")]
             metrics[f"gradient/norm/{part}"] = sum(norm**2 for norm in of_part) ** 0.5
-    return replace(result, metrics={**result.metrics, **metrics}, norms={**result.norms, **norms},
-                   gradients={**result.gradients, **gradients})
+    return replace(
+        result,
+        metrics={**result.metrics, **metrics},
+        norms={**result.norms, **norms},
+        gradients={**result.gradients, **gradients},
+    )
 
 
 def clip_both(encoder: Encoder, policy: Policy, norms: Mapping[str, float], max_norm: float | None) -> float:
@@ -164,41 +184,68 @@ def _named(found: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{ENCODER}{name}": value for name, value in found.items()}
 
 
-def _check(batch: RolloutBatch, pixels_Nchw: Tensor, spec: RunSpec, mesh: Mesh, encoder: Encoder,
-           bridge: Bridge) -> None:
+def _check(
+    batch: RolloutBatch, pixels_Nchw: Tensor, spec: RunSpec, mesh: Mesh, encoder: Encoder, bridge: Bridge
+) -> None:
     field = batch.extensions.get(IMAGE_FEATURES)
     if field is None or field.level != "token" or field.at != "input":
-        raise SpecError("a step with images", found=f"no token field {IMAGE_FEATURES!r} at the input",
-                        rule="the batch says which token reads which feature", fix="image_features(numbers_T)")
+        raise SpecError(
+            "a step with images",
+            found=f"no token field {IMAGE_FEATURES!r} at the input",
+            rule="the batch says which token reads which feature",
+            fix="image_features(numbers_T)",
+        )
     last = int(field.values.max())
     if last >= len(pixels_Nchw) * encoder.tokens:
-        raise SpecError("a step with images", found=f"feature {last}, of image {last // encoder.tokens}",
-                        rule=f"{len(pixels_Nchw)} images of {encoder.tokens} features each",
-                        fix="feature f of image i has the number i s + f")
+        raise SpecError(
+            "a step with images",
+            found=f"feature {last}, of image {last // encoder.tokens}",
+            rule=f"{len(pixels_Nchw)} images of {encoder.tokens} features each",
+            fix="feature f of image i has the number i s + f",
+        )
     for of, grid, own in (("encoder", bridge.pair.source, encoder.mesh), ("policy", bridge.pair.destination, mesh)):
         sizes = {name: own[name].size for name in ("dp", "cp", "tp")}
         if sizes != {name: grid[name] for name in sizes}:
-            raise ShardingError(f"step over a bridge, {of}", found=f"a mesh of {sizes}", rule=f"it lies in {grid}",
-                                fix="make the mesh of the bridge's grid: groups.mesh(grid)")
+            raise ShardingError(
+                f"step over a bridge, {of}",
+                found=f"a mesh of {sizes}",
+                rule=f"it lies in {grid}",
+                fix="make the mesh of the bridge's grid: groups.mesh(grid)",
+            )
     how = bridge.delivery
     if how.kind == "whole" and how.order is not None and mesh["cp"].size > 1:
-        raise ShardingError(f"step over a bridge of whole images with order {how.order!r}",
-                            found="packed rows, cut over cp wherever their images lie",
-                            rule="an order says which tokens of each image a cp rank answers for; in a packed row that "
-                                 "is another set for each image",
-                            fix="connect without an order, or with delivery='sharded'")
+        raise ShardingError(
+            f"step over a bridge of whole images with order {how.order!r}",
+            found="packed rows, cut over cp wherever their images lie",
+            rule="an order says which tokens of each image a cp rank answers for; in a packed row that "
+            "is another set for each image",
+            fix="connect without an order, or with delivery='sharded'",
+        )
     if how.kind == "whole" and encoder.mesh["cp"].size > 1 and how.source_order != encoder.order:
-        raise ShardingError(f"step over a bridge with source_order {how.source_order!r}",
-                            found=f"an encoder whose cp ranks hold features in order {encoder.order!r}",
-                            rule="the bridge puts together what the encoder cut", fix="give both one order")
+        raise ShardingError(
+            f"step over a bridge with source_order {how.source_order!r}",
+            found=f"an encoder whose cp ranks hold features in order {encoder.order!r}",
+            rule="the bridge puts together what the encoder cut",
+            fix="give both one order",
+        )
     if how.kind == "sharded" and how.sequence_parallel != (spec.layout.sequence_parallel and spec.layout.tp > 1):
-        raise ShardingError("step over a bridge of shards", found=f"sequence_parallel={how.sequence_parallel}",
-                            rule="each tp rank gets what its policy reads: its own stretch with sequence parallelism",
-                            fix="connect with the layout's sequence_parallel")
+        raise ShardingError(
+            "step over a bridge of shards",
+            found=f"sequence_parallel={how.sequence_parallel}",
+            rule="each tp rank gets what its policy reads: its own stretch with sequence parallelism",
+            fix="connect with the layout's sequence_parallel",
+        )
 
 
-def _over_rows(local: LocalRow, reads: Sequence[Tensor], plans: Sequence[ShardPlan], pixels_Nchw: Tensor, mesh: Mesh,
-               encoder: Encoder, bridge: Bridge) -> ImageRow:
+def _over_rows(
+    local: LocalRow,
+    reads: Sequence[Tensor],
+    plans: Sequence[ShardPlan],
+    pixels_Nchw: Tensor,
+    mesh: Mesh,
+    encoder: Encoder,
+    bridge: Bridge,
+) -> ImageRow:
     """Each rank gets the features that its own tokens read; what is read and how it is cut, by dp rank."""
     tp, size = mesh["tp"], encoder.tokens
     wanted = torch.unique(torch.cat([numbers_T[numbers_T >= 0] for numbers_T in reads]))
@@ -218,19 +265,28 @@ def _over_rows(local: LocalRow, reads: Sequence[Tensor], plans: Sequence[ShardPl
             return torch.where(torch.isin(tokens, wanted), tokens, PADDING)  # nobody answers for what nobody reads
 
         pair = bridge.pair
-        crossing = Crossing.make(sharded(pair.source, holds),
-                                 sharded(pair.destination, gets, over_tp=bridge.delivery.sequence_parallel))
+        crossing = Crossing.make(
+            sharded(pair.source, holds), sharded(pair.destination, gets, over_tp=bridge.delivery.sequence_parallel)
+        )
         pixels_bchw = pixels_Nchw[images[slice(*parts[encoder.mesh["dp"].rank])]]
 
         def deliver(made: Tensor) -> Tensor:
             return crossing.cross(made.flatten(0, 1), bridge.everyone)
 
-    return ImageRow(**vars(local), encoder=encoder, pixels_bchw=_held(pixels_bchw, encoder), is_image_t=mine_t >= 0,
-                    deliver=deliver)
+    return ImageRow(
+        **vars(local), encoder=encoder, pixels_bchw=_held(pixels_bchw, encoder), is_image_t=mine_t >= 0, deliver=deliver
+    )
 
 
-def _over_samples(local: LocalRow, reads: Sequence[Tensor], apart: Axis, pixels_Nchw: Tensor, mesh: Mesh,
-                  encoder: Encoder, bridge: Bridge) -> ImageRow:
+def _over_samples(
+    local: LocalRow,
+    reads: Sequence[Tensor],
+    apart: Axis,
+    pixels_Nchw: Tensor,
+    mesh: Mesh,
+    encoder: Encoder,
+    bridge: Bridge,
+) -> ImageRow:
     """Each rank gets all features of its dp rank's rows, and takes those that its own tokens read.
 
     Args:
@@ -247,9 +303,12 @@ def _over_samples(local: LocalRow, reads: Sequence[Tensor], apart: Axis, pixels_
     images, counts = torch.cat(of_dp), [len(one) for one in of_dp]
     dealt = [end - begin for begin, end in blocks(len(images), len(of_dp))]
     if counts != dealt:
-        raise SpecError("a bridge that delivers whole images", found=f"{counts} images read by the rows of each dp "
-                        "rank", rule=f"they are dealt in order, {dealt}", fix="deal documents so, or connect with "
-                        "delivery='sharded'")
+        raise SpecError(
+            "a bridge that delivers whole images",
+            found=f"{counts} images read by the rows of each dp rank",
+            rule=f"they are dealt in order, {dealt}",
+            fix="deal documents so, or connect with delivery='sharded'",
+        )
     numbers_t = local.row.extensions[IMAGE_FEATURES]
     is_image_t = numbers_t >= 0
     own = of_dp[mesh["dp"].rank].to(mesh.device)
@@ -263,12 +322,20 @@ def _over_samples(local: LocalRow, reads: Sequence[Tensor], apart: Axis, pixels_
 
         def deliver(made: Tensor) -> Tensor:
             features_tD = bridge.cross(made, samples).flatten(0, 1)
-            taken_tD = features_tD.index_select(0, place_t) if len(features_tD) else \
-                features_tD.sum() + features_tD.new_zeros(len(place_t), made.shape[2])
+            taken_tD = (
+                features_tD.index_select(0, place_t)
+                if len(features_tD)
+                else features_tD.sum() + features_tD.new_zeros(len(place_t), made.shape[2])
+            )
             return slice_gather(taken_tD, apart, dim=0)
 
-    return ImageRow(**vars(local), encoder=encoder, pixels_bchw=_held(pixels_bchw, encoder),
-                    is_image_t=is_image_t.chunk(apart.size)[apart.rank], deliver=deliver)
+    return ImageRow(
+        **vars(local),
+        encoder=encoder,
+        pixels_bchw=_held(pixels_bchw, encoder),
+        is_image_t=is_image_t.chunk(apart.size)[apart.rank],
+        deliver=deliver,
+    )
 
 
 def _held(pixels_bchw: Tensor, encoder: Encoder) -> Tensor:

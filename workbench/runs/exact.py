@@ -101,6 +101,7 @@ def row_numbers(rows: Sequence[TrainingRow]) -> list[int]:
 
     No layout changes it: neither which rank holds a row, nor how rows are grouped into micro-batches.
     """
+
     def first(row: TrainingRow) -> float:
         known = row.source_T[row.source_T != PADDING]
         return int(known.min()) if len(known) else math.inf
@@ -129,14 +130,16 @@ def unsplit(local: LocalRow, said: TokenLogprobs) -> tuple[LocalRow, TokenLogpro
     if whole is None:
         return local, said
     tokens = len(whole.row.tokens_T)
-    said = TokenLogprobs(*(None if part is None else whole_row(part, whole.plan, whole.axis, "cpu")[:tokens]
-                           for part in said))
+    said = TokenLogprobs(
+        *(None if part is None else whole_row(part, whole.plan, whole.axis, "cpu")[:tokens] for part in said)
+    )
     sums = ShardedSums(whole.row, torch.arange(tokens), Axis("cp"))
     return replace(local, row=whole.row, weights=whole.weights, sums=sums, documents=whole.documents), said
 
 
-def in_row_order(parts: Sequence[Mapping[str, Scalar]], metrics: Sequence[Mapping[str, Value]],
-                 rows: Sequence[LocalRow], mesh: Mesh) -> tuple[dict[str, Scalar], dict[str, float]]:
+def in_row_order(
+    parts: Sequence[Mapping[str, Scalar]], metrics: Sequence[Mapping[str, Value]], rows: Sequence[LocalRow], mesh: Mesh
+) -> tuple[dict[str, Scalar], dict[str, float]]:
     """The loss, term by term, and the finished metrics of a step, from those of this rank's rows. float64."""
     numbers_r = torch.tensor([local.whole.number for local in rows if local.whole], device=mesh.device)
     lines = torch.stack([torch.stack([part.value.detach().double() for part in named.values()]) for named in parts])
@@ -155,15 +158,19 @@ def within_range(step: Callable[..., StepResult]) -> Callable[..., StepResult]:
         SpecError: rows of the ordinary mode.
         OutOfRange: a gradient that is not finite, or no number of bits that fits.
     """
+
     @functools.wraps(step)
     def again(policy: Policy, loss: Any, rows: Sequence[LocalRow], totals: StepTotals, **how: Any) -> StepResult:
         exact = policy.exact
         if exact is None:
             return step(policy, loss, rows, totals, **how)
         if any(local.whole is None for local in rows):
-            raise SpecError("a step of a policy in the reproducible mode", found="rows that were prepared without it",
-                            rule="the loss is evaluated on whole rows then",
-                            fix="prepare_rows(..., spec) with spec.reproducible.block_tokens")
+            raise SpecError(
+                "a step of a policy in the reproducible mode",
+                found="rows that were prepared without it",
+                rule="the loss is evaluated on whole rows then",
+                fix="prepare_rows(..., spec) with spec.reproducible.block_tokens",
+            )
         tried = [exact.resolution.bits]
         while True:
             exact.start(totals.scale, tried[-1])

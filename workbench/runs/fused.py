@@ -66,8 +66,13 @@ class HeadPlan:
     asked: frozenset[str] = frozenset()
 
 
-def plan_head(local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate, wanted: Sequence[str],
-              loss_spec: LossSpec | None = None) -> HeadPlan:
+def plan_head(
+    local: LocalRow,
+    frozen_clip_T: Tensor | None,
+    evaluate: Evaluate,
+    wanted: Sequence[str],
+    loss_spec: LossSpec | None = None,
+) -> HeadPlan:
     """Decide how a row is cut. Collective over cp where the loss asks for sums; the same on every rank.
 
     The loss is listened to with placeholders of the policy's log-probabilities, and of those of the reference where the
@@ -93,8 +98,15 @@ def plan_head(local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate,
     return HeadPlan("document", row.group_ids_T if "pair" in asked else row.document_ids_T, asked=asked)
 
 
-def fused_row(policy: Policy, hidden_TD: Tensor, local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate,
-              wanted: Sequence[str], loss_spec: LossSpec | None = None) -> tuple[Evaluated, str | None]:
+def fused_row(
+    policy: Policy,
+    hidden_TD: Tensor,
+    local: LocalRow,
+    frozen_clip_T: Tensor | None,
+    evaluate: Evaluate,
+    wanted: Sequence[str],
+    loss_spec: LossSpec | None = None,
+) -> tuple[Evaluated, str | None]:
     """The loss of a row whose gradient is there already, and why that took more than three products, or None.
 
     Backward of its "total" gives every parameter the gradient that it would have without fusion. What is said of tokens
@@ -130,12 +142,19 @@ def fused_row(policy: Policy, hidden_TD: Tensor, local: LocalRow, frozen_clip_T:
     said = _all_at_once(policy, hidden_TD, local, wanted)
     return evaluate(local, said, frozen_clip_T), (
         f"the loss sums over whole {' and '.join(sorted(plan.asked))}s, whose tokens lie on {local.sums.axis.size} cp "
-        "ranks: it is evaluated between forward and backward, 4 products less what keep_bytes keeps")
+        "ranks: it is evaluated between forward and backward, 4 products less what keep_bytes keeps"
+    )
 
 
 @torch.no_grad()
-def fused_logprobs(policy: Policy, hidden_TD: Tensor, local: LocalRow, evaluate: Evaluate, wanted: Sequence[str],
-                   loss_spec: LossSpec | None = None) -> Tensor:
+def fused_logprobs(
+    policy: Policy,
+    hidden_TD: Tensor,
+    local: LocalRow,
+    evaluate: Evaluate,
+    wanted: Sequence[str],
+    loss_spec: LossSpec | None = None,
+) -> Tensor:
     """[T] log-probabilities of the trained tokens of a row, bit for bit as `fused_row` computes them; 0 on the others.
 
     Backward: none.
@@ -151,32 +170,44 @@ def fused_logprobs(policy: Policy, hidden_TD: Tensor, local: LocalRow, evaluate:
     return _through_head(policy, hidden_TD, local, plan, no_loss, wanted).said.logprobs_T
 
 
-def _through_head(policy: Policy, hidden_TD: Tensor, local: LocalRow, plan: HeadPlan, loss_of: LossOfRows,
-                  wanted: Sequence[str]) -> FusedLoss:
+def _through_head(
+    policy: Policy, hidden_TD: Tensor, local: LocalRow, plan: HeadPlan, loss_of: LossOfRows, wanted: Sequence[str]
+) -> FusedLoss:
     row = local.row
     _refuse_other_heads(policy)
     return fused_loss(
-        hidden_TD, targets_T=row.targets_T, loss_fn=loss_of, couples=plan.couples, document_ids_T=plan.labels_T,
-        expected_logprobs_T=row.old_logprobs_T, implementation=policy.implementation,
-        temperature=row.extensions.get("temperature_T", policy.temperature), active_T=row.loss_mask_T,
-        wanted=wanted, **policy.head_arguments())
+        hidden_TD,
+        targets_T=row.targets_T,
+        loss_fn=loss_of,
+        couples=plan.couples,
+        document_ids_T=plan.labels_T,
+        expected_logprobs_T=row.old_logprobs_T,
+        implementation=policy.implementation,
+        temperature=row.extensions.get("temperature_T", policy.temperature),
+        active_T=row.loss_mask_T,
+        wanted=wanted,
+        **policy.head_arguments(),
+    )
 
 
 def _all_at_once(policy: Policy, hidden_TD: Tensor, local: LocalRow, wanted: Sequence[str]) -> TokenLogprobs:
     row = local.row
     _refuse_other_heads(policy)
-    return policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"),
-                                 active_T=row.loss_mask_T, wanted=wanted)
+    return policy.token_logprobs(
+        hidden_TD, row.targets_T, row.extensions.get("temperature_T"), active_T=row.loss_mask_T, wanted=wanted
+    )
 
 
 def _refuse_other_heads(policy: Policy) -> None:
     """Another implementation here than in the passes without fusion would move the ratio off 1 before any step."""
     if policy.implementation not in CHUNKED:
-        raise SpecError(f"a fused step of a policy whose log-probabilities are {policy.implementation!r}",
-                        found="an implementation that holds all logits of a row at once",
-                        rule=f"the implementation is chosen once, for every pass of a run: one of {', '.join(CHUNKED)} "
-                             "where one is fused",
-                        fix="load_policy(..., fused_loss=True), or make_policy of a spec with policy.fused_loss")
+        raise SpecError(
+            f"a fused step of a policy whose log-probabilities are {policy.implementation!r}",
+            found="an implementation that holds all logits of a row at once",
+            rule=f"the implementation is chosen once, for every pass of a run: one of {', '.join(CHUNKED)} "
+            "where one is fused",
+            fix="load_policy(..., fused_loss=True), or make_policy of a spec with policy.fused_loss",
+        )
 
 
 def couples_a_row(spec: LossSpec | None) -> bool:
@@ -184,8 +215,9 @@ def couples_a_row(spec: LossSpec | None) -> bool:
     return spec is not None and bool(spec.surrogate.breaks or spec.correction.breaks)
 
 
-def sums_asked_for(local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate,
-                   wanted: Sequence[str] = ("entropy", "logsumexp")) -> set[str]:
+def sums_asked_for(
+    local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate, wanted: Sequence[str] = ("entropy", "logsumexp")
+) -> set[str]:
     """Which sums over parts of a row a loss asks for: document, segment, pair. The same on every rank, without one."""
     heard = _Listening()
     with torch.no_grad():
@@ -193,8 +225,9 @@ def sums_asked_for(local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Eval
     return heard.asked
 
 
-def sums_of_data(local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate,
-                 wanted: Sequence[str] = ("entropy", "logsumexp")) -> RowSums | None:
+def sums_of_data(
+    local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evaluate, wanted: Sequence[str] = ("entropy", "logsumexp")
+) -> RowSums | None:
     """The sums over parts of a row that a loss asks for, where no current policy enters them; None: one does.
 
     The loss is asked twice, of two policies that differ at every token. A sum depends on the policy if it carries a
@@ -204,17 +237,22 @@ def sums_of_data(local: LocalRow, frozen_clip_T: Tensor | None, evaluate: Evalua
     for moved in (False, True):
         noting = _Noting(local.sums)
         with torch.enable_grad():
-            evaluate(_with_reference(replace(local, sums=noting)), _supposed(local, wanted, moved=moved),
-                     frozen_clip_T)
+            evaluate(_with_reference(replace(local, sums=noting)), _supposed(local, wanted, moved=moved), frozen_clip_T)
         heard.append(noting)
     first, second = heard
     mask_T = local.row.loss_mask_T
     same = first.free and second.free and [call.what for call in first.calls] == [call.what for call in second.calls]
     differs = torch.ones((), dtype=torch.bool, device=mask_T.device)
     if same:
-        differs = torch.stack([torch.zeros_like(differs), *(
-            _differ(one.values_T, other.values_T, mask_T)
-            for one, other in zip(first.calls, second.calls, strict=True))]).any()
+        differs = torch.stack(
+            [
+                torch.zeros_like(differs),
+                *(
+                    _differ(one.values_T, other.values_T, mask_T)
+                    for one, other in zip(first.calls, second.calls, strict=True)
+                ),
+            ]
+        ).any()
     sums = RowSums(tuple(first.calls), mask_T, local.sums.axis, differs)
     return None if sums.differ() else sums
 
@@ -227,18 +265,24 @@ def some_tokens(local: LocalRow, places_C: Tensor, sums: RowSums | None = None) 
         places_C: [C] where its tokens lie.
         sums: those of the whole row; None: sums over these tokens alone.
     """
+
     def at(values_T: Tensor) -> Tensor:
         return values_T[places_C]
 
-    return replace(local, row=local.row.map(at), weights={name: pair.map(at) for name, pair in local.weights.items()},
-                   sums=(sums or local.sums).at(places_C))
+    return replace(
+        local,
+        row=local.row.map(at),
+        weights={name: pair.map(at) for name, pair in local.weights.items()},
+        sums=(sums or local.sums).at(places_C),
+    )
 
 
 def _with_reference(local: LocalRow) -> LocalRow:
     """A row that has reference log-probabilities: its own, or placeholders where they are yet to be computed."""
     row = local.row
-    return local if row.ref_logprobs_T is not None else replace(
-        local, row=replace(row, ref_logprobs_T=row.old_logprobs_T))
+    return (
+        local if row.ref_logprobs_T is not None else replace(local, row=replace(row, ref_logprobs_T=row.old_logprobs_T))
+    )
 
 
 def _supposed(local: LocalRow, wanted: Sequence[str], *, moved: bool = False) -> TokenLogprobs:

@@ -68,9 +68,13 @@ def check_gradients(gradients: Mapping[str, Tensor], norms: Mapping[str, float],
     if alone:
         norm, recorded, tolerance = off[alone[0]]
         more = f", and {len(alone) - 1} more do not agree" if len(alone) > 1 else ""
-        raise RecordError(f"read {where}", found=f"parameter {alone[0]} has norm {norm!r}, recorded {recorded!r}{more}",
-                          rule="a stored gradient has the norm that was recorded of it, to a relative "
-                               f"{tolerance:.1e}: rounding of its dtype", fix=f"the file is damaged: {_FIX}")
+        raise RecordError(
+            f"read {where}",
+            found=f"parameter {alone[0]} has norm {norm!r}, recorded {recorded!r}{more}",
+            rule="a stored gradient has the norm that was recorded of it, to a relative "
+            f"{tolerance:.1e}: rounding of its dtype",
+            fix=f"the file is damaged: {_FIX}",
+        )
 
 
 def check_certificate(gradients: Mapping[str, Tensor], certificate: Certificate, *, where: str) -> None:
@@ -92,10 +96,12 @@ def check_certificate(gradients: Mapping[str, Tensor], certificate: Certificate,
             continue  # of replicas that are unlike, a fingerprint says nothing
         label = fingerprint_label(values)
         if label != certificate.fingerprints[key]:
-            raise RecordError(f"read {where}", found=f"parameter {name} has fingerprint {label}, certified "
-                                                     f"{certificate.fingerprints[key]}",
-                              rule="a stored gradient has every bit that its step's certificate was made of",
-                              fix=f"the file is damaged: {_FIX}")
+            raise RecordError(
+                f"read {where}",
+                found=f"parameter {name} has fingerprint {label}, certified {certificate.fingerprints[key]}",
+                rule="a stored gradient has every bit that its step's certificate was made of",
+                fix=f"the file is damaged: {_FIX}",
+            )
 
 
 def _norm(values: Tensor) -> float:

@@ -70,8 +70,12 @@ class Target:
         """
         broken = [f"{_shown(found.path.name)}: {found.problem}" for found in self.runs if found.run is None]
         if broken:
-            raise RecordError("open runs", found="; ".join(broken), rule="whole records of this version's settings",
-                              fix="move these folders away, or name the runs that you mean")
+            raise RecordError(
+                "open runs",
+                found="; ".join(broken),
+                rule="whole records of this version's settings",
+                fix="move these folders away, or name the runs that you mean",
+            )
         return [found.run for found in self.runs if found.run is not None]
 
 
@@ -95,8 +99,10 @@ def runs_of(experiment_dir: Path, *, every: bool = False) -> list[Found]:
         every: also attempts that a later one of the same name replaces. Otherwise the newest of each name, and those
             that the experiment's ``sweep.json`` names.
     """
-    found = sorted((_find(path.parent) for path in (experiment_dir / "runs").glob("*/config.json")),
-                   key=lambda each: (each.created_ns, each.path.name))
+    found = sorted(
+        (_find(path.parent) for path in (experiment_dir / "runs").glob("*/config.json")),
+        key=lambda each: (each.created_ns, each.path.name),
+    )
     if every:
         return found
     newest = {each.name: each.path.name for each in found}
@@ -132,8 +138,12 @@ def experiment_at(asked: str | Path, project: Path | None = None) -> Path:
     """
     target = look_up(asked, project)
     if target.experiment is None:
-        raise RecordError(f"look for the experiment {asked}", found="a run", rule="the folder of an experiment",
-                          fix=f"say {_shown(target.runs[0].experiment_dir.name)}, or use `workbench status`")
+        raise RecordError(
+            f"look for the experiment {asked}",
+            found="a run",
+            rule="the folder of an experiment",
+            fix=f"say {_shown(target.runs[0].experiment_dir.name)}, or use `workbench status`",
+        )
     return target.experiment
 
 
@@ -206,9 +216,12 @@ def _at(place: Path, every: bool) -> Target | None:
     place = place.resolve()
     runs = runs_of(place, every=every)
     if not runs:
-        raise RecordError(f"look for the runs of {_shown(place.name)}", found="none yet",
-                          rule="its folder `runs` holds a folder for each run",
-                          fix=f"start them: workbench run {_shown(place.name)}/ablation.yaml")
+        raise RecordError(
+            f"look for the runs of {_shown(place.name)}",
+            found="none yet",
+            rule="its folder `runs` holds a folder for each run",
+            fix=f"start them: workbench run {_shown(place.name)}/ablation.yaml",
+        )
     return Target(tuple(runs), place)
 
 
@@ -217,8 +230,9 @@ def _by_name(asked: str, project: Path) -> Found:
     every = [found for folder in experiments(project) for found in runs_of(folder, every=True)]
     exact = [found for found in every if asked in _called(found, found.path.name)]
     named = [found for found in every if asked in _called(found, found.name)]
-    begun = [found for found in every
-             if any(name.startswith(asked) for name in _called(found, found.path.name, found.name))]
+    begun = [
+        found for found in every if any(name.startswith(asked) for name in _called(found, found.path.name, found.name))
+    ]
     matches = exact or named or begun
     meant = {(found.experiment_dir, found.name): found for found in matches}  # the newest of each stays
     if len(meant) == 1:
@@ -226,11 +240,18 @@ def _by_name(asked: str, project: Path) -> Found:
     if not meant:
         known = {found.name for found in every} | {folder.name for folder in experiments(project)}
         near = [_shown(name) for name in difflib.get_close_matches(asked, known, n=3)]
-        raise RecordError(f"look for {asked!r}", found="no run or experiment of that name",
-                          rule="a folder, an experiment's name, or the beginning of a run's name",
-                          fix=f"did you mean {' or '.join(near)}?" if near else "`workbench ls` shows what is there")
-    raise RecordError(f"look for {asked!r}", found=f"{len(meant)} runs: {_listed(meant.values())}",
-                      rule="a name that means one run", fix="say more of it, or experiment/run")
+        raise RecordError(
+            f"look for {asked!r}",
+            found="no run or experiment of that name",
+            rule="a folder, an experiment's name, or the beginning of a run's name",
+            fix=f"did you mean {' or '.join(near)}?" if near else "`workbench ls` shows what is there",
+        )
+    raise RecordError(
+        f"look for {asked!r}",
+        found=f"{len(meant)} runs: {_listed(meant.values())}",
+        rule="a name that means one run",
+        fix="say more of it, or experiment/run",
+    )
 
 
 def _called(found: Found, *names: str) -> list[str]:

@@ -94,10 +94,19 @@ class Online:
         self.spec, self.policy, self.mesh = spec, policy, policy.mesh
         self.task = task or named_task(spec.online.task or "", project)
         model = spec.model
-        self.sampler = Sampler(model.source, precision=spec.online.sampler_precision or spec.precision,
-                               device=self.mesh.device, project=project, tied=model.tied, seed=model.seed)
-        self.reference = (make_policy(spec, self.mesh, project, temperature=spec.online.temperature)
-                          if needs_reference(spec.loss) else None)
+        self.sampler = Sampler(
+            model.source,
+            precision=spec.online.sampler_precision or spec.precision,
+            device=self.mesh.device,
+            project=project,
+            tied=model.tied,
+            seed=model.seed,
+        )
+        self.reference = (
+            make_policy(spec, self.mesh, project, temperature=spec.online.temperature)
+            if needs_reference(spec.loss)
+            else None
+        )
 
     def steps(self, first: int = 0) -> Iterator[StepData]:
         """What each optimizer step trains on, from step ``first`` on; sampled when the step before is over.
@@ -123,22 +132,31 @@ class Online:
         self.sampler.take(full_weights(self.policy.model, self.policy.shards, self.mesh))
         prompts = list(self.task.prompts(seed_of(self.spec.seed, number), online.prompts))
         if len(prompts) != online.prompts:
-            raise SpecError(f"{online.prompts} prompts of {online.task}", found=f"{len(prompts)}",
-                            rule="a task gives as many prompts as it is asked for", fix="correct its prompts()")
+            raise SpecError(
+                f"{online.prompts} prompts of {online.task}",
+                found=f"{len(prompts)}",
+                rule="a task gives as many prompts as it is asked for",
+                fix="correct its prompts()",
+            )
         encoded = [self._encoded(prompt) for prompt in prompts]
         self._refuse_other_prompts(encoded)
         answers, rewards_N = self._everybodys(self._answer_own(number, prompts, encoded))
         if not all(math.isfinite(said) for answer in answers for said in answer.logprobs):
-            raise SpecError(f"sampling {number}, from the policy after {number * online.updates} steps",
-                            found="log-probabilities that are not finite", rule="a policy that samples is finite",
-                            fix="lower optimizer.learning_rate, or set optimizer.max_grad_norm; gradient/norm/global "
-                                "in metrics.jsonl says since when, and the newest checkpoint is of before")
+            raise SpecError(
+                f"sampling {number}, from the policy after {number * online.updates} steps",
+                found="log-probabilities that are not finite",
+                rule="a policy that samples is finite",
+                fix="lower optimizer.learning_rate, or set optimizer.max_grad_norm; gradient/norm/global "
+                "in metrics.jsonl says since when, and the newest checkpoint is of before",
+            )
         sampled = time.perf_counter()
         batch = self._batch(encoded, answers, rewards_N)
         numbers = describe(batch, self.task.right_reward, online.answers)
         batch = self._scored(batch)
-        return batch, numbers | {"time/sample_ms": 1e3 * (sampled - began),
-                                 "time/score_ms": 1e3 * (time.perf_counter() - sampled)}
+        return batch, numbers | {
+            "time/sample_ms": 1e3 * (sampled - began),
+            "time/score_ms": 1e3 * (time.perf_counter() - sampled),
+        }
 
     # ---- writing answers -----------------------------------------------------------------------------
 
@@ -147,22 +165,28 @@ class Online:
         try:
             tokens = [operator.index(token) for token in given]
         except TypeError as error:
-            raise SpecError(f"tokens of the prompt {prompt!r}",
-                            found=f"a {type(given).__name__}, {reprlib.repr(given)}",
-                            rule="encode() gives whole numbers, one after another: a list, or one row of a tensor",
-                            fix="return tokenizer(text).input_ids, not tokenizer(text) and not a list of such lists"
-                            ) from error
+            raise SpecError(
+                f"tokens of the prompt {prompt!r}",
+                found=f"a {type(given).__name__}, {reprlib.repr(given)}",
+                rule="encode() gives whole numbers, one after another: a list, or one row of a tensor",
+                fix="return tokenizer(text).input_ids, not tokenizer(text) and not a list of such lists",
+            ) from error
         if not tokens or not all(0 <= token < size for token in tokens):
-            raise SpecError(f"tokens of the prompt {prompt!r}", found=f"{tokens}",
-                            rule=f"at least one, each from 0 to {size - 1}, of the policy's own vocabulary",
-                            fix="correct encode() of the task, or take the model that it is for")
+            raise SpecError(
+                f"tokens of the prompt {prompt!r}",
+                found=f"{tokens}",
+                rule=f"at least one, each from 0 to {size - 1}, of the policy's own vocabulary",
+                fix="correct encode() of the task, or take the model that it is for",
+            )
         longest, places = len(tokens) + self.spec.online.max_new_tokens, self.sampler.positions
         self._refuse_small_rows(prompt, longest)
         if places is not None and longest > places:
-            raise SpecError(f"an answer of {self.spec.online.max_new_tokens} tokens to {prompt!r}",
-                            found=f"{len(tokens)} tokens of the prompt, and a model of {places} positions",
-                            rule="prompt and answer together have a position for each token",
-                            fix="lower online.max_new_tokens, or take shorter prompts")
+            raise SpecError(
+                f"an answer of {self.spec.online.max_new_tokens} tokens to {prompt!r}",
+                found=f"{len(tokens)} tokens of the prompt, and a model of {places} positions",
+                rule="prompt and answer together have a position for each token",
+                fix="lower online.max_new_tokens, or take shorter prompts",
+            )
         return tokens
 
     def _refuse_small_rows(self, prompt: str, longest: int) -> None:
@@ -173,12 +197,13 @@ class Online:
         each = -(-longest // needed.document) * needed.document
         row = data.multiple_of or needed.row
         if data.micro_batch_tokens is not None and together * each > data.micro_batch_tokens // row * row:
-            raise SpecError(f"data.micro_batch_tokens = {data.micro_batch_tokens} for answers of up to "
-                            f"{online.max_new_tokens} tokens to {prompt!r}",
-                            found=f"{together} document(s) of up to {each} tokens in one row, and rows in multiples "
-                                  f"of {row}",
-                            rule="a row holds the longest answer with its prompt, and those that it is compared with",
-                            fix=f"take at least {-(-together * each // row) * row}, or lower online.max_new_tokens")
+            raise SpecError(
+                f"data.micro_batch_tokens = {data.micro_batch_tokens} for answers of up to "
+                f"{online.max_new_tokens} tokens to {prompt!r}",
+                found=f"{together} document(s) of up to {each} tokens in one row, and rows in multiples of {row}",
+                rule="a row holds the longest answer with its prompt, and those that it is compared with",
+                fix=f"take at least {-(-together * each // row) * row}, or lower online.max_new_tokens",
+            )
 
     def _refuse_other_prompts(self, encoded: Sequence[Sequence[int]]) -> None:
         """Every rank has the same prompts, or none goes on: each would put the others' answers behind its own."""
@@ -186,24 +211,33 @@ class Online:
         both = torch.tensor([mine, -mine], device=self.mesh.device)
         most = all_max(all_max(both, self.mesh["tp"]), self.mesh["dp_cp"])
         if int(most[0]) != -int(most[1]):
-            raise SpecError(f"prompts of {self.spec.online.task}", found="others on another rank",
-                            rule="prompts(seed, count) gives the same for the same seed, in every process",
-                            fix="draw them from random.Random(seed) alone: the order of a set, hash() of a text, the "
-                                "time or a pid differ between processes")
+            raise SpecError(
+                f"prompts of {self.spec.online.task}",
+                found="others on another rank",
+                rule="prompts(seed, count) gives the same for the same seed, in every process",
+                fix="draw them from random.Random(seed) alone: the order of a set, hash() of a text, the "
+                "time or a pid differ between processes",
+            )
 
-    def _answer_own(self, number: int, prompts: Sequence[str],
-                    encoded: Sequence[Sequence[int]]) -> dict[int, tuple[Answer, float]]:
+    def _answer_own(
+        self, number: int, prompts: Sequence[str], encoded: Sequence[Sequence[int]]
+    ) -> dict[int, tuple[Answer, float]]:
         """Answers and rewards of this rank's share, by document."""
         online, found = self.spec.online, {}
         rank = self.mesh["dp_cp"].rank * self.mesh["tp"].size + self.mesh["tp"].rank
-        shares = [range(begin, min(begin + online.prompts_at_once, len(prompts)))
-                  for begin in range(0, len(prompts), online.prompts_at_once)]
-        for share in shares[rank::self.mesh.world_size]:
+        shares = [
+            range(begin, min(begin + online.prompts_at_once, len(prompts)))
+            for begin in range(0, len(prompts), online.prompts_at_once)
+        ]
+        for share in shares[rank :: self.mesh.world_size]:
             uniforms_NM = torch.cat([self._uniforms(number, at) for at in share])
-            answers = self.sampler.answers([encoded[at] for at in share for _ in range(online.answers)],
-                                           by_uniforms(uniforms_NM.to(self.mesh.device)),
-                                           temperature=online.temperature, max_new_tokens=online.max_new_tokens,
-                                           end_ids=self.task.end_ids)
+            answers = self.sampler.answers(
+                [encoded[at] for at in share for _ in range(online.answers)],
+                by_uniforms(uniforms_NM.to(self.mesh.device)),
+                temperature=online.temperature,
+                max_new_tokens=online.max_new_tokens,
+                end_ids=self.task.end_ids,
+            )
             documents = [at * online.answers + i for at in share for i in range(online.answers)]
             for document, answer in zip(documents, answers, strict=True):
                 found[document] = answer, self._reward(prompts[document // online.answers], answer)
@@ -212,8 +246,9 @@ class Online:
     def _uniforms(self, number: int, prompt: int) -> Tensor:
         """[G, M] what the answers to a prompt draw."""
         generator = torch.Generator().manual_seed(seed_of(self.spec.seed, number, prompt))
-        return torch.rand(self.spec.online.answers, self.spec.online.max_new_tokens, generator=generator,
-                          dtype=torch.float64)
+        return torch.rand(
+            self.spec.online.answers, self.spec.online.max_new_tokens, generator=generator, dtype=torch.float64
+        )
 
     def _reward(self, prompt: str, answer: Answer) -> float:
         completion = self._decoded(answer.tokens)
@@ -223,8 +258,12 @@ class Online:
         except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several numbers
             reward = math.nan
         if not math.isfinite(reward):
-            raise SpecError(f"reward of the answer {completion!r} to {prompt!r}", found=reprlib.repr(given),
-                            rule="a reward is a finite number", fix="correct reward() of the task")
+            raise SpecError(
+                f"reward of the answer {completion!r} to {prompt!r}",
+                found=reprlib.repr(given),
+                rule="a reward is a finite number",
+                fix="correct reward() of the task",
+            )
         return reward
 
     def _decoded(self, tokens: Sequence[int]) -> str:
@@ -237,11 +276,13 @@ class Online:
             if not unknown:
                 raise
             theirs = "" if known is None else f" and a task of {known}"
-            raise SpecError(f"online.task = {self.spec.online.task!r} with model.source = {self.spec.model.source!r}",
-                            found=f"an answer of the ids {unknown}, which decode() does not read "
-                                  f"({type(error).__name__}), of a policy of {self.policy.vocabulary_size} ids{theirs}",
-                            rule="decode() reads every id of the policy's vocabulary",
-                            fix="take a task with the tokenizer of this model, or read other ids as padding") from error
+            raise SpecError(
+                f"online.task = {self.spec.online.task!r} with model.source = {self.spec.model.source!r}",
+                found=f"an answer of the ids {unknown}, which decode() does not read "
+                f"({type(error).__name__}), of a policy of {self.policy.vocabulary_size} ids{theirs}",
+                rule="decode() reads every id of the policy's vocabulary",
+                fix="take a task with the tokenizer of this model, or read other ids as padding",
+            ) from error
 
     def _everybodys(self, own: Mapping[int, tuple[Answer, float]]) -> tuple[list[Answer], Tensor]:
         """All answers and rewards, on every rank. Each is written by one rank, and 0 on the others: sums are exact."""
@@ -252,11 +293,15 @@ class Online:
             tokens_NM[document, : len(answer.tokens)] = torch.tensor(answer.tokens)
             numbers_NM[document, : len(answer.logprobs)] = torch.tensor(answer.logprobs, dtype=torch.float64)
             numbers_NM[document, -2:] = torch.tensor([len(answer.tokens), reward], dtype=torch.float64)
-        tokens_NM, numbers_NM = (all_sum(all_sum(held.to(device), self.mesh["tp"]), self.mesh["dp_cp"]).cpu()
-                                 for held in (tokens_NM, numbers_NM))
+        tokens_NM, numbers_NM = (
+            all_sum(all_sum(held.to(device), self.mesh["tp"]), self.mesh["dp_cp"]).cpu()
+            for held in (tokens_NM, numbers_NM)
+        )
         lengths = numbers_NM[:, -2].long().tolist()
-        return [Answer(tokens[:n], said[:n]) for tokens, said, n in
-                zip(tokens_NM.tolist(), numbers_NM.tolist(), lengths, strict=True)], numbers_NM[:, -1]
+        return [
+            Answer(tokens[:n], said[:n])
+            for tokens, said, n in zip(tokens_NM.tolist(), numbers_NM.tolist(), lengths, strict=True)
+        ], numbers_NM[:, -1]
 
     # ---- making a batch ------------------------------------------------------------------------------
 
@@ -266,9 +311,17 @@ class Online:
         for number, answer in enumerate(answers):
             prompt, zeros = list(encoded[number // online.answers]), [0.0] * len(encoded[number // online.answers])
             said = torch.tensor(zeros + answer.logprobs, dtype=torch.float64)
-            documents.append({"tokens": prompt + answer.tokens, "advantages": 0.0, "old_logprobs": said,
-                              "loss_mask": [0] * len(prompt) + [1] * len(answer.tokens), "sampler_logprobs": said,
-                              "reward": rewards_N[number], "group_id": number // online.answers})
+            documents.append(
+                {
+                    "tokens": prompt + answer.tokens,
+                    "advantages": 0.0,
+                    "old_logprobs": said,
+                    "loss_mask": [0] * len(prompt) + [1] * len(answer.tokens),
+                    "sampler_logprobs": said,
+                    "reward": rewards_N[number],
+                    "group_id": number // online.answers,
+                }
+            )
         cut_off_N = torch.tensor([float(a.tokens[-1] not in self.task.end_ids) for a in answers])
         batch = RolloutBatch.from_documents(documents, temperature=online.temperature)
         truncated = Extension(cut_off_N[batch.document_ids_T], "token", "1", "whether the sampler cut the answer off")
@@ -318,8 +371,9 @@ def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: 
     logprobs_S, missing_S = None, batch.loss_mask_T.clone()
     for documents in itertools.islice(in_order(batch.as_source(), per_step), steps):
         rows, totals = flow.prepare_rows(documents, spec, mesh)
-        of_step_S = flow.row_logprobs(policy, loss, rows, totals, num_source=batch.num_tokens, loss_spec=spec.loss,
-                                      fused=spec.policy.fused_loss)
+        of_step_S = flow.row_logprobs(
+            policy, loss, rows, totals, num_source=batch.num_tokens, loss_spec=spec.loss, fused=spec.policy.fused_loss
+        )
         logprobs_S = torch.where(missing_S, of_step_S, 0.0 if logprobs_S is None else logprobs_S)
         missing_S[documents.source_T] = False
     return logprobs_S

@@ -22,8 +22,20 @@ def make_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float)
         SpecError: see `workbench.policy.model.load_policy`.
     """
     model, head, layout = spec.model, spec.policy, spec.layout
-    return load_policy(model.source, mesh=mesh, precision=spec.precision, temperature=head.temperature or temperature,
-                       implementation=head.logprobs, project=project, tied=model.tied, seed=model.seed,
-                       fp32_head=head.fp32_head, chunk_tokens=head.chunk_tokens, keep_bytes=head.keep_bytes,
-                       shard_parameters=layout.shard_parameters, checkpointing=layout.checkpointing,
-                       sequence_parallel=layout.sequence_parallel, fused_loss=head.fused_loss)
+    return load_policy(
+        model.source,
+        mesh=mesh,
+        precision=spec.precision,
+        temperature=head.temperature or temperature,
+        implementation=head.logprobs,
+        project=project,
+        tied=model.tied,
+        seed=model.seed,
+        fp32_head=head.fp32_head,
+        chunk_tokens=head.chunk_tokens,
+        keep_bytes=head.keep_bytes,
+        shard_parameters=layout.shard_parameters,
+        checkpointing=layout.checkpointing,
+        sequence_parallel=layout.sequence_parallel,
+        fused_loss=head.fused_loss,
+    )

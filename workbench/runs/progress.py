@@ -31,7 +31,7 @@ class Pace:
             if CONTINUES in record:  # nobody worked between it and the one before
                 self._ends = []
             if "time/ended_ns" in record:
-                self._ends = [*self._ends, int(record["time/ended_ns"])][-RECENT - 1:]
+                self._ends = [*self._ends, int(record["time/ended_ns"])][-RECENT - 1 :]
 
     def seconds_left(self, steps: int) -> float | None:
         """For so many steps more, each as long as the last ones in the mean; None before two have ended.

@@ -46,8 +46,12 @@ def write_record(folder: Path, context: Mapping[str, Any]) -> None:
         RecordError: there is a record already, or the context is no JSON data.
     """
     if is_record(folder):
-        raise RecordError(f"begin a record in {folder}", found="a record", rule="records are never replaced",
-                          fix="choose another folder, or delete that one")
+        raise RecordError(
+            f"begin a record in {folder}",
+            found="a record",
+            rule="records are never replaced",
+            fix="choose another folder, or delete that one",
+        )
     said = to_json({"record": VERSION, "context": dict(context)})
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "record.json", said)
@@ -81,11 +85,19 @@ def read_context(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise _no_record(folder) from None
     except (OSError, ValueError) as error:
-        raise RecordError(f"read {folder.name}/record.json", found=f"{type(error).__name__}: {error}",
-                          rule="a whole JSON file", fix=_MEND) from None
+        raise RecordError(
+            f"read {folder.name}/record.json",
+            found=f"{type(error).__name__}: {error}",
+            rule="a whole JSON file",
+            fix=_MEND,
+        ) from None
     if not isinstance(read, dict) or read.get("record") != VERSION or not isinstance(read.get("context"), dict):
-        raise RecordError(f"read {folder.name}/record.json", found=str(read)[:80],
-                          rule=f'{{"record": {VERSION}, "context": {{...}}}}', fix=_MEND)
+        raise RecordError(
+            f"read {folder.name}/record.json",
+            found=str(read)[:80],
+            rule=f'{{"record": {VERSION}, "context": {{...}}}}',
+            fix=_MEND,
+        )
     return read["context"]
 
 
@@ -115,5 +127,9 @@ def _tensor_path(folder: Path, number: int, kind: Kind) -> Path:
 
 
 def _no_record(folder: Path) -> RecordError:
-    return RecordError(f"a record in {folder}", found="no record.json",
-                       rule="a folder that a recorder wrote, or began to write", fix="check the path")
+    return RecordError(
+        f"a record in {folder}",
+        found="no record.json",
+        rule="a folder that a recorder wrote, or began to write",
+        fix="check the path",
+    )

@@ -73,9 +73,17 @@ class Recorder:
         Recorder(mine: 1 step)
     """
 
-    def __init__(self, folder: Path | str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *,
-                 context: Mapping[str, Any] | None = None, gradients: Literal["norms", "full"] = "norms",
-                 ranks: GivenGroup | None = None, engine: Literal["mean", "sum"] = "mean") -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        context: Mapping[str, Any] | None = None,
+        gradients: Literal["norms", "full"] = "norms",
+        ranks: GivenGroup | None = None,
+        engine: Literal["mean", "sum"] = "mean",
+    ) -> None:
         self.folder, self.number = Path(folder), 0
         self._parameters, self._keep = trained_parameters(model), gradients == "full"
         _refuse_what_cannot_be_measured(model, self._parameters)
@@ -87,8 +95,14 @@ class Recorder:
         self._agree(self._begin, dict(context or {}), optimizer)
         self._hook = optimizer and optimizer.register_step_pre_hook(lambda *_: self.step())
 
-    def note(self, loss: Tensor | float | None = None, *, counts: Mapping[str, float] | None = None,
-             metrics: Mapping[str, float] | None = None, tokens: Mapping[str, Tensor] | None = None) -> None:
+    def note(
+        self,
+        loss: Tensor | float | None = None,
+        *,
+        counts: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+        tokens: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Tell of this rank's micro-batch, or of the step. No collective; may be called often, or never.
 
         Args:
@@ -147,10 +161,13 @@ class Recorder:
         norms, whole = self._taken
         if self._buffers_of_zeros:
             self._refuse_cleared_buffers()
-        everyone = self._gather_json({
-            "losses": [float(whole_value(value)) for value in self._losses],
-            "counts": [{name: float(count) for name, count in said.items()} for said in self._counts],
-            "tokens": {name: _name(pieces[0].dtype) for name, pieces in self._tokens.items()}})
+        everyone = self._gather_json(
+            {
+                "losses": [float(whole_value(value)) for value in self._losses],
+                "counts": [{name: float(count) for name, count in said.items()} for said in self._counts],
+                "tokens": {name: _name(pieces[0].dtype) for name, pieces in self._tokens.items()},
+            }
+        )
         tokens = self._gather_tokens(everyone)
         if self._writes:
             losses = [value for said in everyone for value in said["losses"]]
@@ -158,9 +175,13 @@ class Recorder:
             for kind, tensors in (("gradients", whole), ("tokens", tokens)):
                 if tensors:
                     files.write_tensors(self.folder, self.number, kind, tensors)
-            line = {"step": self.number, "loss": self._share * math.fsum(losses) if losses else None,
-                    "metrics": {name: float(value) for name, value in self._metrics.items()},
-                    "gradient_norms": norms, "counts": counts}
+            line = {
+                "step": self.number,
+                "loss": self._share * math.fsum(losses) if losses else None,
+                "metrics": {name: float(value) for name, value in self._metrics.items()},
+                "gradient_norms": norms,
+                "counts": counts,
+            }
             files.append_step(self.folder, line | ({"no_gradient": self._without} if self._without else {}))
         self.number += 1
         self._forget()
@@ -223,12 +244,14 @@ class Recorder:
         losses = [value for said in self._gather_json(here, self._job) for value in said]
         if not losses or any(losses):
             told = f"losses {', '.join(f'{value:g}' for value in losses[:3])}" if losses else "no loss was noted"
-            raise RecordError(f"record the gradients of step {self.number}",
-                              found=f"main_grad is 0 in every element of all {len(self._parameters)} parameters, no "
-                                    f"parameter has a grad, and {told}",
-                              rule="buffers that were cleared cannot be told from gradients of 0",
-                              fix="call recorder.take_gradients() after the last backward (and finalize_model_grads), "
-                                  "and before zero_grad_buffer() and optimizer.step()")
+            raise RecordError(
+                f"record the gradients of step {self.number}",
+                found=f"main_grad is 0 in every element of all {len(self._parameters)} parameters, no "
+                f"parameter has a grad, and {told}",
+                rule="buffers that were cleared cannot be told from gradients of 0",
+                fix="call recorder.take_gradients() after the last backward (and finalize_model_grads), "
+                "and before zero_grad_buffer() and optimizer.step()",
+            )
 
     # ---- from all ranks ------------------------------------------------------------------------------
 
@@ -246,12 +269,19 @@ class Recorder:
     def _note_tokens(self, tokens: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(values.shape) for name, values in tokens.items()}
         if len(set(shapes.values())) > 1:
-            raise ShapeError("per-token values of a micro-batch", found=str(shapes), rule="all have one shape",
-                             fix="give each token of the micro-batch a value, padding too")
+            raise ShapeError(
+                "per-token values of a micro-batch",
+                found=str(shapes),
+                rule="all have one shape",
+                fix="give each token of the micro-batch a value, padding too",
+            )
         if self._tokens and set(self._tokens) != set(tokens):
-            raise ShapeError("per-token values of a micro-batch", found=", ".join(sorted(tokens)),
-                             rule=f"every micro-batch of a step tells the same: {', '.join(sorted(self._tokens))}",
-                             fix="leave the others out, or tell them always")
+            raise ShapeError(
+                "per-token values of a micro-batch",
+                found=", ".join(sorted(tokens)),
+                rule=f"every micro-batch of a step tells the same: {', '.join(sorted(self._tokens))}",
+                fix="leave the others out, or tell them always",
+            )
         for name, values in tokens.items():
             self._tokens.setdefault(name, []).append(values.detach().flatten().clone())
 
@@ -277,18 +307,28 @@ class Recorder:
 
 def _refuse_what_cannot_be_measured(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        raise SpecError("record a model under FullyShardedDataParallel", found="flat shards",
-                        rule="a gradient is whole, or a DTensor that says how it is cut",
-                        fix="use FSDP2 (torch.distributed.fsdp.fully_shard)")
-    if any(getattr(getattr(module, "ddp_config", None), "use_distributed_optimizer", False)
-           for module in model.modules()):
-        raise SpecError("record a model under Megatron's DDP with use_distributed_optimizer",
-                        found="main_grad is reduced in this rank's shard of the buffer alone",
-                        rule="a gradient is whole on every rank, or a DTensor that says how it is cut",
-                        fix="set use_distributed_optimizer=False while you record")
+        raise SpecError(
+            "record a model under FullyShardedDataParallel",
+            found="flat shards",
+            rule="a gradient is whole, or a DTensor that says how it is cut",
+            fix="use FSDP2 (torch.distributed.fsdp.fully_shard)",
+        )
+    if any(
+        getattr(getattr(module, "ddp_config", None), "use_distributed_optimizer", False) for module in model.modules()
+    ):
+        raise SpecError(
+            "record a model under Megatron's DDP with use_distributed_optimizer",
+            found="main_grad is reduced in this rank's shard of the buffer alone",
+            rule="a gradient is whole on every rank, or a DTensor that says how it is cut",
+            fix="set use_distributed_optimizer=False while you record",
+        )
     if not parameters:
-        raise SpecError("record a model", found="no parameter that takes a gradient", rule="a record is of gradients",
-                        fix="hand over the model that is trained")
+        raise SpecError(
+            "record a model",
+            found="no parameter that takes a gradient",
+            rule="a record is of gradients",
+            fix="hand over the model that is trained",
+        )
 
 
 def _no_gradient(parameters: Mapping[str, nn.Parameter], number: int) -> RecordError:
@@ -297,11 +337,12 @@ def _no_gradient(parameters: Mapping[str, nn.Parameter], number: int) -> RecordE
     return RecordError(
         f"record the gradients of step {number}",
         found=f"no gradient in any of {len(names)} trained parameter(s): grad is None and there is no main_grad in "
-              f"{shown}",
+        f"{shown}",
         rule="a record is of gradients, from parameter.grad or, where that is None, from parameter.main_grad",
         fix="call recorder.take_gradients() after backward and before zero_grad(), with the model that the loss goes "
-            "through; where an engine keeps gradients in buffers of its own (DeepSpeed ZeRO), put them into "
-            "parameter.grad first (deepspeed.utils.safe_get_full_grad)")
+        "through; where an engine keeps gradients in buffers of its own (DeepSpeed ZeRO), put them into "
+        "parameter.grad first (deepspeed.utils.safe_get_full_grad)",
+    )
 
 
 def _added_up(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:

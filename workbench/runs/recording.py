@@ -75,15 +75,27 @@ class RecordingSettings:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
-        positive = ("prompts", "answers", "temperature", "max_new_tokens", "cool_down_steps",
-                    "evaluate_every", "evaluation_problems", "documents_per_step", "learning_rate")
+        positive = (
+            "prompts",
+            "answers",
+            "temperature",
+            "max_new_tokens",
+            "cool_down_steps",
+            "evaluate_every",
+            "evaluation_problems",
+            "documents_per_step",
+            "learning_rate",
+        )
         wrong = [f"{name}={getattr(self, name)}" for name in positive if getattr(self, name) <= 0]
         if not 0 <= self.success_low <= self.success_high <= 1:
             wrong.append(f"success from {self.success_low} to {self.success_high}")
         if wrong:
-            raise SpecError("RecordingSettings", found=", ".join(wrong),
-                            rule="counts and rates are positive, and 0 <= success_low <= success_high <= 1",
-                            fix="see the attributes of RecordingSettings")
+            raise SpecError(
+                "RecordingSettings",
+                found=", ".join(wrong),
+                rule="counts and rates are positive, and 0 <= success_low <= success_high <= 1",
+                fix="see the attributes of RecordingSettings",
+            )
 
 
 @dataclass(frozen=True)
@@ -105,8 +117,13 @@ class WarmUp:
     seconds: float
 
 
-def warm_up(task: ArithmeticTask, settings: RecordingSettings,
-            on_event: Callable[[str], None] = lambda line: None, *, policy: Any = None) -> WarmUp:
+def warm_up(
+    task: ArithmeticTask,
+    settings: RecordingSettings,
+    on_event: Callable[[str], None] = lambda line: None,
+    *,
+    policy: Any = None,
+) -> WarmUp:
     """Train a policy on worked-out problems until it answers some problems right and some wrong.
 
     Args:
@@ -131,8 +148,7 @@ def warm_up(task: ArithmeticTask, settings: RecordingSettings,
 
     def evaluate(step: int, loss: float) -> float:
         rate = _success_rate(policy, task, settings, generator, padded)
-        on_event(f"warm-up step {step}: loss {loss:.3f} nats, {rate:.0%} right, "
-                 f"{time.perf_counter() - began:.0f} s")
+        on_event(f"warm-up step {step}: loss {loss:.3f} nats, {rate:.0%} right, {time.perf_counter() - began:.0f} s")
         return rate
 
     for step in range(1, settings.max_warm_up_steps + 1):
@@ -140,9 +156,12 @@ def warm_up(task: ArithmeticTask, settings: RecordingSettings,
         if step % settings.evaluate_every == 0 and evaluate(step, loss) >= settings.success_low:
             break
     else:
-        raise SpecError(f"warm up to a success rate of {settings.success_low}",
-                        found=f"less after {settings.max_warm_up_steps} steps", rule="answers are mixed",
-                        fix="allow more warm-up steps")
+        raise SpecError(
+            f"warm up to a success rate of {settings.success_low}",
+            found=f"less after {settings.max_warm_up_steps} steps",
+            rule="answers are mixed",
+            fix="allow more warm-up steps",
+        )
     reference = policy
     for cool in range(1, settings.cool_down_steps + 1):
         if cool == settings.cool_down_steps // 2:
@@ -150,9 +169,12 @@ def warm_up(task: ArithmeticTask, settings: RecordingSettings,
         loss = train(step + cool, settings.learning_rate * (1 - cool / settings.cool_down_steps))
     rate = evaluate(step + settings.cool_down_steps, loss)
     if rate > settings.success_high:
-        raise SpecError(f"warm up to a success rate of at most {settings.success_high}", found=f"{rate}",
-                        rule="answers are mixed, so that groups have advantages",
-                        fix="evaluate more often, cool down in fewer steps, or take a smaller success_low")
+        raise SpecError(
+            f"warm up to a success rate of at most {settings.success_high}",
+            found=f"{rate}",
+            rule="answers are mixed, so that groups have advantages",
+            fix="evaluate more often, cool down in fewer steps, or take a smaller success_low",
+        )
     return WarmUp(policy, reference, step + settings.cool_down_steps, rate, time.perf_counter() - began)
 
 
@@ -162,8 +184,13 @@ def _endless_problems(task: ArithmeticTask, seed: int) -> Iterator[Problem]:
         yield from task.problems(1_000_003 * (seed + 1) + chunk, 4096)
 
 
-def _supervised_step(policy: Any, optimizer: torch.optim.Optimizer, task: ArithmeticTask,
-                     problems: Sequence[Problem], learning_rate: float) -> float:
+def _supervised_step(
+    policy: Any,
+    optimizer: torch.optim.Optimizer,
+    task: ArithmeticTask,
+    problems: Sequence[Problem],
+    learning_rate: float,
+) -> float:
     """One step on the mean negative log-probability, in nats, of the tokens of the solutions."""
     prompts = [task.encode(problem.prompt) for problem in problems]
     documents = [p + task.encode(problem.solution) for p, problem in zip(prompts, problems, strict=True)]
@@ -172,7 +199,7 @@ def _supervised_step(policy: Any, optimizer: torch.optim.Optimizer, task: Arithm
     targets = tokens[:, 1:].clone()
     for row, (prompt, document) in enumerate(zip(prompts, documents, strict=True)):
         targets[row, : len(prompt) - 1] = -100
-        targets[row, len(document) - 1:] = -100
+        targets[row, len(document) - 1 :] = -100
     # Padding stands on the right, where causal attention lets no token see it.
     logits = policy(input_ids=tokens[:, :-1], use_cache=False).logits
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
@@ -185,19 +212,36 @@ def _supervised_step(policy: Any, optimizer: torch.optim.Optimizer, task: Arithm
     return loss.item()
 
 
-def _success_rate(policy: nn.Module, task: ArithmeticTask, settings: RecordingSettings,
-                  generator: torch.Generator, padded: bool) -> float:
+def _success_rate(
+    policy: nn.Module, task: ArithmeticTask, settings: RecordingSettings, generator: torch.Generator, padded: bool
+) -> float:
     problems = task.problems(settings.seed + EVALUATION_SEED, settings.evaluation_problems)
     prompts = [problem.prompt for problem in problems]
-    answers = sample(policy, task, prompts, temperature=settings.temperature,
-                     max_new_tokens=settings.max_new_tokens, generator=generator, padded=padded)
+    answers = sample(
+        policy,
+        task,
+        prompts,
+        temperature=settings.temperature,
+        max_new_tokens=settings.max_new_tokens,
+        generator=generator,
+        padded=padded,
+    )
     rewards = [task.reward(p, task.decode(a.tokens)) for p, a in zip(prompts, answers, strict=True)]
     return sum(reward == 1.0 for reward in rewards) / len(rewards)
 
 
-def sample(policy: nn.Module, task: ArithmeticTask, prompts: Sequence[str], *, temperature: float,
-           max_new_tokens: int, generator: torch.Generator, padded: bool = False) -> list[Answer]:
+def sample(
+    policy: nn.Module,
+    task: ArithmeticTask,
+    prompts: Sequence[str],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    generator: torch.Generator,
+    padded: bool = False,
+) -> list[Answer]:
     """One answer for each prompt: prompts of one length together, or with ``padded`` all of them at once."""
+
     def choose(logprobs_NV: Tensor, place: int) -> Tensor:
         return torch.multinomial(logprobs_NV.exp(), 1, generator=generator)[:, 0]
 
@@ -205,35 +249,49 @@ def sample(policy: nn.Module, task: ArithmeticTask, prompts: Sequence[str], *, t
     encoded = [task.encode(prompt) for prompt in prompts]
     for lengths in [set(map(len, encoded))] if padded else [{length} for length in sorted(set(map(len, encoded)))]:
         members = [index for index, tokens in enumerate(encoded) if len(tokens) in lengths]
-        said = generate(policy, [encoded[index] for index in members], choose, temperature=temperature,
-                        max_new_tokens=max_new_tokens, end_ids=task.end_ids)
+        said = generate(
+            policy,
+            [encoded[index] for index in members],
+            choose,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            end_ids=task.end_ids,
+        )
         answers |= dict(zip(members, said, strict=True))
     return [answers[index] for index in range(len(prompts))]
 
 
 @torch.no_grad()
-def document_logprobs(model: nn.Module, prompt: Sequence[int], completion: Sequence[int], *,
-                      temperature: float) -> Tensor:
+def document_logprobs(
+    model: nn.Module, prompt: Sequence[int], completion: Sequence[int], *, temperature: float
+) -> Tensor:
     """Log-probability of every completion token from one forward pass over the whole document.
 
     Shapes: P prompt and C completion tokens -> [C], in the model's dtype.
     Units:  nats.
     """
     logits_TV = model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False).logits[0]
-    logprobs_TV = torch.log_softmax(logits_TV[len(prompt) - 1: -1] / temperature, dim=-1)
+    logprobs_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1] / temperature, dim=-1)
     return logprobs_TV.gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
-def sample_batch(warmed: WarmUp, task: ArithmeticTask,
-                 settings: RecordingSettings) -> tuple[RolloutBatch, dict[str, Any]]:
+def sample_batch(
+    warmed: WarmUp, task: ArithmeticTask, settings: RecordingSettings
+) -> tuple[RolloutBatch, dict[str, Any]]:
     """Let the policy answer, score the answers, lay them into one batch; with the numbers worth quoting."""
     problems = task.problems(settings.seed + PROMPT_SEED, settings.prompts)
     prompts = [problem.prompt for problem in problems for _ in range(settings.answers)]
-    answers = sample(warmed.policy, task, prompts, temperature=settings.temperature,
-                     max_new_tokens=settings.max_new_tokens,
-                     generator=torch.Generator().manual_seed(settings.seed + PROMPT_SEED))
-    rewards_N = torch.tensor([task.reward(prompt, task.decode(answer.tokens))
-                              for prompt, answer in zip(prompts, answers, strict=True)])
+    answers = sample(
+        warmed.policy,
+        task,
+        prompts,
+        temperature=settings.temperature,
+        max_new_tokens=settings.max_new_tokens,
+        generator=torch.Generator().manual_seed(settings.seed + PROMPT_SEED),
+    )
+    rewards_N = torch.tensor(
+        [task.reward(prompt, task.decode(answer.tokens)) for prompt, answer in zip(prompts, answers, strict=True)]
+    )
     group_ids_N = torch.arange(settings.prompts).repeat_interleave(settings.answers)
     advantages_N = group_advantages(rewards_N, group_ids_N)
 
@@ -251,16 +309,18 @@ def sample_batch(warmed: WarmUp, task: ArithmeticTask,
         precision_error = max(precision_error, float((logprobs(warmed.policy) - old).abs().max()))
         sampler_error = max(sampler_error, float((torch.tensor(answer.logprobs) - old).abs().max()))
         nothing = [0.0] * len(tokens)
-        documents.append({
-            "tokens": tokens + answer.tokens,
-            "loss_mask": [False] * len(tokens) + [True] * len(answer.tokens),
-            "advantages": nothing + [float(advantages_N[number])] * len(answer.tokens),
-            "old_logprobs": nothing + old.tolist(),
-            "sampler_logprobs": nothing + answer.logprobs,
-            "ref_logprobs": nothing + ref.tolist(),
-            "reward": float(rewards_N[number]),
-            "group_id": int(group_ids_N[number]),
-        })
+        documents.append(
+            {
+                "tokens": tokens + answer.tokens,
+                "loss_mask": [False] * len(tokens) + [True] * len(answer.tokens),
+                "advantages": nothing + [float(advantages_N[number])] * len(answer.tokens),
+                "old_logprobs": nothing + old.tolist(),
+                "sampler_logprobs": nothing + answer.logprobs,
+                "ref_logprobs": nothing + ref.tolist(),
+                "reward": float(rewards_N[number]),
+                "group_id": int(group_ids_N[number]),
+            }
+        )
     batch = RolloutBatch.from_documents(documents, temperature=settings.temperature)
     trained = batch.loss_mask_T
     difference = (batch.ref_logprobs_T - batch.old_logprobs_T)[trained].double()
@@ -276,8 +336,13 @@ def sample_batch(warmed: WarmUp, task: ArithmeticTask,
     }
 
 
-def record_rollouts(folder: Path, settings: RecordingSettings | None = None, *, overwrite: bool = False,
-                    on_event: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def record_rollouts(
+    folder: Path,
+    settings: RecordingSettings | None = None,
+    *,
+    overwrite: bool = False,
+    on_event: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
     """Write ``folder/rollouts`` (the recording) and ``folder/policy`` (the model that sampled it).
 
     Args:
@@ -305,8 +370,12 @@ def record_rollouts(folder: Path, settings: RecordingSettings | None = None, *, 
         batch, numbers = sample_batch(warmed, task, settings)
     finally:
         torch.set_num_threads(threads)
-    numbers = {"warm_up_steps": warmed.steps, "warm_up_s": round(warmed.seconds, 1),
-               "warm_up_success_rate": warmed.success_rate, **numbers}
+    numbers = {
+        "warm_up_steps": warmed.steps,
+        "warm_up_s": round(warmed.seconds, 1),
+        "warm_up_success_rate": warmed.success_rate,
+        **numbers,
+    }
 
     # Without its manifest the old recording is gone before its policy is.
     (folder / "rollouts" / files.MANIFEST).unlink(missing_ok=True)
@@ -314,8 +383,16 @@ def record_rollouts(folder: Path, settings: RecordingSettings | None = None, *, 
         config.bos_token_id, config.eos_token_id = task.start_id, task.end_id
     warmed.policy.save_pretrained(folder / "policy")
     weights = (folder / "policy" / "model.safetensors").read_bytes()
-    files.save(batch, folder / "rollouts", provenance={
-        "made_by": "workbench rollouts record", "task": "ArithmeticTask", "settings": asdict(settings),
-        "numbers": numbers, "policy_sha256": hashlib.sha256(weights).hexdigest(),
-        "versions": {"torch": torch.__version__, "transformers": warmed.policy.config.transformers_version}})
+    files.save(
+        batch,
+        folder / "rollouts",
+        provenance={
+            "made_by": "workbench rollouts record",
+            "task": "ArithmeticTask",
+            "settings": asdict(settings),
+            "numbers": numbers,
+            "policy_sha256": hashlib.sha256(weights).hexdigest(),
+            "versions": {"torch": torch.__version__, "transformers": warmed.policy.config.transformers_version},
+        },
+    )
     return numbers

@@ -29,8 +29,11 @@ class _Model(BaseModel):
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """What a repr says: only what is not as it is by default."""
         known = type(self).model_fields
-        return ((name, value) for name, value in super().__repr_args__()
-                if name not in known or value != known[name].default)
+        return (
+            (name, value)
+            for name, value in super().__repr_args__()
+            if name not in known or value != known[name].default
+        )
 
 
 class LayoutSpec(_Model):
@@ -75,13 +78,16 @@ class LayoutSpec(_Model):
     @model_validator(mode="after")
     def _neighbours_are_of_hybrid_attention(self) -> LayoutSpec:
         if self.ulysses > 1 and self.attention != "hybrid":
-            raise ValueError(f"ulysses = {self.ulysses} with attention {self.attention!r}; it says how many neighbours "
-                             "exchange heads in hybrid attention (attention ulysses takes all of cp)")
+            raise ValueError(
+                f"ulysses = {self.ulysses} with attention {self.attention!r}; it says how many neighbours "
+                "exchange heads in hybrid attention (attention ulysses takes all of cp)"
+            )
         if self.cp % self.ulysses:
             raise ValueError(f"ulysses = {self.ulysses} does not divide cp = {self.cp}")
         if self.attention == "hybrid" and self.ulysses == 1 < self.cp:
-            raise ValueError("attention 'hybrid' with ulysses = 1 is attention 'ring'; give ulysses, a divisor of cp, "
-                             "or take ring")
+            raise ValueError(
+                "attention 'hybrid' with ulysses = 1 is attention 'ring'; give ulysses, a divisor of cp, or take ring"
+            )
         return self
 
     def __str__(self) -> str:
@@ -92,8 +98,15 @@ class LayoutSpec(_Model):
             said += [self.attention] if self.attention != "gathered" else []
             said += [f"ulysses={self.ulysses}"] if self.ulysses > 1 else []
         said += [self.kernel] if self.kernel != "auto" else []
-        said += [word for word, on in (("sp", self.sequence_parallel), ("fsdp", self.shard_parameters),
-                                       ("checkpointing", self.checkpointing)) if on]
+        said += [
+            word
+            for word, on in (
+                ("sp", self.sequence_parallel),
+                ("fsdp", self.shard_parameters),
+                ("checkpointing", self.checkpointing),
+            )
+            if on
+        ]
         return " ".join(said if self.world_size > 1 else ["one rank", *said])
 
 
@@ -130,20 +143,40 @@ class PolicySpec(_Model):
     @model_validator(mode="after")
     def _chunks_need_an_engine(self) -> PolicySpec:
         if self.logprobs in ("reference", "vocabulary_parallel"):
-            asked = [name for name in ("fused_loss", "chunk_tokens", "keep_bytes")
-                     if getattr(self, name) != type(self).model_fields[name].default]
+            asked = [
+                name
+                for name in ("fused_loss", "chunk_tokens", "keep_bytes")
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
             if asked:
-                raise ValueError(f"{' and '.join(asked)} with logprobs {self.logprobs!r}, which holds all logits of a "
-                                 "row at once; take chunked, triton or auto")
+                raise ValueError(
+                    f"{' and '.join(asked)} with logprobs {self.logprobs!r}, which holds all logits of a "
+                    "row at once; take chunked, triton or auto"
+                )
         return self
 
 
 class AdvantageSpec(_Model):
     """Where advantages come from."""
 
-    name: Literal["recorded", "grpo", "dr_grpo", "rloo", "leave_one_out", "opo", "gpg", "pass_at_k", "gdpo",
-                  "grpo_whitened", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax",
-                  "optimal_token_baseline", "gae", "vapo"] = "recorded"
+    name: Literal[
+        "recorded",
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "leave_one_out",
+        "opo",
+        "gpg",
+        "pass_at_k",
+        "gdpo",
+        "grpo_whitened",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "optimal_token_baseline",
+        "gae",
+        "vapo",
+    ] = "recorded"
     """recorded: the recording's own. Otherwise an estimator of `workbench.rollouts.advantages`, which makes them from
     the rewards of all documents of the step, less a KL penalty that `loss.kl` places in the reward."""
     settings: dict[str, bool | float | str] = Field(default_factory=dict)
@@ -172,8 +205,9 @@ class DataSpec(_Model):
     @model_validator(mode="after")
     def _one_way_to_cut_a_step(self) -> DataSpec:
         if self.micro_batch_tokens is not None and self.micro_batches != 1:
-            raise ValueError("micro_batches says how many rows a rank takes, micro_batch_tokens how large they are; "
-                             "give one of them")
+            raise ValueError(
+                "micro_batches says how many rows a rank takes, micro_batch_tokens how large they are; give one of them"
+            )
         return self
 
 
@@ -218,8 +252,10 @@ class OnlineSpec(_Model):
     def _is_asked_for_by_its_task(self) -> OnlineSpec:
         given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
         if not self.on and given:
-            raise ValueError(f"{', '.join(given)} without a task, which asks for online rollouts; give online.task, "
-                             "such as arithmetic")
+            raise ValueError(
+                f"{', '.join(given)} without a task, which asks for online rollouts; give online.task, "
+                "such as arithmetic"
+            )
         return self
 
 
@@ -253,11 +289,14 @@ class ReproducibleSpec(_Model):
     @model_validator(mode="after")
     def _is_asked_for_by_its_blocks(self) -> ReproducibleSpec:
         if not self.on and (self.weight_chunks, self.bits) != (1, 32):
-            raise ValueError("weight_chunks and bits are of the reproducible mode, which block_tokens asks for; give "
-                             "reproducible.block_tokens, such as 128")
+            raise ValueError(
+                "weight_chunks and bits are of the reproducible mode, which block_tokens asks for; give "
+                "reproducible.block_tokens, such as 128"
+            )
         if self.weight_chunks & (self.weight_chunks - 1):
-            raise ValueError(f"weight_chunks = {self.weight_chunks} is no power of two, and sums over chunks are a "
-                             "binary tree")
+            raise ValueError(
+                f"weight_chunks = {self.weight_chunks} is no power of two, and sums over chunks are a binary tree"
+            )
         return self
 
 
@@ -316,22 +355,28 @@ class RunSpec(_Model):
     @model_validator(mode="after")
     def _loss_is_complete(self) -> RunSpec:
         if self.loss.denominator == "constant" and self.loss.denominator_constant is None:
-            raise ValueError(f"loss {self.loss.name!r} divides by documents * denominator_constant, which is not "
-                             "given; give loss.denominator_constant, for instance the longest completion that the "
-                             "sampler may write")
+            raise ValueError(
+                f"loss {self.loss.name!r} divides by documents * denominator_constant, which is not "
+                "given; give loss.denominator_constant, for instance the longest completion that the "
+                "sampler may write"
+            )
         if self.loss.counts_live:
-            raise ValueError(f"loss.correction.denominator = {self.loss.correction.denominator!r} with old_policy "
-                             "'current' counts what the live policy keeps, and the weights of a step are data from "
-                             "before its forward pass; use old_policy: recorded")
+            raise ValueError(
+                f"loss.correction.denominator = {self.loss.correction.denominator!r} with old_policy "
+                "'current' counts what the live policy keeps, and the weights of a step are data from "
+                "before its forward pass; use old_policy: recorded"
+            )
         return self
 
     @model_validator(mode="after")
     def _penalty_in_the_reward_is_used(self) -> RunSpec:
         kl = self.loss.kl
         if kl.coefficient and kl.placement == "reward" and self.data.advantages.name == "recorded":
-            raise ValueError("loss.kl.placement 'reward' with advantages that came with the rollouts: a penalty in the "
-                             "reward acts before advantages are made; name an estimator in data.advantages, or place "
-                             "the penalty in the loss")
+            raise ValueError(
+                "loss.kl.placement 'reward' with advantages that came with the rollouts: a penalty in the "
+                "reward acts before advantages are made; name an estimator in data.advantages, or place "
+                "the penalty in the loss"
+            )
         return self
 
     @model_validator(mode="after")
@@ -343,16 +388,20 @@ class RunSpec(_Model):
     @model_validator(mode="after")
     def _head_is_lifted_from_below(self) -> RunSpec:
         if self.policy.fp32_head and self.precision != "bfloat16":
-            raise ValueError(f"policy.fp32_head lifts the head to float32, and precision is {self.precision} already; "
-                             "leave it out, or take precision bfloat16")
+            raise ValueError(
+                f"policy.fp32_head lifts the head to float32, and precision is {self.precision} already; "
+                "leave it out, or take precision bfloat16"
+            )
         return self
 
     @model_validator(mode="after")
     def _kernel_computes_the_precision(self) -> RunSpec:
         known = {"flash": ("bfloat16",), "flex": ("bfloat16", "float32")}.get(self.layout.kernel)
         if known and self.precision not in known:
-            raise ValueError(f"layout.kernel {self.layout.kernel!r} computes in {' or '.join(known)}, and precision is "
-                             f"{self.precision}; take kernel auto or plain, or another precision")
+            raise ValueError(
+                f"layout.kernel {self.layout.kernel!r} computes in {' or '.join(known)}, and precision is "
+                f"{self.precision}; take kernel auto or plain, or another precision"
+            )
         return self
 
     @model_validator(mode="after")
@@ -398,8 +447,13 @@ LATER = ("reproducible", "online", "record.certificate", "record.checkpoint_ever
 """Settings that came when there were records already: left as they are by default, they change no run's identity."""
 
 
-_NOT_SAMPLED = {"gae": "values of a critic", "vapo": "values of a critic", "gdpo": "components of the reward",
-                "remax": "rewards of greedy answers", "optimal_token_baseline": "squared probabilities"}
+_NOT_SAMPLED = {
+    "gae": "values of a critic",
+    "vapo": "values of a critic",
+    "gdpo": "components of the reward",
+    "remax": "rewards of greedy answers",
+    "optimal_token_baseline": "squared probabilities",
+}
 """Advantage estimators that want more than rewards, and what."""
 
 
@@ -411,31 +465,47 @@ def _not_online(spec: RunSpec) -> Iterator[str]:
     if data.advantages.name == "recorded":
         yield "a task gives rewards and no advantages; name an estimator in data.advantages, such as {name: grpo}"
     if data.documents_per_step is not None and data.documents_per_step > online.documents:
-        yield (f"data.documents_per_step = {data.documents_per_step} is more than a sampling has ({online.prompts} "
-               f"prompts with {online.answers} answers); a step takes each document at most once")
+        yield (
+            f"data.documents_per_step = {data.documents_per_step} is more than a sampling has ({online.prompts} "
+            f"prompts with {online.answers} answers); a step takes each document at most once"
+        )
     if spec.loss.needs_pairs and online.answers != 2:
         yield f"loss {spec.loss.name!r} compares pairs, and online.answers = {online.answers}; take answers: 2"
     elif data.documents_per_step is not None and data.documents_per_step * online.updates < online.documents:
-        yield (f"online.updates = {online.updates} of data.documents_per_step = {data.documents_per_step} train on "
-               f"{online.updates * data.documents_per_step} of the {online.documents} answers of a sampling, and never "
-               "on the others; take more updates or documents, or sample less")
+        yield (
+            f"online.updates = {online.updates} of data.documents_per_step = {data.documents_per_step} train on "
+            f"{online.updates * data.documents_per_step} of the {online.documents} answers of a sampling, and never "
+            "on the others; take more updates or documents, or sample less"
+        )
     together = data.keep_groups or spec.loss.needs_pairs
     if together and data.documents_per_step is not None and data.documents_per_step % online.answers:
-        yield (f"data.documents_per_step = {data.documents_per_step} cuts groups of {online.answers} answers, which "
-               "lie in one row here; take a multiple of online.answers")
+        yield (
+            f"data.documents_per_step = {data.documents_per_step} cuts groups of {online.answers} answers, which "
+            "lie in one row here; take a multiple of online.answers"
+        )
     if lacking := _NOT_SAMPLED.get(data.advantages.name):
-        yield (f"data.advantages {data.advantages.name!r} wants {lacking}, which nobody makes online; take an "
-               "estimator of rewards, such as grpo or rloo")
+        yield (
+            f"data.advantages {data.advantages.name!r} wants {lacking}, which nobody makes online; take an "
+            "estimator of rewards, such as grpo or rloo"
+        )
     elif online.answers == 1 and data.advantages.name not in ("recorded", "reinforce_plus_plus"):
-        yield (f"one answer to a prompt is no group, and data.advantages {data.advantages.name!r} would be 0 "
-               "everywhere; take more online.answers, or reinforce_plus_plus")
+        yield (
+            f"one answer to a prompt is no group, and data.advantages {data.advantages.name!r} would be 0 "
+            "everywhere; take more online.answers, or reinforce_plus_plus"
+        )
     if spec.frozen_clip is not None:
         yield "frozen_clip takes decisions of another run, whose tokens are others; leave it out"
-    yield from (f"fault {name!r} does nothing where advantages are made before a step's rows are; plant it in a run "
-                "on a recording" for name in spec.faults if name in ("baseline_per_micro_batch", "whitening_per_rank"))
+    yield from (
+        f"fault {name!r} does nothing where advantages are made before a step's rows are; plant it in a run "
+        "on a recording"
+        for name in spec.faults
+        if name in ("baseline_per_micro_batch", "whitening_per_rank")
+    )
     if every is not None and every % online.updates:
-        yield (f"record.checkpoint_every = {every} lies between samplings, which come every {online.updates} steps; "
-               "take a multiple of online.updates")
+        yield (
+            f"record.checkpoint_every = {every} lies between samplings, which come every {online.updates} steps; "
+            "take a multiple of online.updates"
+        )
 
 
 def _inexact(spec: RunSpec) -> Iterator[str]:
@@ -444,11 +514,14 @@ def _inexact(spec: RunSpec) -> Iterator[str]:
     if spec.precision == "float64":
         yield "precision float64 has more bits than the exact sums keep; take float32 or bfloat16"
     if layout.cp > 1 and layout.order in ("striped", "document_zigzag"):
-        yield (f"order {layout.order!r} moves tokens and not whole blocks of {block}; take contiguous, zigzag or "
-               "balanced")
+        yield (
+            f"order {layout.order!r} moves tokens and not whole blocks of {block}; take contiguous, zigzag or balanced"
+        )
     if layout.cp > 1 and layout.order == "balanced" and layout.block_tokens % block:
-        yield (f"order 'balanced' moves blocks of layout.block_tokens = {layout.block_tokens}, which "
-               f"reproducible.block_tokens = {block} does not divide")
+        yield (
+            f"order 'balanced' moves blocks of layout.block_tokens = {layout.block_tokens}, which "
+            f"reproducible.block_tokens = {block} does not divide"
+        )
     if layout.cp > 1 and layout.attention != "gathered":
         yield f"attention {layout.attention!r} sums in an order of its ranks; take gathered"
     if layout.kernel != "auto":
@@ -456,17 +529,27 @@ def _inexact(spec: RunSpec) -> Iterator[str]:
     if layout.sequence_parallel:
         yield "sequence_parallel sums activations over tp in an order of its own; leave it out"
     if spec.reproducible.weight_chunks % layout.tp:
-        yield (f"weight_chunks = {spec.reproducible.weight_chunks} cannot be dealt to tp = {layout.tp} ranks; give a "
-               "power of two that is at least tp, the same in every run that is to agree")
-    ignored = [name for name in ("logprobs", "fused_loss", "fp32_head", "chunk_tokens", "keep_bytes")
-               if getattr(policy, name) != type(policy).model_fields[name].default]
+        yield (
+            f"weight_chunks = {spec.reproducible.weight_chunks} cannot be dealt to tp = {layout.tp} ranks; give a "
+            "power of two that is at least tp, the same in every run that is to agree"
+        )
+    ignored = [
+        name
+        for name in ("logprobs", "fused_loss", "fp32_head", "chunk_tokens", "keep_bytes")
+        if getattr(policy, name) != type(policy).model_fields[name].default
+    ]
     if ignored:
         yield f"{' and '.join(f'policy.{name}' for name in ignored)}: the head has one way in this mode; leave it out"
-    yield from (f"fault {name!r}: known bugs are planted in what this mode mostly does in another way, where they do "
-                "nothing; plant it in the ordinary mode" for name in spec.faults)
+    yield from (
+        f"fault {name!r}: known bugs are planted in what this mode mostly does in another way, where they do "
+        "nothing; plant it in the ordinary mode"
+        for name in spec.faults
+    )
     if spec.optimizer.name == "sgd" and spec.precision == "bfloat16":
-        yield ("sgd in bfloat16: torch rounds the last elements of a shard otherwise than those before them; take "
-               "adamw, or float32")
+        yield (
+            "sgd in bfloat16: torch rounds the last elements of a shard otherwise than those before them; take "
+            "adamw, or float32"
+        )
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -510,10 +593,12 @@ def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
     try:
         return model.model_validate(settings)
     except ValidationError as error:
-        raise SpecError(f"{where}: {error.error_count()} setting(s) cannot be used",
-                        found="; ".join(_in_words(model, e) for e in error.errors()),
-                        rule=f"settings of {model.__name__}; unknown keys are refused",
-                        fix="correct the file; `workbench run --help` lists every setting") from None
+        raise SpecError(
+            f"{where}: {error.error_count()} setting(s) cannot be used",
+            found="; ".join(_in_words(model, e) for e in error.errors()),
+            rule=f"settings of {model.__name__}; unknown keys are refused",
+            fix="correct the file; `workbench run --help` lists every setting",
+        ) from None
 
 
 def _in_words(model: type[BaseModel], error: Any) -> str:
@@ -552,11 +637,14 @@ def read_yaml(path: Path) -> Any:
         with path.open(encoding="utf8") as file:
             return yaml.load(file, Loader=_OnceLoader)
     except FileNotFoundError:
-        raise SpecError(f"read {path}", found="no such file", rule="a YAML file with an ablation or a spec",
-                        fix="check the path; experiments/ holds examples") from None
+        raise SpecError(
+            f"read {path}",
+            found="no such file",
+            rule="a YAML file with an ablation or a spec",
+            fix="check the path; experiments/ holds examples",
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SpecError(f"read {path}", found=str(error), rule="valid YAML",
-                        fix="mend what is named above") from None
+        raise SpecError(f"read {path}", found=str(error), rule="valid YAML", fix="mend what is named above") from None
 
 
 def load_run_spec(path: Path) -> RunSpec:
@@ -573,8 +661,11 @@ class _OnceLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen and key != "<<":
                 line = key_node.start_mark.line + 1
-                raise SpecError(f"read {self.name}",
-                                found=f"{key!r} on line {seen[key]} and again on line {line}",
-                                rule="every name stands once", fix="rename or remove one of them")
+                raise SpecError(
+                    f"read {self.name}",
+                    found=f"{key!r} on line {seen[key]} and again on line {line}",
+                    rule="every name stands once",
+                    fix="rename or remove one of them",
+                )
             seen[key] = key_node.start_mark.line + 1
         return super().construct_mapping(node, deep)

@@ -118,8 +118,9 @@ class StepResult:
     evidence: Mapping[str, float] = field(default_factory=dict)
 
 
-def prepare_rows(batch: RolloutBatch, spec: RunSpec, mesh: Mesh,
-                 dealt: Sequence[Sequence[int]] | None = None) -> tuple[list[LocalRow], StepTotals]:
+def prepare_rows(
+    batch: RolloutBatch, spec: RunSpec, mesh: Mesh, dealt: Sequence[Sequence[int]] | None = None
+) -> tuple[list[LocalRow], StepTotals]:
     """Turn the documents of one optimizer step into this rank's micro-batches.
 
     Every rank sees the whole step here, so the weights need no collective and cannot be local: all micro-batches of
@@ -171,9 +172,12 @@ def make_advantages(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
         return batch
     in_reward = bool(kl.coefficient) and kl.placement == "reward"
     if in_reward and batch.ref_logprobs_T is None:
-        raise SpecError("loss.kl.placement = 'reward'", found="no ref_logprobs",
-                        rule="the penalty is of the old policy against the reference",
-                        fix="record them with the rollouts, or leave the penalty out")
+        raise SpecError(
+            "loss.kl.placement = 'reward'",
+            found="no ref_logprobs",
+            rule="the penalty is of the old policy against the reference",
+            fix="record them with the rollouts, or leave the penalty out",
+        )
     penalties_T, values = None, batch.extensions.get("values")
     if in_reward:
         penalties_T = kl_in_reward(batch.old_logprobs_T, batch.ref_logprobs_T, batch.loss_mask_T, kl)
@@ -194,21 +198,34 @@ def pack_step(batch: RolloutBatch, spec: RunSpec, dealt: Sequence[Sequence[int]]
     """
     layout, data = spec.layout, spec.data
     if data.keep_groups and batch.group_ids_N is None:
-        raise SpecError("data.keep_groups", found="a batch without group_ids", rule="documents of a group share an id",
-                        fix="record group ids with the rollouts, or leave keep_groups out")
+        raise SpecError(
+            "data.keep_groups",
+            found="a batch without group_ids",
+            rule="documents of a group share an id",
+            fix="record group ids with the rollouts, or leave keep_groups out",
+        )
     needed = multiples(layout, spec.reproducible)
     if data.multiple_of is not None and data.multiple_of % needed.row:
         smaller = ", or a smaller layout.block_tokens" if layout.order == "balanced" else ""
-        raise SpecError(f"data.multiple_of = {data.multiple_of}", found=f"layout {layout}",
-                        rule=f"rows of this layout are multiples of {needed.row} tokens in every step, not by luck",
-                        fix=f"leave data.multiple_of out, or take a multiple of {needed.row}{smaller}")
-    how = {"multiple_of": data.multiple_of or needed.row, "document_multiple_of": needed.document,
-           "together_N": batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None}
+        raise SpecError(
+            f"data.multiple_of = {data.multiple_of}",
+            found=f"layout {layout}",
+            rule=f"rows of this layout are multiples of {needed.row} tokens in every step, not by luck",
+            fix=f"leave data.multiple_of out, or take a multiple of {needed.row}{smaller}",
+        )
+    how = {
+        "multiple_of": data.multiple_of or needed.row,
+        "document_multiple_of": needed.document,
+        "together_N": batch.group_ids_N if data.keep_groups or spec.loss.needs_pairs else None,
+    }
     if spec.reproducible.on and data.micro_batch_tokens is not None and data.micro_batch_tokens % how["multiple_of"]:
-        raise SpecError(f"data.micro_batch_tokens = {data.micro_batch_tokens} in the reproducible mode",
-                        found=f"layout {layout}", rule=f"rows of this layout are multiples of {how['multiple_of']} "
-                        "tokens; what another multiple leaves of a row's room differs by layout, and its documents do",
-                        fix=f"take a multiple of {how['multiple_of']}, the same in every run that is to agree")
+        raise SpecError(
+            f"data.micro_batch_tokens = {data.micro_batch_tokens} in the reproducible mode",
+            found=f"layout {layout}",
+            rule=f"rows of this layout are multiples of {how['multiple_of']} "
+            "tokens; what another multiple leaves of a row's room differs by layout, and its documents do",
+            fix=f"take a multiple of {how['multiple_of']}, the same in every run that is to agree",
+        )
     if dealt is not None:
         return deal(batch, dealt, multiple_of=how["multiple_of"], document_multiple_of=needed.document)
     if data.micro_batch_tokens is None:
@@ -219,8 +236,9 @@ def pack_step(batch: RolloutBatch, spec: RunSpec, dealt: Sequence[Sequence[int]]
 def multiples(layout: LayoutSpec, reproducible: ReproducibleSpec = ORDINARY) -> Multiples:
     """What the rows of a layout and the documents in them are padded to; in the reproducible mode to whole blocks."""
     order = layout.order if layout.cp > 1 else "contiguous"  # all orders are one
-    found = padding_rule(order, layout.cp, block_tokens=layout.block_tokens,
-                         tp=layout.tp if layout.sequence_parallel else 1)
+    found = padding_rule(
+        order, layout.cp, block_tokens=layout.block_tokens, tp=layout.tp if layout.sequence_parallel else 1
+    )
     if reproducible.block_tokens is None or order == "balanced":  # which moves blocks already
         return found
     return replace(found, row=found.row * reproducible.block_tokens)
@@ -228,9 +246,13 @@ def multiples(layout: LayoutSpec, reproducible: ReproducibleSpec = ORDINARY) -> 
 
 def plan_row(document_ids_T: Tensor, layout: LayoutSpec) -> ShardPlan:
     """Which cp rank holds which token of a packed row, [T] of whose documents are given."""
-    return ShardPlan.make(layout.order if layout.cp > 1 else "contiguous", num_tokens=len(document_ids_T), cp=layout.cp,
-                          document_lengths=document_lengths(document_ids_T, multiples(layout).document),
-                          block_tokens=layout.block_tokens)
+    return ShardPlan.make(
+        layout.order if layout.cp > 1 else "contiguous",
+        num_tokens=len(document_ids_T),
+        cp=layout.cp,
+        document_lengths=document_lengths(document_ids_T, multiples(layout).document),
+        block_tokens=layout.block_tokens,
+    )
 
 
 def name_documents(whole: Sequence[TrainingRow]) -> list[DocumentSlots]:
@@ -248,27 +270,49 @@ def name_documents(whole: Sequence[TrainingRow]) -> list[DocumentSlots]:
     return found
 
 
-def split_row(row: TrainingRow, weights: Mapping[str, TokenWeights], documents: DocumentSlots, plan: ShardPlan,
-              mesh: Mesh, layout: LayoutSpec) -> LocalRow:
+def split_row(
+    row: TrainingRow,
+    weights: Mapping[str, TokenWeights],
+    documents: DocumentSlots,
+    plan: ShardPlan,
+    mesh: Mesh,
+    layout: LayoutSpec,
+) -> LocalRow:
     """This rank's share of a row: every token-aligned tensor moved by one plan."""
     axis = mesh["cp"]
     inner, outer = (mesh["cp_inner"], mesh["cp_outer"]) if layout.attention == "hybrid" else (None, None)
-    attention = AttentionShard.make(plan, row.document_ids_T, axis, algorithm=layout.attention, kernel=layout.kernel,
-                                    inner=inner, outer=outer)
+    attention = AttentionShard.make(
+        plan, row.document_ids_T, axis, algorithm=layout.attention, kernel=layout.kernel, inner=inner, outer=outer
+    )
 
     def mine(values_T: Tensor) -> Tensor:
         return plan.split(values_T, axis.rank)
 
     if documents.segment_lengths_T is not None:
         documents = documents._replace(segment_lengths_T=mine(documents.segment_lengths_T.to(mesh.device)))
-    return LocalRow(row.map(mine), {name: pair.map(mine) for name, pair in weights.items()},
-                    attention, ShardedSums(row, plan.positions(axis.rank), axis), documents)
+    return LocalRow(
+        row.map(mine),
+        {name: pair.map(mine) for name, pair in weights.items()},
+        attention,
+        ShardedSums(row, plan.positions(axis.rank), axis),
+        documents,
+    )
 
 
 @within_range
-def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepTotals, *, num_source: int = 0,
-             frozen_clip_S: Tensor | None = None, keep_gradients: bool = False, level: Level = "basic",
-             loss_spec: LossSpec | None = None, fused: bool = False) -> StepResult:
+def run_step(
+    policy: Policy,
+    loss: Loss,
+    rows: Sequence[LocalRow],
+    totals: StepTotals,
+    *,
+    num_source: int = 0,
+    frozen_clip_S: Tensor | None = None,
+    keep_gradients: bool = False,
+    level: Level = "basic",
+    loss_spec: LossSpec | None = None,
+    fused: bool = False,
+) -> StepResult:
     """Loss, gradients and metrics of one optimizer step; gradients stay in ``parameter.grad``.
 
     Args:
@@ -307,14 +351,17 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
         (totals.scale * scalars["total"].value).backward()
         parts.append(scalars)
         measured = inputs if loss_spec is None else seen(inputs, loss_spec)
-        metrics.append(policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents)
-                       | count_evidence(inputs, terms, local.row, local.documents, watched[-1] if watched else None))
+        metrics.append(
+            policy_metrics(measured, terms, local.row.loss_mask_T, level, loss_spec, local.documents)
+            | count_evidence(inputs, terms, local.row, local.documents, watched[-1] if watched else None)
+        )
         per_token.append(_token_values(loss, inputs, terms, local.row) if num_source else {})
     if policy.exact is None:
         sum_gradients(policy.model, policy.shards, mesh)
         norms = gradient_norms(policy.model, policy.shards, mesh)
-        whole_loss = {name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh)
-                      for name in parts[0]}
+        whole_loss = {
+            name: functools.reduce(Scalar.__add__, [p[name] for p in parts]).complete(mesh) for name in parts[0]
+        }
         numbers = finish_metrics(metrics, mesh["dp_cp"])
     else:
         policy.exact.reduce()
@@ -334,8 +381,16 @@ def run_step(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepT
 
 
 @torch.no_grad()
-def row_logprobs(policy: Policy, loss: Loss, rows: Sequence[LocalRow], totals: StepTotals, *, num_source: int,
-                 loss_spec: LossSpec | None = None, fused: bool = False) -> Tensor:
+def row_logprobs(
+    policy: Policy,
+    loss: Loss,
+    rows: Sequence[LocalRow],
+    totals: StepTotals,
+    *,
+    num_source: int,
+    loss_spec: LossSpec | None = None,
+    fused: bool = False,
+) -> Tensor:
     """Log-probabilities of the trained tokens of a step, bit for bit those of `run_step` on the same rows; 0 elsewhere.
 
     The same hidden states, implementation of the head, temperatures and chunks: a policy that has not moved since has
@@ -373,6 +428,7 @@ def _evaluation(loss: Loss, totals: StepTotals, watched: list[GradientTokens] | 
 
     The last evaluation of a fused row is of all of its tokens.
     """
+
     def evaluate(local: LocalRow, said: TokenLogprobs, frozen_clip_T: Tensor | None) -> Evaluated:
         inputs = loss_inputs(local.row, said, totals, local.sums, frozen_clip_T)
         if watched is not None and torch.is_grad_enabled():
@@ -412,8 +468,9 @@ def _token_values(loss: Loss, inputs: LossInputs, terms: Mapping[str, Term], row
     with torch.no_grad():
         own = terms if inputs.frozen_clip_T is None else loss(replace(inputs, frozen_clip_T=None))
     none_T = torch.zeros_like(row.loss_mask_T)
-    acted, decided = (next((t.clipped_T for t in made.values() if t.clipped_T is not None), none_T)
-                      for made in (terms, own))
+    acted, decided = (
+        next((t.clipped_T for t in made.values() if t.clipped_T is not None), none_T) for made in (terms, own)
+    )
     return {
         "source": row.source_T,
         "targets": row.targets_T,

@@ -92,11 +92,25 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MEND = "run the configuration again; the run's other files are not affected"
 _ABSOLUTE = re.compile(r"(?<![\w./:~*-])/(?:[\w.@+-]+/)+[\w.@+-]+")
 _LIBRARY = re.compile(r".*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
-_PEER_EXCEPTIONS = ("DistNetworkError", "DistBackendError", "ConnectionError", "ConnectionResetError",
-                    "BrokenPipeError")
-_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe",
-               "socket closed", "connection was likely closed", "timed out waiting",
-               "watchdog caught collective", "remote process exited", "nccl communicator was aborted")
+_PEER_EXCEPTIONS = (
+    "DistNetworkError",
+    "DistBackendError",
+    "ConnectionError",
+    "ConnectionResetError",
+    "BrokenPipeError",
+)
+_PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket closed",
+    "connection was likely closed",
+    "timed out waiting",
+    "watchdog caught collective",
+    "remote process exited",
+    "nccl communicator was aborted",
+)
 _MEMORY_EXCEPTIONS = ("OutOfMemoryError", "MemoryError")
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
@@ -134,9 +148,12 @@ class RunDirectory:
             RecordError: the name cannot be a folder name.
         """
         if not RUN_NAME.fullmatch(name):
-            raise RecordError(f"create a run named {name!r}", found=repr(name),
-                              rule="letters, digits, '.', '_' and '-', beginning with a letter or digit",
-                              fix="rename the configuration")
+            raise RecordError(
+                f"create a run named {name!r}",
+                found=repr(name),
+                rule="letters, digits, '.', '_' and '-', beginning with a letter or digit",
+                fix="rename the configuration",
+            )
         root.mkdir(parents=True, exist_ok=True)
         while True:
             path = cls.next_path(root, name, spec)
@@ -203,9 +220,12 @@ class RunDirectory:
         path = self.path / "state.json"
         state = _read_json(path, what="a run directory")
         if not (isinstance(state, dict) and state.get("state") in STATES and isinstance(state.get("name"), str)):
-            raise RecordError(f"read {path}", found=f"{str(state)[:80]}",
-                              rule=f"a mapping with a name and a state, one of {', '.join(STATES)}",
-                              fix="it was damaged after it was written; run the configuration again")
+            raise RecordError(
+                f"read {path}",
+                found=f"{str(state)[:80]}",
+                rule=f"a mapping with a name and a state, one of {', '.join(STATES)}",
+                fix="it was damaged after it was written; run the configuration again",
+            )
         return state
 
     @property
@@ -237,8 +257,12 @@ class RunDirectory:
             RecordError: no such state.
         """
         if state not in STATES:
-            raise RecordError(f"set the state of run {self.path.name} to {state!r}", found=repr(state),
-                              rule=f"one of {', '.join(STATES)}", fix="use one of them")
+            raise RecordError(
+                f"set the state of run {self.path.name} to {state!r}",
+                found=repr(state),
+                rule=f"one of {', '.join(STATES)}",
+                fix="use one of them",
+            )
         noted: dict[str, Any] = {}
         if state == "running":
             noted = {"rank0": this_process(), "started_ns": time.time_ns()}
@@ -330,9 +354,12 @@ class RunDirectory:
             if problem:
                 break
         if problem:
-            raise RecordError(f"read {self.path.name}/{path.name}", found=problem,
-                              rule=f"a run that succeeded has {expected} step record(s), one of each step, with the "
-                                   "same numbers", fix=_MEND)
+            raise RecordError(
+                f"read {self.path.name}/{path.name}",
+                found=problem,
+                rule=f"a run that succeeded has {expected} step record(s), one of each step, with the same numbers",
+                fix=_MEND,
+            )
 
     def check_whole(self) -> None:
         """Check that a run that succeeded still has every file that its step records and its settings promise.
@@ -357,9 +384,12 @@ class RunDirectory:
     def _refuse_missing(self, name: str, held: Collection[str], keys: Collection[str]) -> None:
         if missing := [key for key in keys if key not in held]:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise RecordError(f"read {self.path.name}/tensors/{name}.safetensors",
-                              found=f"no {', '.join(missing[:3])}{more}",
-                              rule="a gradient of every parameter that the step's record has a norm of", fix=_MEND)
+            raise RecordError(
+                f"read {self.path.name}/tensors/{name}.safetensors",
+                found=f"no {', '.join(missing[:3])}{more}",
+                rule="a gradient of every parameter that the step's record has a norm of",
+                fix=_MEND,
+            )
 
     # ---- tensors and other files ---------------------------------------------------------------------
 
@@ -374,8 +404,11 @@ class RunDirectory:
             RecordError: missing or damaged.
         """
         path = self._tensor_path(name)
-        return whole_files.read_tensors(path, asked=f"read {self.path.name}/tensors/{path.name}",
-                                        fix="run again, with record settings that keep these tensors")
+        return whole_files.read_tensors(
+            path,
+            asked=f"read {self.path.name}/tensors/{path.name}",
+            fix="run again, with record settings that keep these tensors",
+        )
 
     def read_gradients(self, step: int) -> dict[str, Tensor]:
         """Whole gradients of a step, in the order of the model (a file keeps names in alphabetical order).
@@ -385,8 +418,12 @@ class RunDirectory:
         """
         records = self.steps()
         if not 0 <= step < len(records):
-            raise RecordError(f"read the gradients of step {step} of {self.path.name}", found=f"{len(records)} step(s)",
-                              rule="a step that the run took", fix=_MEND)
+            raise RecordError(
+                f"read the gradients of step {step} of {self.path.name}",
+                found=f"{len(records)} step(s)",
+                rule="a step that the run took",
+                fix=_MEND,
+            )
         name = f"step{step:04d}.gradients"
         found = self.read_tensors(name)
         order = records[step].get("gradient_norms", found)
@@ -418,8 +455,16 @@ class RunDirectory:
         """Where the standard output and error of a rank go."""
         return self.path / "ranks" / f"rank{rank:05d}.log"
 
-    def write_exit(self, rank: int | None, coordinates: Mapping[str, int], error: BaseException | None, *,
-                   cause: str | None = None, waited_in: str = "", stack: str = "") -> None:
+    def write_exit(
+        self,
+        rank: int | None,
+        coordinates: Mapping[str, int],
+        error: BaseException | None,
+        *,
+        cause: str | None = None,
+        waited_in: str = "",
+        stack: str = "",
+    ) -> None:
         """Note how a rank ended, at once when it happens: the order of failures is read from these files.
 
         Messages and tracebacks are kept without machine paths, because reports quote them.
@@ -433,13 +478,25 @@ class RunDirectory:
             stack: Python stack of a rank that hung, "" if unknown.
         """
         record: dict[str, Any] = {
-            "rank": rank, "coordinates": dict(coordinates), "time_ns": time.time_ns(), "ok": error is None,
-            "cause": None, "exception": None, "message": "", "traceback": "", "waited_in": waited_in,
-            "stack": without_machine_paths(stack)}
+            "rank": rank,
+            "coordinates": dict(coordinates),
+            "time_ns": time.time_ns(),
+            "ok": error is None,
+            "cause": None,
+            "exception": None,
+            "message": "",
+            "traceback": "",
+            "waited_in": waited_in,
+            "stack": without_machine_paths(stack),
+        }
         if error is not None:
             text = "".join(traceback.format_exception(error))
-            record |= {"cause": cause or cause_of(error), "exception": type(error).__name__,
-                       "message": without_machine_paths(str(error)), "traceback": without_machine_paths(text)}
+            record |= {
+                "cause": cause or cause_of(error),
+                "exception": type(error).__name__,
+                "message": without_machine_paths(str(error)),
+                "traceback": without_machine_paths(text),
+            }
         name = "agent" if rank is None else f"rank{rank:05d}"
         self.write_json(f"ranks/{name}.exit.json", record)
 
@@ -461,11 +518,14 @@ class RunDirectory:
         failed = [record for record in self.exits().values() if not record["ok"]]
         if not failed:
             return None
-        first = min(failed, key=lambda record: (record["cause"] == "peer", record["cause"] not in NAMED_LAST,
-                                                record["time_ns"]))
+        first = min(
+            failed, key=lambda record: (record["cause"] == "peer", record["cause"] not in NAMED_LAST, record["time_ns"])
+        )
         others = [record for record in failed if record is not first]
-        return first | {"also_failed": [record["rank"] for record in others],
-                        "also": {record["rank"]: record["waited_in"] for record in others if record["waited_in"]}}
+        return first | {
+            "also_failed": [record["rank"] for record in others],
+            "also": {record["rank"]: record["waited_in"] for record in others if record["waited_in"]},
+        }
 
     def __repr__(self) -> str:
         """Say name, state and progress in a line."""
@@ -581,7 +641,8 @@ def _shortened(path: re.Match[str]) -> str:
 def versions() -> dict[str, str]:
     """What is installed, of the packages that numbers or records depend on."""
     return {"workbench": workbench.__version__, "python": platform.python_version()} | {
-        name: _version(name) for name in ("torch", "transformers", "triton", "torchx", "safetensors")}
+        name: _version(name) for name in ("torch", "transformers", "triton", "torchx", "safetensors")
+    }
 
 
 def provenance(project: Path, *, seed: int | None = None) -> dict[str, Any]:
@@ -675,8 +736,10 @@ def _machine() -> dict[str, str]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf8")
     except OSError:
         boot = f"{psutil.boot_time():.0f}"
-    return {"host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
-            "boot": hashlib.sha256(boot.encode()).hexdigest()[:8]}
+    return {
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
+        "boot": hashlib.sha256(boot.encode()).hexdigest()[:8],
+    }
 
 
 # ---- files, whole or absent ----------------------------------------------------------------------------
@@ -695,11 +758,19 @@ def _read_json(path: Path, *, what: str) -> Any:
     try:
         return from_json(path.read_bytes())
     except FileNotFoundError:
-        raise RecordError(f"read {path}", found="no such file", rule=f"{what} holds {path.name}",
-                          fix="check the path, or run the configuration again") from None
+        raise RecordError(
+            f"read {path}",
+            found="no such file",
+            rule=f"{what} holds {path.name}",
+            fix="check the path, or run the configuration again",
+        ) from None
     except (OSError, ValueError) as error:
-        raise RecordError(f"read {path}", found=f"{type(error).__name__}: {error}", rule="a whole JSON file",
-                          fix="it was damaged after it was written; run the configuration again") from None
+        raise RecordError(
+            f"read {path}",
+            found=f"{type(error).__name__}: {error}",
+            rule="a whole JSON file",
+            fix="it was damaged after it was written; run the configuration again",
+        ) from None
 
 
 @contextlib.contextmanager

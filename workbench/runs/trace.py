@@ -89,8 +89,10 @@ class Tracer:
         self._hooks = [base.register_forward_pre_hook(self._begin), base.register_forward_hook(self._end)]
         for name, module in self._policy.model.named_modules():
             if module is not base:
-                self._hooks += [module.register_forward_pre_hook(self._given(name), with_kwargs=True),
-                                module.register_forward_hook(self._made(name))]
+                self._hooks += [
+                    module.register_forward_pre_hook(self._given(name), with_kwargs=True),
+                    module.register_forward_hook(self._made(name)),
+                ]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,13 +110,19 @@ class Tracer:
             row.note_logprobs(logprobs_S)
         stations = list(self._rows[0].forward)
         longest = torch.tensor(max(row.blocks for row in self._rows), device=mesh.device)
-        noted = torch.zeros(2, len(stations), mesh["dp"].size * each, int(all_max(longest, mesh["dp_cp"])),
-                            dtype=torch.long, device=mesh.device)
+        noted = torch.zeros(
+            2,
+            len(stations),
+            mesh["dp"].size * each,
+            int(all_max(longest, mesh["dp_cp"])),
+            dtype=torch.long,
+            device=mesh.device,
+        )
         for number, row in enumerate(self._rows, mesh["dp"].rank * each):
             for way, notes in enumerate((row.forward, row.backward)):
                 for place, station in enumerate(stations):
                     if station in notes:
-                        noted[way, place, number, :row.blocks] = notes[station]
+                        noted[way, place, number, : row.blocks] = notes[station]
         for axis in ("dp_cp", "tp"):
             noted = all_sum(noted, mesh[axis])
         forward, backward = (dict(zip(stations, _written(way), strict=True)) for way in noted)
@@ -149,8 +157,15 @@ class Tracer:
         if self._now is None:
             return []
         counts = (self._now.tokens, self._now.tokens // self._policy.mesh["tp"].size)
-        return [value for value in values if isinstance(value, Tensor) and value.is_floating_point() and
-                value.dim() > 2 and value.shape[0] == 1 and value.shape[1] in counts][:1]
+        return [
+            value
+            for value in values
+            if isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.dim() > 2
+            and value.shape[0] == 1
+            and value.shape[1] in counts
+        ][:1]
 
     def _note(self, station: str, value: Tensor, shard: ParameterShard | None) -> None:
         row = self._now
@@ -218,8 +233,12 @@ def _columns(held: Tensor, shard: ParameterShard | None, tp: Axis) -> tuple[Tens
     if not shard.parts:
         return columns_F + tp.rank * count, count * tp.size
     firsts = [sum(shard.parts[:number]) + tp.rank * part // tp.size for number, part in enumerate(shard.parts)]
-    return torch.cat([torch.arange(first, first + part // tp.size, device=held.device)
-                      for first, part in zip(firsts, shard.parts, strict=True)]), count * tp.size
+    return torch.cat(
+        [
+            torch.arange(first, first + part // tp.size, device=held.device)
+            for first, part in zip(firsts, shard.parts, strict=True)
+        ]
+    ), count * tp.size
 
 
 class _Lies:
@@ -237,11 +256,15 @@ class _Lies:
             if kind == "weight" and shard.dim is not None and isinstance(layer, nn.Linear):
                 self._layers[module] = (shard, layer)
             elif kind == "weight" and shard.dim is not None and hasattr(layer, "nf"):
-                raise SpecError("record.trace_tokens", found=f"tp={policy.mesh['tp'].size} and {module}, which holds "
-                                "its weight as [inputs, outputs]", rule="layers cut over tp are torch's own Linear",
-                                fix="use tp=1 for a trace of this model")
-        self._blocks = tuple(f"{name.rpartition('.')[0]}." for name, (shard, _) in self._layers.items()
-                             if shard.dim == 1)
+                raise SpecError(
+                    "record.trace_tokens",
+                    found=f"tp={policy.mesh['tp'].size} and {module}, which holds its weight as [inputs, outputs]",
+                    rule="layers cut over tp are torch's own Linear",
+                    fix="use tp=1 for a trace of this model",
+                )
+        self._blocks = tuple(
+            f"{name.rpartition('.')[0]}." for name, (shard, _) in self._layers.items() if shard.dim == 1
+        )
 
     def given(self, name: str, value: Tensor) -> ParameterShard | None:
         """How the input of a module lies; None if whole."""
@@ -281,8 +304,12 @@ def read_trace(run: RunDirectory, number: int) -> Trace | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"read {run.path.name}/traces/{path.name}", found=f"{type(error).__name__}: {error}",
-                          rule="a trace as it was written", fix="run the configuration again") from None
+        raise RecordError(
+            f"read {run.path.name}/traces/{path.name}",
+            found=f"{type(error).__name__}: {error}",
+            rule="a trace as it was written",
+            fix="run the configuration again",
+        ) from None
 
 
 def _file(number: int) -> str:

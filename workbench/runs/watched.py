@@ -68,6 +68,7 @@ def die_with(parent_pid: int, *, poll_s: float = 0.5) -> None:
         parent_pid: this process's parent; if it is another process already, the parent is gone.
         poll_s: how often the thread looks.
     """
+
     def look() -> None:
         while os.getppid() == parent_pid:
             time.sleep(poll_s)

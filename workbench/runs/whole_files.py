@@ -38,9 +38,12 @@ def to_json(value: Any, *, indent: int | None = 1, sort_keys: bool = False) -> b
     try:
         return (json.dumps(standard(value), indent=indent, sort_keys=sort_keys, allow_nan=False) + "\n").encode()
     except (TypeError, ValueError) as error:
-        raise RecordError("write a record as JSON", found=str(error),
-                          rule="text, numbers, booleans, None, lists and mappings of them",
-                          fix="turn tensors into numbers with .item() or float()") from None
+        raise RecordError(
+            "write a record as JSON",
+            found=str(error),
+            rule="text, numbers, booleans, None, lists and mappings of them",
+            fix="turn tensors into numbers with .item() or float()",
+        ) from None
 
 
 def from_json(content: bytes | str) -> Any:
@@ -111,8 +114,9 @@ def read_tensors(path: Path, *, asked: str, fix: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise RecordError(asked, found=f"{type(error).__name__}: {error}",
-                          rule="a safetensors file written by this run", fix=fix) from None
+        raise RecordError(
+            asked, found=f"{type(error).__name__}: {error}", rule="a safetensors file written by this run", fix=fix
+        ) from None
 
 
 def tensor_names(path: Path, *, asked: str, fix: str) -> list[str]:
@@ -132,8 +136,9 @@ def tensor_names(path: Path, *, asked: str, fix: str) -> list[str]:
         with safe_open(path, framework="np") as file:
             return list(file.keys())
     except (OSError, SafetensorError) as error:
-        raise RecordError(asked, found=f"{type(error).__name__}: {error}",
-                          rule="a safetensors file written by this run", fix=fix) from None
+        raise RecordError(
+            asked, found=f"{type(error).__name__}: {error}", rule="a safetensors file written by this run", fix=fix
+        ) from None
 
 
 def _temporary(path: Path) -> Path:
@@ -162,9 +167,12 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         RecordError: the record is empty, names a key ``crc32``, or does not fit in JSON.
     """
     if not record or "crc32" in record:
-        raise RecordError(f"append to {path.name} of {path.parent.name}",
-                          found=f"keys {sorted(record)}", rule="at least one key, and none named crc32",
-                          fix="rename the key")
+        raise RecordError(
+            f"append to {path.name} of {path.parent.name}",
+            found=f"keys {sorted(record)}",
+            rule="at least one key, and none named crc32",
+            fix="rename the key",
+        )
     body = to_json(dict(record), indent=None).rstrip(b"\n")
     line = b'{"crc32": "%08x", ' % zlib.crc32(body) + body[1:] + b"\n"
     with path.open("ab") as file:
@@ -184,8 +192,12 @@ def read_lines(path: Path, *, fix: str) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise RecordError(f"read {path.parent.name}/{path.name}", found=f"{type(error).__name__}: {error.strerror}",
-                          rule="a file of lines that can be read", fix=fix) from None
+        raise RecordError(
+            f"read {path.parent.name}/{path.name}",
+            found=f"{type(error).__name__}: {error.strerror}",
+            rule="a file of lines that can be read",
+            fix=fix,
+        ) from None
     if not lines[-1]:
         lines.pop()
     records = []
@@ -204,14 +216,18 @@ def checked_line(line: bytes) -> dict[str, Any] | None:
     found = _CHECK.match(text)
     if found is None:
         return None
-    body = "{" + text[found.end():]
+    body = "{" + text[found.end() :]
     return from_json(body) if f"{zlib.crc32(body.encode()):08x}" == found[1] else None
 
 
 def damaged(path: Path, which: str, *, fix: str) -> RecordError:
     """The error to raise for a file of lines of which one is not what was written."""
-    return RecordError(f"read {path.parent.name}/{path.name}", found=f"{which} is damaged",
-                       rule="every line but a torn last one carries the right checksum", fix=fix)
+    return RecordError(
+        f"read {path.parent.name}/{path.name}",
+        found=f"{which} is damaged",
+        rule="every line but a torn last one carries the right checksum",
+        fix=fix,
+    )
 
 
 def drop_torn_tail(path: Path) -> None:

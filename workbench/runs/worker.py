@@ -59,8 +59,15 @@ def run_here(run: RunDirectory, project: Path) -> None:
 
     try:
         with planted(spec.faults):
-            simulate(rank, dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses,
-                     device=_device_type(spec), timeout_s=spec.timeout_s)
+            simulate(
+                rank,
+                dp=layout.dp,
+                cp=layout.cp,
+                tp=layout.tp,
+                ulysses=layout.ulysses,
+                device=_device_type(spec),
+                timeout_s=spec.timeout_s,
+            )
     except BaseException as error:
         if 0 not in run.exits():
             run.write_exit(0, {}, error)
@@ -83,8 +90,9 @@ def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: 
         if mesh is None:
             device_type = _device_type(spec)
             device = join(device_type, timeout_s=spec.timeout_s) if join_job else torch.device(device_type)
-            mesh = make_mesh(dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses, device=device,
-                             alone=not join_job)
+            mesh = make_mesh(
+                dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses, device=device, alone=not join_job
+            )
         coordinates = mesh.coordinates
         with planted(faults):
             _train(run, spec, mesh, project)
@@ -127,8 +135,9 @@ def _recorded(batch: RolloutBatch, spec: RunSpec, first: int) -> Iterator[StepDa
     return (StepData(documents, batch) for documents in in_order(batch, spec.data.documents_per_step, first))
 
 
-def _take_steps(run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy,
-                steps: Callable[[int], Iterator[StepData]]) -> None:
+def _take_steps(
+    run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy, steps: Callable[[int], Iterator[StepData]]
+) -> None:
     loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
     first = continue_run(run, policy, optimizer)
     if first == spec.steps:  # interrupted when all was done
@@ -139,10 +148,18 @@ def _take_steps(run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy,
             tracer = Tracer(policy, rows, spec.record.trace_tokens) if spec.record.trace_tokens else None
             tokens = spec.record.tokens or spec.certified or tracer is not None
             with tracer or contextlib.nullcontext():
-                result = flow.run_step(policy, loss, rows, totals, num_source=data.source.num_tokens if tokens else 0,
-                                       frozen_clip_S=_frozen_clip(run, number),
-                                       keep_gradients=spec.record.gradients == "full", level=spec.record.metrics,
-                                       loss_spec=spec.loss, fused=spec.policy.fused_loss)
+                result = flow.run_step(
+                    policy,
+                    loss,
+                    rows,
+                    totals,
+                    num_source=data.source.num_tokens if tokens else 0,
+                    frozen_clip_S=_frozen_clip(run, number),
+                    keep_gradients=spec.record.gradients == "full",
+                    level=spec.record.metrics,
+                    loss_spec=spec.loss,
+                    fused=spec.policy.fused_loss,
+                )
             marks = mark_gradients(policy) if spec.certified else None
             norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
             optimizer.step()
@@ -173,15 +190,20 @@ def make_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer
 def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:
     """Refuse rollouts that this policy cannot have sampled, and a step of more documents than there are."""
     if int(batch.tokens_T.max()) >= vocabulary:
-        raise SpecError(f"train {spec.model.source} on {spec.data.path}",
-                        found=f"token id {int(batch.tokens_T.max())}, and a vocabulary of {vocabulary}",
-                        rule="every token id is below the size of the vocabulary",
-                        fix="use the model that these rollouts were sampled from")
+        raise SpecError(
+            f"train {spec.model.source} on {spec.data.path}",
+            found=f"token id {int(batch.tokens_T.max())}, and a vocabulary of {vocabulary}",
+            rule="every token id is below the size of the vocabulary",
+            fix="use the model that these rollouts were sampled from",
+        )
     wanted = spec.data.documents_per_step
     if wanted is not None and wanted > batch.num_documents:
-        raise SpecError(f"data.documents_per_step = {wanted}",
-                        found=f"{batch.num_documents} documents in {spec.data.path}",
-                        rule="a step takes each document at most once", fix="leave it out to take all of them")
+        raise SpecError(
+            f"data.documents_per_step = {wanted}",
+            found=f"{batch.num_documents} documents in {spec.data.path}",
+            rule="a step takes each document at most once",
+            fix="leave it out to take all of them",
+        )
 
 
 def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
@@ -195,20 +217,32 @@ def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
     chosen = run.state.get("frozen_clip_run")
     runs = [other for other in RunDirectory.find(run.path.parent, name) if chosen in (None, other.path.name)]
     if len(runs) != 1 or runs[0].status != "succeeded":
-        raise RecordError(f"frozen_clip = {name!r}",
-                          found=", ".join(f"{other.path.name} ({other.status})" for other in runs) or "no such run",
-                          rule="one finished run of that configuration, with record.tokens, in the same experiment",
-                          fix="run the whole ablation, or leave frozen_clip out")
+        raise RecordError(
+            f"frozen_clip = {name!r}",
+            found=", ".join(f"{other.path.name} ({other.status})" for other in runs) or "no such run",
+            rule="one finished run of that configuration, with record.tokens, in the same experiment",
+            fix="run the whole ablation, or leave frozen_clip out",
+        )
     return runs[0].read_tensors(_name(number, ".tokens"))["clipped"]
 
 
-def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float, step_ms: float, mesh: Mesh,
-            certificate: Certificate | None, numbers: Mapping[str, Any]) -> None:
+def _record(
+    run: RunDirectory,
+    number: int,
+    result: flow.StepResult,
+    norm: float,
+    step_ms: float,
+    mesh: Mesh,
+    certificate: Certificate | None,
+    numbers: Mapping[str, Any],
+) -> None:
     record: dict[str, Any] = {"step": number}
     record |= {f"loss/{name}/sum": float(scalar) for name, scalar in result.loss.items()}
-    record |= {"gradient/norm/global": norm,
-               "gradient/clip/coefficient": flow.clip_coefficient(norm, run.spec.optimizer.max_grad_norm),
-               "documents/trained/sum": result.totals.documents}
+    record |= {
+        "gradient/norm/global": norm,
+        "gradient/clip/coefficient": flow.clip_coefficient(norm, run.spec.optimizer.max_grad_norm),
+        "documents/trained/sum": result.totals.documents,
+    }
     record |= result.metrics
     record |= result.evidence
     record |= numbers
@@ -226,7 +260,7 @@ def _record(run: RunDirectory, number: int, result: flow.StepResult, norm: float
         write_certificate(run, number, certificate)
         record["certificate"] = certificate.hash
     run.append_step(record)
-    if (text := _nothing_trained(record)):
+    if text := _nothing_trained(record):
         sys.stderr.write(f"step {number}: {text}\n")  # standard output may be a verb's JSON, where ranks are simulated
 
 

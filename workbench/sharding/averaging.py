@@ -54,5 +54,6 @@ def engine_factor(mesh: Mesh, reduction: Literal["sum", "mean"]) -> EngineFactor
         return EngineFactor(1, f"gradients are summed over {ranks}")
     if reduction == "mean":
         return EngineFactor(dp * cp, f"gradients are averaged over {ranks}, and each back-propagates a part of a sum")
-    raise SpecError(f"engine_factor: reduction = {reduction!r}", rule="sum or mean",
-                    fix="say what the engine does to gradients")
+    raise SpecError(
+        f"engine_factor: reduction = {reduction!r}", rule="sum or mean", fix="say what the engine does to gradients"
+    )

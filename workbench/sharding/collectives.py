@@ -204,8 +204,9 @@ def exchange_rows(rows: Tensor, counts_RR: Tensor, axis: Axis, *, caller: str | 
     if axis.group is None:
         return rows
     shape = (int(counts_RR.sum()), *rows.shape[1:])  # of all ranks together: ranks agree on it
-    with flight.entering("exchange_rows", axis.name, axis.ranks, wire.group_name(axis.group), shape, rows.dtype,
-                         caller=caller):
+    with flight.entering(
+        "exchange_rows", axis.name, axis.ranks, wire.group_name(axis.group), shape, rows.dtype, caller=caller
+    ):
         return wire.exchange_rows(rows, counts_RR, axis.group, axis.rank)
 
 
@@ -331,10 +332,13 @@ class _SliceGather(Function):
 def _joined(name: str, local: Tensor, axis: Axis, dim: int, caller: str | None) -> Tensor:
     """Everyone's tensor along a dimension; as it came where the dimensions before it are of size 1."""
     dim, local = dim % local.dim(), local.contiguous()
-    before, tokens, after = local.shape[:dim], local.shape[dim], local.shape[dim + 1:]
+    before, tokens, after = local.shape[:dim], local.shape[dim], local.shape[dim + 1 :]
     as_it_comes = before.numel() == 1
-    everyone = local.new_empty(*before, axis.size * tokens, *after) if as_it_comes else local.new_empty(axis.size,
-                                                                                                       *local.shape)
+    everyone = (
+        local.new_empty(*before, axis.size * tokens, *after)
+        if as_it_comes
+        else local.new_empty(axis.size, *local.shape)
+    )
     with _in(name, local, axis, caller):
         wire.all_gather_into(everyone.view(-1), local.view(-1), axis.group)
     return everyone if as_it_comes else everyone.movedim(0, dim).flatten(dim, dim + 1)

@@ -27,13 +27,18 @@ from workbench.sharding import flight, wire
 from workbench.sharding.mesh import Axis, Mesh
 from workbench.sharding.tensor_parallel import ParameterShard
 
-NEEDED = ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms", "set_custom_all_gather",
-          "set_custom_reduce_scatter")
+NEEDED = (
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+)
 """What FSDP2 must offer: without the first two it averages."""
 
 
-def shard_parameters(root: nn.Module, units: Sequence[nn.Module], shards: Mapping[str, ParameterShard],
-                     mesh: Mesh) -> dict[str, ParameterShard]:
+def shard_parameters(
+    root: nn.Module, units: Sequence[nn.Module], shards: Mapping[str, ParameterShard], mesh: Mesh
+) -> dict[str, ParameterShard]:
     """Shard every parameter over dp x cp, in place; nothing where that is one rank.
 
     Call ``root`` to go forward. What lies in no unit (embedding, last norm, output head) is gathered at its beginning
@@ -60,14 +65,21 @@ def shard_parameters(root: nn.Module, units: Sequence[nn.Module], shards: Mappin
         root.to(mesh.device)
         return dict(shards)
     if not isinstance(axis.group, dist.ProcessGroup):
-        raise ShardingError("layout.shard_parameters among simulated ranks", found="no process group",
-                            rule="FSDP2 shards over real processes", fix="launch the layout, or leave it out")
+        raise ShardingError(
+            "layout.shard_parameters among simulated ranks",
+            found="no process group",
+            rule="FSDP2 shards over real processes",
+            fix="launch the layout, or leave it out",
+        )
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     if lacking := [name for name in NEEDED if not hasattr(FSDPModule, name)]:
-        raise ShardingError("layout.shard_parameters", found=f"torch {torch.__version__} without {', '.join(lacking)}",
-                            rule="FSDP2 must be able to sum gradients instead of averaging them",
-                            fix="use torch 2.11 or later, or leave it out")
+        raise ShardingError(
+            "layout.shard_parameters",
+            found=f"torch {torch.__version__} without {', '.join(lacking)}",
+            rule="FSDP2 must be able to sum gradients instead of averaging them",
+            fix="use torch 2.11 or later, or leave it out",
+        )
     over = DeviceMesh.from_group(axis.group, mesh.device.type, mesh_dim_names=(axis.name,))
     for module in (*units, root):
         fully_shard(module, mesh=over)
@@ -108,21 +120,29 @@ class _Move:
 
 
 class _GatherParameters(_Move):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
-                 async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
         axis = self.axis
-        with flight.entering("gather_parameters", axis.name, axis.ranks, wire.group_name(group), input_tensor.shape,
-                             input_tensor.dtype):
+        with flight.entering(
+            "gather_parameters", axis.name, axis.ranks, wire.group_name(group), input_tensor.shape, input_tensor.dtype
+        ):
             wire.all_gather_into(output_tensor, input_tensor, group)
 
 
 class _ScatterGradients(_Move):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any,
-                 async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
         axis = self.axis
         if op != dist.ReduceOp.SUM:
-            raise ShardingError("gradients of sharded parameters", found=f"FSDP2 asks for {op}",
-                                rule="gradients are summed over dp x cp", fix="use torch 2.11 to 2.13")
-        with flight.entering("scatter_gradients", axis.name, axis.ranks, wire.group_name(group), input_tensor.shape,
-                             input_tensor.dtype):
+            raise ShardingError(
+                "gradients of sharded parameters",
+                found=f"FSDP2 asks for {op}",
+                rule="gradients are summed over dp x cp",
+                fix="use torch 2.11 to 2.13",
+            )
+        with flight.entering(
+            "scatter_gradients", axis.name, axis.ranks, wire.group_name(group), input_tensor.shape, input_tensor.dtype
+        ):
             wire.reduce_scatter_into(output_tensor, input_tensor, group)

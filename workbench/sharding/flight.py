@@ -49,9 +49,20 @@ _WORDS = struct.Struct("@7Q")
 _CHECKED = struct.Struct("@4Q")
 _RANK, _PID, _COUNT, _BEAT, _ENDED = 1, 2, 3, 4, 5
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
-_OWN = tuple(str(Path(__file__).parent / name) for name in (
-    "flight.py", "collectives.py", "mesh.py", "data_parallel.py", "bridge/connect.py", "bridge/crossing.py",
-    "bridge/direct.py", "bridge/groups.py", "bridge/replicas.py"))
+_OWN = tuple(
+    str(Path(__file__).parent / name)
+    for name in (
+        "flight.py",
+        "collectives.py",
+        "mesh.py",
+        "data_parallel.py",
+        "bridge/connect.py",
+        "bridge/crossing.py",
+        "bridge/direct.py",
+        "bridge/groups.py",
+        "bridge/replicas.py",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -140,8 +151,16 @@ def stop(*, ended: bool = True) -> None:
         _flight = None
 
 
-def entering(name: str, axis: str, ranks: Sequence[int], group: str, shape: Sequence[int] = (), dtype: object = "", *,
-             caller: str | None = None) -> contextlib.AbstractContextManager[None]:
+def entering(
+    name: str,
+    axis: str,
+    ranks: Sequence[int],
+    group: str,
+    shape: Sequence[int] = (),
+    dtype: object = "",
+    *,
+    caller: str | None = None,
+) -> contextlib.AbstractContextManager[None]:
     """The time that this rank spends in a collective, for a ``with``; nothing unless `start` was called.
 
     A collective that raises was not left: that is where the rank ended.
@@ -193,7 +212,7 @@ def read(path: Path) -> FlightView:
     """
     content = _content(path)
     header = struct.unpack_from("@6Q", content)
-    entries = [entry for at in range(_HEADER, len(content), _SLOT) if (entry := _entry(content[at: at + _SLOT]))]
+    entries = [entry for at in range(_HEADER, len(content), _SLOT) if (entry := _entry(content[at : at + _SLOT]))]
     entries.sort(key=lambda entry: entry.number)
     return FlightView(header[_RANK], header[_PID], header[_COUNT], header[_BEAT], bool(header[_ENDED]), tuple(entries))
 
@@ -238,8 +257,9 @@ class _Flight:
         self._texts: dict[Any, tuple[bytes, int]] = {}
         self._inside: tuple[str, str, int, str] | None = None
 
-    def enter(self, name: str, axis: str, ranks: Sequence[int], group: str, shape: tuple[int, ...], dtype: object,
-              caller: str) -> int:
+    def enter(
+        self, name: str, axis: str, ranks: Sequence[int], group: str, shape: tuple[int, ...], dtype: object, caller: str
+    ) -> int:
         """Write an entry, and say in which slot."""
         key = (name, axis, ranks if isinstance(ranks, range) else tuple(ranks), shape, dtype, caller)
         known = self._texts.get(key)
@@ -257,7 +277,7 @@ class _Flight:
         slot = _HEADER + (count - 1) % CAPACITY * _SLOT
         words, at = self._words, slot // 8
         checked = _CHECKED.pack(count, seq, number, now)
-        self._map[slot + _TEXT_AT: slot + _TEXT_AT + len(text)] = text
+        self._map[slot + _TEXT_AT : slot + _TEXT_AT + len(text)] = text
         words[at + 1], words[at + 2], words[at + 3], words[at + 4] = seq, number, now, 0
         words[at + 5], words[at + 6] = zlib.crc32(checked, check), len(text)
         words[at] = count
@@ -324,13 +344,12 @@ def _in_words(name: str, axis: str, seq: int, caller: str) -> str:
 
 
 def _short(file: str) -> str:
-    return file[len(_PACKAGE):] if file.startswith(_PACKAGE) else "/".join(Path(file).parts[-2:])
+    return file[len(_PACKAGE) :] if file.startswith(_PACKAGE) else "/".join(Path(file).parts[-2:])
 
 
 def _text(name: str, axis: str, ranks: Sequence[int], shape: tuple[int, ...], dtype: object, caller: str) -> bytes:
     ranks = compact(ranks)
-    listed = (f"{ranks.start}:{ranks.stop}:{ranks.step}" if isinstance(ranks, range)
-              else ",".join(map(str, ranks)))
+    listed = f"{ranks.start}:{ranks.stop}:{ranks.step}" if isinstance(ranks, range) else ",".join(map(str, ranks))
     listed = listed if len(listed) <= 40 else ""
     shapes = "x".join(map(str, shape)) or "scalar"
     fields = [name[:36], axis[:12], listed, shapes[:32], str(dtype).removeprefix("torch.")[:16], caller[-52:]]
@@ -342,19 +361,26 @@ def _content(path: Path, size: int = -1) -> bytes:
         with path.open("rb") as file:
             content = file.read(size)
     except OSError as error:
-        raise RecordError(f"read {path.name}", found=type(error).__name__,
-                          rule="a rank records its collectives from its beginning",
-                          fix="it did not come so far; read its log") from None
+        raise RecordError(
+            f"read {path.name}",
+            found=type(error).__name__,
+            rule="a rank records its collectives from its beginning",
+            fix="it did not come so far; read its log",
+        ) from None
     if len(content) < _HEADER or struct.unpack_from("@Q", content)[0] != _MAGIC:
-        raise RecordError(f"read {path.name}", found="something else", rule="a file that `start` made",
-                          fix="run the configuration again")
+        raise RecordError(
+            f"read {path.name}",
+            found="something else",
+            rule="a file that `start` made",
+            fix="run the configuration again",
+        )
     return content
 
 
 def _entry(slot: bytes) -> Entry | None:
     """The entry in a slot; None if there is none, or it is only half written."""
     number, seq, group, entered, left, check, length = _WORDS.unpack_from(slot)
-    text = slot[_TEXT_AT: _TEXT_AT + length]
+    text = slot[_TEXT_AT : _TEXT_AT + length]
     if not number or zlib.crc32(_CHECKED.pack(number, seq, group, entered), zlib.crc32(text)) != check:
         return None
     name, axis, listed, shape, dtype, caller = text.decode(errors="replace").split("\t")

@@ -42,8 +42,11 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(trained_parameters(nn.ModuleDict({"_orig_mod": nn.Linear(2, 2, bias=False)})))
         ['weight']
     """
-    named = {".".join(part for part in name.split(".") if part not in _WRAPPERS): parameter
-             for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     while named and all(name.startswith("module.") for name in named):
         named = {name.removeprefix("module."): parameter for name, parameter in named.items()}
     return named
@@ -113,8 +116,9 @@ def _settled(parameter: nn.Parameter) -> Any:
     if is_shard(gradient) and any(placement.is_partial() for placement in gradient.placements):
         from torch.distributed.tensor import Replicate
 
-        return gradient.redistribute(placements=[Replicate() if placement.is_partial() else placement
-                                                 for placement in gradient.placements])
+        return gradient.redistribute(
+            placements=[Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        )
     return gradient
 
 

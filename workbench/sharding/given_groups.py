@@ -36,14 +36,20 @@ def axis_of(given: GivenGroup | None, name: str) -> Axis:
         return given
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
-            raise ShardingError(f"axis {name}", found=f"a device mesh of {given.ndim} dimensions",
-                                rule="an axis is one dimension", fix=f'take one of them (mesh["{name}"]), or '
-                                "flatten them where they were made")
+            raise ShardingError(
+                f"axis {name}",
+                found=f"a device mesh of {given.ndim} dimensions",
+                rule="an axis is one dimension",
+                fix=f'take one of them (mesh["{name}"]), or flatten them where they were made',
+            )
         given = given.get_group()
     if not isinstance(given, dist.ProcessGroup) or dist.get_rank(given) < 0:
-        raise ShardingError(f"axis {name}", found=f"{type(given).__name__}, which this rank is not in",
-                            rule="every rank gives the group that it is a member of",
-                            fix="make the groups on all ranks, and keep the one that has this rank")
+        raise ShardingError(
+            f"axis {name}",
+            found=f"{type(given).__name__}, which this rank is not in",
+            rule="every rank gives the group that it is a member of",
+            fix="make the groups on all ranks, and keep the one that has this rank",
+        )
     size = dist.get_world_size(given)
     if size == 1:
         return Axis(name)
@@ -69,13 +75,18 @@ def axes_of(mesh: GivenMesh) -> tuple[Axis, tuple[Axis, ...]]:
     names = mesh.mesh_dim_names or ()
     strangers = [name for name in names if name != "cp" and (name.split("_")[0] != "dp" or "cp" in name.split("_"))]
     if strangers or not names:
-        raise ShardingError("axes of a device mesh", found=f"dimensions {', '.join(names) or 'without names'}",
-                            rule='its dimensions are "cp" and "dp" (or "dp_..."); a tp rank holds the same tokens as '
-                                 "its neighbours and takes no part, and a dimension of both dp and cp does not say who "
-                                 "shares rows",
-                            fix='slice the mesh (mesh["dp", "cp"]), or give cp= and dp= by themselves')
-    return (axis_of(mesh["cp"] if "cp" in names else None, "cp"),
-            tuple(axis_of(mesh[name], name) for name in names if name != "cp"))
+        raise ShardingError(
+            "axes of a device mesh",
+            found=f"dimensions {', '.join(names) or 'without names'}",
+            rule='its dimensions are "cp" and "dp" (or "dp_..."); a tp rank holds the same tokens as '
+            "its neighbours and takes no part, and a dimension of both dp and cp does not say who "
+            "shares rows",
+            fix='slice the mesh (mesh["dp", "cp"]), or give cp= and dp= by themselves',
+        )
+    return (
+        axis_of(mesh["cp"] if "cp" in names else None, "cp"),
+        tuple(axis_of(mesh[name], name) for name in names if name != "cp"),
+    )
 
 
 def device_mesh_of(axis: Axis, device_type: str) -> DeviceMesh:
@@ -85,8 +96,12 @@ def device_mesh_of(axis: Axis, device_type: str) -> DeviceMesh:
         ShardingError: an axis without a process group.
     """
     if not isinstance(axis.group, dist.ProcessGroup):
-        raise ShardingError(f"device mesh of axis {axis.name}", found=f"{axis.size} rank(s) without a process group",
-                            rule="torch's own code talks over a process group", fix="start one process a rank")
+        raise ShardingError(
+            f"device mesh of axis {axis.name}",
+            found=f"{axis.size} rank(s) without a process group",
+            rule="torch's own code talks over a process group",
+            fix="start one process a rank",
+        )
     return DeviceMesh.from_group(axis.group, device_type, mesh_dim_names=(axis.name,))
 
 

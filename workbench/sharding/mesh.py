@@ -78,8 +78,16 @@ def single_process_mesh(device: torch.device | str = "cpu") -> Mesh:
     return Mesh({name: Axis(name) for name in (*AXES, "dp_cp", "cp_inner", "cp_outer")}, torch.device(device))
 
 
-def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, ulysses: int = 1, device: torch.device | str = "cpu",
-              alone: bool = False, **refused: int) -> Mesh:
+def make_mesh(
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    ulysses: int = 1,
+    device: torch.device | str = "cpu",
+    alone: bool = False,
+    **refused: int,
+) -> Mesh:
     """Lay named axes over the ranks of the running job, or over this process alone.
 
     Collective unless ``alone``: every rank calls it with the same sizes. Call `join` first if there is more than one
@@ -98,27 +106,37 @@ def make_mesh(*, dp: int = 1, cp: int = 1, tp: int = 1, ulysses: int = 1, device
         ShardingError: an axis that is not supported (pp, ep), or sizes whose product is not the world size.
     """
     for name in refused:
-        raise ShardingError(f"mesh with axis {name!r}", rule=f"the axes are {', '.join(AXES)}",
-                            fix="pipeline (pp) and expert (ep) parallelism are out of scope; fold their ranks into dp")
+        raise ShardingError(
+            f"mesh with axis {name!r}",
+            rule=f"the axes are {', '.join(AXES)}",
+            fix="pipeline (pp) and expert (ep) parallelism are out of scope; fold their ranks into dp",
+        )
     world = dist.get_world_size() if dist.is_initialized() and not alone else 1
     sizes = {"dp": dp, "cp": cp, "tp": tp}
     wanted = dp * cp * tp
     if wanted != world:
         raise ShardingError(
-            f"mesh dp={dp} x cp={cp} x tp={tp} = {wanted} ranks", found=f"a job of {world} rank(s)",
+            f"mesh dp={dp} x cp={cp} x tp={tp} = {wanted} ranks",
+            found=f"a job of {world} rank(s)",
             rule="dp * cp * tp is the number of ranks",
-            fix=f"start {wanted} ranks, or choose sizes whose product is {world}")
+            fix=f"start {wanted} ranks, or choose sizes whose product is {world}",
+        )
     if ulysses < 1 or cp % ulysses:
-        raise ShardingError(f"mesh with cp={cp} and ulysses={ulysses}", rule="ulysses divides cp",
-                            fix="choose how many neighbours on cp exchange heads among the divisors of cp")
+        raise ShardingError(
+            f"mesh with cp={cp} and ulysses={ulysses}",
+            rule="ulysses divides cp",
+            fix="choose how many neighbours on cp exchange heads among the divisors of cp",
+        )
     device = torch.device(device)
     if world == 1:
         return single_process_mesh(device)
     with flight.entering("make_mesh", "world", range(world), "world", tuple(sizes.values())):
         device_mesh = init_device_mesh(device.type, (dp, cp, tp), mesh_dim_names=AXES)
         coordinate = dict(zip(AXES, device_mesh.get_coordinate(), strict=True))
-        axes = {name: _axis(name, size, coordinate[name], device_mesh.get_group(name) if size > 1 else None)
-                for name, size in sizes.items()}
+        axes = {
+            name: _axis(name, size, coordinate[name], device_mesh.get_group(name) if size > 1 else None)
+            for name, size in sizes.items()
+        }
         both = dp * cp
         flat = coordinate["dp"] * cp + coordinate["cp"]
         if dp == 1 or cp == 1:
@@ -176,9 +194,11 @@ def join(device_type: str, *, timeout_s: float) -> torch.device:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         with flight.entering("join", "world", range(world), "world"):
-            dist.init_process_group("nccl" if device_type == "cuda" else "gloo",
-                                    timeout=datetime.timedelta(seconds=timeout_s),
-                                    device_id=device if device_type == "cuda" else None)
+            dist.init_process_group(
+                "nccl" if device_type == "cuda" else "gloo",
+                timeout=datetime.timedelta(seconds=timeout_s),
+                device_id=device if device_type == "cuda" else None,
+            )
     return device
 
 

@@ -54,8 +54,11 @@ def padding_rule(order: str, cp: int, *, block_tokens: int = 128, tp: int = 1) -
     """
     check_order(order)
     if min(cp, block_tokens, tp) < 1:
-        raise ShardingError(f"{order} order with cp={cp}, block_tokens={block_tokens}, tp={tp}",
-                            rule="all are at least 1", fix="correct the layout")
+        raise ShardingError(
+            f"{order} order with cp={cp}, block_tokens={block_tokens}, tp={tp}",
+            rule="all are at least 1",
+            fix="correct the layout",
+        )
     own = {"zigzag": 2, "document_zigzag": 2, "balanced": block_tokens}.get(order, 1) * cp
     return Multiples(math.lcm(own, cp * tp), 2 * cp if order == "document_zigzag" else 1)
 
@@ -67,8 +70,9 @@ def check_order(order: str) -> None:
         ShardingError: it is none.
     """
     if order not in ORDERS:
-        raise ShardingError(f"shard plan with order {order!r}", rule=f"one of {', '.join(ORDERS)}",
-                            fix="correct layout.order")
+        raise ShardingError(
+            f"shard plan with order {order!r}", rule=f"one of {', '.join(ORDERS)}", fix="correct layout.order"
+        )
 
 
 def document_lengths(document_ids_T: Tensor, multiple_of: int = 1) -> tuple[int, ...]:
@@ -92,13 +96,16 @@ def document_lengths(document_ids_T: Tensor, multiple_of: int = 1) -> tuple[int,
     begins = [0]
     for length in lengths:
         begins.append(begins[-1] + length)
-    expected_T = torch.cat([torch.arange(begin, begin + count) for begin, count in zip(begins, counts, strict=False)]
-                           or [real_T])
+    expected_T = torch.cat(
+        [torch.arange(begin, begin + count) for begin, count in zip(begins, counts, strict=False)] or [real_T]
+    )
     if not torch.equal(real_T, expected_T):
-        raise ShardingError(f"the documents of a row, padded to multiples of {multiple_of}",
-                            found=f"{len(counts)} document(s) of {counts[:8]} tokens, not one after another",
-                            rule="a document begins where the padding of the one before it ends",
-                            fix=f"pack(..., document_multiple_of={multiple_of})")
+        raise ShardingError(
+            f"the documents of a row, padded to multiples of {multiple_of}",
+            found=f"{len(counts)} document(s) of {counts[:8]} tokens, not one after another",
+            rule="a document begins where the padding of the one before it ends",
+            fix=f"pack(..., document_multiple_of={multiple_of})",
+        )
     rest = len(ids_T) - begins[-1]
     return tuple(lengths + [rest] * (rest > 0))
 
@@ -162,7 +169,8 @@ def block_work(lengths: Sequence[int], block_tokens: int) -> Tensor:
 
 
 ORDERS: dict[str, Callable[[Sequence[int], int, int], list[Tensor]]] = {
-    function.__name__: function for function in (contiguous, zigzag, striped, document_zigzag, balanced)}
+    function.__name__: function for function in (contiguous, zigzag, striped, document_zigzag, balanced)
+}
 """By name: lengths of the documents (the whole row counts where an order does not look at them), ranks and tokens of a
 block to the [T / cp] positions of each rank, in the order in which it holds them."""
 

@@ -65,8 +65,10 @@ class Balance:
 
     def __repr__(self) -> str:
         """Say the figures and whose they are."""
-        return (f"Balance(max/mean {self.max_over_mean:.3f}, {self.in_lock_step:.3f} in a ring; pairs of ranks "
-                f"{', '.join(f'{pairs:,}' for pairs in self.of_ranks)})")
+        return (
+            f"Balance(max/mean {self.max_over_mean:.3f}, {self.in_lock_step:.3f} in a ring; pairs of ranks "
+            f"{', '.join(f'{pairs:,}' for pairs in self.of_ranks)})"
+        )
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,15 @@ class ShardPlan:
     document_lengths: tuple[int, ...] = ()
 
     @classmethod
-    def make(cls, order: str, *, num_tokens: int, cp: int, document_lengths: Sequence[int] | None = None,
-             block_tokens: int = 128) -> ShardPlan:
+    def make(
+        cls,
+        order: str,
+        *,
+        num_tokens: int,
+        cp: int,
+        document_lengths: Sequence[int] | None = None,
+        block_tokens: int = 128,
+    ) -> ShardPlan:
         """Plan a row of ``num_tokens`` for ``cp`` ranks.
 
         Args:
@@ -162,8 +171,11 @@ class ShardPlan:
             >>> ShardPlan.make("contiguous", num_tokens=8, cp=2).balance()
             Balance(max/mean 1.444, 1.444 in a ring; pairs of ranks 10, 26)
         """
-        begins_T = _begins(self.document_lengths or (self.num_tokens,)) if document_ids_T is None else \
-            _begins(torch.unique_consecutive(document_ids_T.cpu(), return_counts=True)[1].tolist())
+        begins_T = (
+            _begins(self.document_lengths or (self.num_tokens,))
+            if document_ids_T is None
+            else _begins(torch.unique_consecutive(document_ids_T.cpu(), return_counts=True)[1].tolist())
+        )
         owners_T = self.owners_T
         pairs_RR = torch.zeros(self.cp, self.cp, dtype=torch.int64)
         for holder in range(self.cp):
@@ -186,8 +198,9 @@ class ShardPlan:
         edges = [cell * self.num_tokens // cells for cell in range(cells + 1)]
         rows = {"tokens": f"0{self.num_tokens - 1:>{max(cells, 2) - 1}}"}
         if self.document_lengths:
-            numbers_T = torch.repeat_interleave(torch.arange(len(self.document_lengths)),
-                                                torch.tensor(self.document_lengths))
+            numbers_T = torch.repeat_interleave(
+                torch.arange(len(self.document_lengths)), torch.tensor(self.document_lengths)
+            )
             rows["documents"] = _cells(numbers_T, edges, "abcdefghijklmnopqrstuvwxyz")
         rows["ranks"] = _cells(self.owners_T, edges, "0123456789abcdefghijklmnopqrstuvwxyz")
         return "\n".join(f"{name:<11}{text}" for name, text in rows.items())
@@ -211,32 +224,47 @@ def _refuse_row(order: str, num_tokens: int, cp: int, block_tokens: int) -> None
     multiple = padding_rule(order, max(cp, 1), block_tokens=max(block_tokens, 1)).row
     if min(cp, num_tokens, block_tokens) >= 1 and num_tokens % multiple == 0:
         return
-    need = {"balanced": f"block_tokens * cp = {block_tokens} * {cp} = {multiple}", "contiguous": f"cp = {multiple}",
-            "striped": f"cp = {multiple}"}.get(order, f"2 * cp = {multiple}")
+    need = {
+        "balanced": f"block_tokens * cp = {block_tokens} * {cp} = {multiple}",
+        "contiguous": f"cp = {multiple}",
+        "striped": f"cp = {multiple}",
+    }.get(order, f"2 * cp = {multiple}")
     smaller = ", or take a smaller layout.block_tokens" if order == "balanced" else ""
     raise ShardingError(
         f"shard plan: {order} order of {num_tokens} tokens over cp={cp}",
-        found=f"{num_tokens} tokens", rule=f"a positive multiple of {need}",
+        found=f"{num_tokens} tokens",
+        rule=f"a positive multiple of {need}",
         fix=f"pad the row to {max(1, -(-num_tokens // multiple)) * multiple} tokens "
-            f"(pack(..., multiple_of=...); data.multiple_of unset does it){smaller}")
+        f"(pack(..., multiple_of=...); data.multiple_of unset does it){smaller}",
+    )
 
 
 def _refuse_documents(order: str, num_tokens: int, cp: int, lengths: tuple[int, ...] | None) -> None:
     asked = f"shard plan: {order} order of {num_tokens} tokens over cp={cp}"
     if lengths is None:
         if order in BY_DOCUMENT:
-            raise ShardingError(asked, found="no document_lengths", rule=f"the {order} order goes by documents",
-                                fix="give their lengths in the order of the row, the padding at its end last")
+            raise ShardingError(
+                asked,
+                found="no document_lengths",
+                rule=f"the {order} order goes by documents",
+                fix="give their lengths in the order of the row, the padding at its end last",
+            )
         return
     if min(lengths, default=0) < 1 or sum(lengths) != num_tokens:
-        raise ShardingError(asked, found=f"{len(lengths)} documents of {sum(lengths)} tokens in all, "
-                                         f"{min(lengths, default=0)} in the shortest",
-                            rule="documents with their padding, and the padding at the end, are the row",
-                            fix="take them from orders.document_lengths(row.document_ids_T, ...)")
+        raise ShardingError(
+            asked,
+            found=f"{len(lengths)} documents of {sum(lengths)} tokens in all, "
+            f"{min(lengths, default=0)} in the shortest",
+            rule="documents with their padding, and the padding at the end, are the row",
+            fix="take them from orders.document_lengths(row.document_ids_T, ...)",
+        )
     multiple = padding_rule(order, cp).document
     odd = [f"{number} of {length}" for number, length in enumerate(lengths) if length % multiple]
     if odd:
         more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
-        raise ShardingError(asked, found=f"document {', '.join(odd[:4])} tokens{more}",
-                            rule=f"every document has a multiple of 2 * cp = {multiple} tokens, padding included",
-                            fix=f"pack(..., document_multiple_of={multiple}); a run does so by itself")
+        raise ShardingError(
+            asked,
+            found=f"document {', '.join(odd[:4])} tokens{more}",
+            rule=f"every document has a multiple of 2 * cp = {multiple} tokens, padding included",
+            fix=f"pack(..., document_multiple_of={multiple}); a run does so by itself",
+        )

@@ -80,6 +80,8 @@ class Stream:
     def _check(self, whole: Tensor) -> None:
         tokens = whole.shape[TOKENS]
         if tokens % self.axis.size:
-            raise ShardingError(f"sequence parallelism of {tokens} tokens over tp={self.axis.size}",
-                                rule="tp divides the tokens of a cp rank",
-                                fix="pad rows to a multiple of cp * tp tokens (data.multiple_of unset does it)")
+            raise ShardingError(
+                f"sequence parallelism of {tokens} tokens over tp={self.axis.size}",
+                rule="tp divides the tokens of a cp rank",
+                fix="pad rows to a multiple of cp * tp tokens (data.multiple_of unset does it)",
+            )

@@ -46,8 +46,16 @@ Result = TypeVar("Result")
 _inside: contextvars.ContextVar[bool] = contextvars.ContextVar("workbench_simulated", default=False)
 
 
-def simulate(function: Callable[[Mesh], Result], *, dp: int = 1, cp: int = 1, tp: int = 1, ulysses: int = 1,
-             device: torch.device | str = "cpu", timeout_s: float = 60.0) -> list[Result]:
+def simulate(
+    function: Callable[[Mesh], Result],
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    tp: int = 1,
+    ulysses: int = 1,
+    device: torch.device | str = "cpu",
+    timeout_s: float = 60.0,
+) -> list[Result]:
     """Call a function on every rank of a mesh, all of them in this process.
 
     Args:
@@ -79,11 +87,17 @@ def simulate(function: Callable[[Mesh], Result], *, dp: int = 1, cp: int = 1, tp
     if min(sizes.values()) < 1:
         raise ShardingError(f"simulate {words}", rule="every size is at least 1", fix="leave out axes of one rank")
     if ulysses < 1 or cp % ulysses:
-        raise ShardingError(f"simulate {words} with ulysses={ulysses}", rule="ulysses divides cp",
-                            fix="choose how many neighbours on cp exchange heads among the divisors of cp")
+        raise ShardingError(
+            f"simulate {words} with ulysses={ulysses}",
+            rule="ulysses divides cp",
+            fix="choose how many neighbours on cp exchange heads among the divisors of cp",
+        )
     if _inside.get():
-        raise ShardingError(f"simulate {words} on a rank that is simulated itself", rule="ranks have no ranks",
-                            fix="simulate one after another, outside")
+        raise ShardingError(
+            f"simulate {words} on a rank that is simulated itself",
+            rule="ranks have no ranks",
+            fix="simulate one after another, outside",
+        )
     world = _World(sizes, ulysses, torch.device(device))
     with torch.random.fork_rng(devices=[]):
         world.run(function, timeout_s)
@@ -160,8 +174,15 @@ class _World:
     def run(self, function: Callable[[Mesh], Any], timeout_s: float) -> None:
         """All ranks from beginning to end; raises what the first of them raised."""
         modes = _callers_modes(self.device)
-        threads = [threading.Thread(target=contextvars.copy_context().run, args=(self._rank, rank, function, modes),
-                                    name=f"simulated rank {rank.number}", daemon=True) for rank in self.ranks]
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(self._rank, rank, function, modes),
+                name=f"simulated rank {rank.number}",
+                daemon=True,
+            )
+            for rank in self.ranks
+        ]
         for thread in threads:
             thread.start()
         self._next()
@@ -183,9 +204,12 @@ class _World:
         """What every rank of the group brought, once all have come."""
         me = self.ranks[group.ranks[group.rank]]
         if me.ended:
-            raise LaunchError(f"a collective over {group.axis}", found=f"simulated {me} has ended",
-                              rule="what goes through collectives, backward too, is done inside of simulate",
-                              fix="call backward on the rank, and return numbers that are detached")
+            raise LaunchError(
+                f"a collective over {group.axis}",
+                found=f"simulated {me} has ended",
+                rule="what goes through collectives, backward too, is done inside of simulate",
+                fix="call backward on the rank, and return numbers that are detached",
+            )
         if self.error is not None:
             raise _Ended("another simulated rank failed")
         arrival = _Arrival(*_which(tensor), tensor)
@@ -196,7 +220,8 @@ class _World:
                     "simulated ranks came to different collectives",
                     found=f"{me}: {arrival.words(group.axis)}; {self.ranks[other]}: {theirs.words(group.axis)}",
                     rule="every rank of an axis calls the same collectives in the same order, on tensors of one shape",
-                    fix="let no collective depend on what only some ranks hold; a rank without tokens brings zeros")
+                    fix="let no collective depend on what only some ranks hold; a rank without tokens brings zeros",
+                )
         came[me.number] = arrival
         if len(came) < len(group.ranks):
             me.waits = group, arrival
@@ -211,8 +236,9 @@ class _World:
                 self.ready.append(other)
         return everyone
 
-    def _rank(self, rank: _Rank, function: Callable[[Mesh], Any],
-              modes: Callable[[], AbstractContextManager[Any]]) -> None:
+    def _rank(
+        self, rank: _Rank, function: Callable[[Mesh], Any], modes: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
         _inside.set(True)
         rank.turn.acquire()
         try:
@@ -264,9 +290,12 @@ class _World:
         ended = [str(rank) for rank in self.ranks if rank.ended]
         if ended:
             found.append(f"{', '.join(ended)} ended")
-        return LaunchError("simulated ranks that wait for each other: nobody can go on", found="; ".join(found),
-                           rule="every rank of an axis comes to the same collectives in the same order",
-                           fix="let no rank leave early or skip one; a rank without tokens brings zeros")
+        return LaunchError(
+            "simulated ranks that wait for each other: nobody can go on",
+            found="; ".join(found),
+            rule="every rank of an axis comes to the same collectives in the same order",
+            fix="let no rank leave early or skip one; a rank without tokens brings zeros",
+        )
 
     def _too_slow(self, threads: Sequence[threading.Thread], timeout_s: float) -> NoReturn:
         rank = self.running
@@ -274,8 +303,10 @@ class _World:
         frame = sys._current_frames().get(threads[rank.number].ident or 0)
         raise LaunchError(
             f"simulated {rank} computes for more than {timeout_s:g} s",
-            found=_caller(frame), rule="a rank comes to a collective or ends within timeout_s",
-            fix="raise timeout_s, or look at what the rank does there:\n" + "".join(traceback.format_stack(frame)[-3:]))
+            found=_caller(frame),
+            rule="a rank comes to a collective or ends within timeout_s",
+            fix="raise timeout_s, or look at what the rank does there:\n" + "".join(traceback.format_stack(frame)[-3:]),
+        )
 
     def _coordinates(self, number: int) -> dict[str, int]:
         cp, tp = self.sizes["cp"], self.sizes["tp"]
@@ -283,19 +314,28 @@ class _World:
 
     def _mesh(self, rank: _Rank) -> Mesh:
         """Each axis holds the ranks at the same place on everything that it does not go along."""
+
         def place(other: _Rank) -> dict[str, int]:
             at = other.coordinates
             return {**at, "cp_inner": at["cp"] % self.ulysses, "cp_outer": at["cp"] // self.ulysses}
 
-        fixed = {"dp": ("cp", "tp"), "cp": ("dp", "tp"), "tp": ("dp", "cp"), "dp_cp": ("tp",),
-                 "cp_inner": ("dp", "cp_outer", "tp"), "cp_outer": ("dp", "cp_inner", "tp")}
+        fixed = {
+            "dp": ("cp", "tp"),
+            "cp": ("dp", "tp"),
+            "tp": ("dp", "cp"),
+            "dp_cp": ("tp",),
+            "cp_inner": ("dp", "cp_outer", "tp"),
+            "cp_outer": ("dp", "cp_inner", "tp"),
+        }
         axes = {}
         for name, same in fixed.items():
-            ranks = tuple(other.number for other in self.ranks
-                          if all(place(other)[axis] == place(rank)[axis] for axis in same))
+            ranks = tuple(
+                other.number for other in self.ranks if all(place(other)[axis] == place(rank)[axis] for axis in same)
+            )
             own = ranks.index(rank.number)
-            axes[name] = Axis(name, len(ranks), own, _Group(self, name, own, ranks), ranks) if len(ranks) > 1 \
-                else Axis(name)
+            axes[name] = (
+                Axis(name, len(ranks), own, _Group(self, name, own, ranks), ranks) if len(ranks) > 1 else Axis(name)
+            )
         return Mesh(axes, self.device)
 
 
@@ -305,8 +345,10 @@ def _callers_modes(device: torch.device) -> Callable[[], AbstractContextManager[
     In it, backward stays in its thread, where a GPU's would otherwise go through one thread that all ranks share.
     """
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    narrow = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-              for kind in dict.fromkeys(("cpu", device.type))}
+    narrow = {
+        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in dict.fromkeys(("cpu", device.type))
+    }
 
     @contextmanager
     def modes() -> Iterator[None]:
@@ -342,7 +384,7 @@ def _caller(frame: FrameType | None) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if f"{os.sep}torch{os.sep}" not in file and file not in _OWN:
-            short = file[len(_PACKAGE):] if file.startswith(_PACKAGE) else Path(file).name
+            short = file[len(_PACKAGE) :] if file.startswith(_PACKAGE) else Path(file).name
             return f"{short}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"

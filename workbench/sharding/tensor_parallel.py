@@ -56,8 +56,12 @@ def shard_range(size: int, axis: Axis, *, what: str) -> tuple[int, int]:
     """
     piece = -(-size // axis.size)
     if piece * (axis.size - 1) >= size:
-        raise ShardingError(f"{what}: {size} over tp={axis.size}", found=f"pieces of {piece} leave a rank empty",
-                            rule="every tp rank holds at least one", fix="use fewer tp ranks")
+        raise ShardingError(
+            f"{what}: {size} over tp={axis.size}",
+            found=f"pieces of {piece} leave a rank empty",
+            rule="every tp rank holds at least one",
+            fix="use fewer tp ranks",
+        )
     return axis.rank * piece, min(size, (axis.rank + 1) * piece)
 
 
@@ -69,14 +73,17 @@ def check_heads(heads: Mapping[str, int], axis: Axis) -> None:
     """
     bad = {name: count for name, count in heads.items() if count % axis.size}
     if bad:
-        raise ShardingError(f"tensor parallelism over tp={axis.size}",
-                            found=", ".join(f"{count} {name} heads" for name, count in bad.items()),
-                            rule="tp divides the query heads and the key/value heads",
-                            fix=f"choose tp among the common divisors of {sorted(set(heads.values()))}")
+        raise ShardingError(
+            f"tensor parallelism over tp={axis.size}",
+            found=", ".join(f"{count} {name} heads" for name, count in bad.items()),
+            rule="tp divides the query heads and the key/value heads",
+            fix=f"choose tp among the common divisors of {sorted(set(heads.values()))}",
+        )
 
 
-def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], axis: Axis, *,
-                          sequence_parallel: bool = False) -> dict[str, ParameterShard]:
+def apply_tensor_parallel(
+    model: nn.Module, plan: Mapping[str, str], axis: Axis, *, sequence_parallel: bool = False
+) -> dict[str, ParameterShard]:
     """Cut a whole model into this rank's part, in place.
 
     Args:
@@ -120,11 +127,16 @@ def leave_sums(model: nn.Module, *, to_others: bool) -> None:
     Raises:
         ShardingError: sequence parallelism, which gathers and scatters tokens in the same place.
     """
-    ways = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()
-            if isinstance(hook, _Into)]
+    ways = [
+        hook for module in model.modules() for hook in module._forward_pre_hooks.values() if isinstance(hook, _Into)
+    ]
     if to_others and any(way.stream.sharded for way in ways):
-        raise ShardingError("sums over tp that are left to others", found="sequence parallelism",
-                            rule="hidden states are whole between blocks", fix="leave layout.sequence_parallel out")
+        raise ShardingError(
+            "sums over tp that are left to others",
+            found="sequence parallelism",
+            rule="hidden states are whole between blocks",
+            fix="leave layout.sequence_parallel out",
+        )
     for way in ways:
         way.idle = to_others
 
@@ -145,8 +157,11 @@ def own_part(whole: Tensor, shard: ParameterShard, axis: Axis) -> Tensor:
     if shard.dim is None or axis.size == 1:
         return whole
     sections = whole.split(shard.parts, shard.dim) if shard.parts else (whole,)
-    mine = [section.narrow(shard.dim, start, stop - start) for section in sections
-            for start, stop in [shard_range(section.shape[shard.dim], axis, what="parameter")]]
+    mine = [
+        section.narrow(shard.dim, start, stop - start)
+        for section in sections
+        for start, stop in [shard_range(section.shape[shard.dim], axis, what="parameter")]
+    ]
     return mine[0] if len(mine) == 1 else torch.cat(mine, dim=shard.dim)
 
 
@@ -156,9 +171,11 @@ def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str],
     parameters: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in STYLES and style not in PARAMETER_STYLES:
-            raise ShardingError(f"tensor-parallel plan: {pattern!r} is {style!r}",
-                                rule=f"styles known here: {', '.join({**STYLES, **PARAMETER_STYLES})}",
-                                fix="use a model whose plan keeps to these, or tp=1")
+            raise ShardingError(
+                f"tensor-parallel plan: {pattern!r} is {style!r}",
+                rule=f"styles known here: {', '.join({**STYLES, **PARAMETER_STYLES})}",
+                fix="use a model whose plan keeps to these, or tp=1",
+            )
         of_modules = fnmatch.filter([name for name, _ in model.named_modules()], pattern)
         of_parameters = fnmatch.filter([name for name, _ in model.named_parameters()], pattern)
         if of_modules and style in STYLES:
@@ -166,16 +183,21 @@ def _matches(model: nn.Module, plan: Mapping[str, str]) -> tuple[dict[str, str],
         elif of_parameters and style in PARAMETER_STYLES:
             parameters |= dict.fromkeys(of_parameters, style)
         else:
-            raise ShardingError(f"tensor-parallel plan: {pattern!r} is {style!r}", found="no module of that name"
-                                if style in STYLES else "no parameter of that name",
-                                rule="a plan names modules and parameters of the model",
-                                fix="use the plan of this model's own config")
+            raise ShardingError(
+                f"tensor-parallel plan: {pattern!r} is {style!r}",
+                found="no module of that name" if style in STYLES else "no parameter of that name",
+                rule="a plan names modules and parameters of the model",
+                fix="use the plan of this model's own config",
+            )
     for name, style in modules.items():
         held = [p for p, _ in model.get_submodule(name).named_parameters(name)] if style == "moe_tp_experts" else []
         if whole := [p for p in held if p not in parameters]:
-            raise ShardingError(f"tensor-parallel plan: {name!r} is {style!r}", found=f"{', '.join(whole)} left whole",
-                                rule="every parameter of experts is cut, or each rank would add all of it",
-                                fix="use a model whose plan cuts them, or tp=1")
+            raise ShardingError(
+                f"tensor-parallel plan: {name!r} is {style!r}",
+                found=f"{', '.join(whole)} left whole",
+                rule="every parameter of experts is cut, or each rank would add all of it",
+                fix="use a model whose plan cuts them, or tp=1",
+            )
     return modules, parameters
 
 
@@ -214,9 +236,12 @@ class _Into:
         if inputs:
             return (self.stream.into(inputs[0]), *inputs[1:]), named
         if "hidden_states" not in named:
-            raise ShardingError(f"tensor parallelism of {self.block}", found=f"a call with {', '.join(named)}",
-                                rule="a block gets its hidden states first, or as hidden_states",
-                                fix="use tp=1 for this model")
+            raise ShardingError(
+                f"tensor parallelism of {self.block}",
+                found=f"a call with {', '.join(named)}",
+                rule="a block gets its hidden states first, or as hidden_states",
+                fix="use tp=1 for this model",
+            )
         return inputs, named | {"hidden_states": self.stream.into(named["hidden_states"])}
 
 
@@ -231,8 +256,12 @@ def _sections(name: str, size: int, count: int, axis: Axis) -> tuple[list[tuple[
     """This rank's [start, stop) of each of several equal sections, and what `ParameterShard.parts` says of them."""
     each = size // count
     if each % axis.size:
-        raise ShardingError(f"tensor parallelism of {name} over tp={axis.size}", found=f"{each} features",
-                            rule="tp divides the features of every cut layer", fix="choose a tp that divides them")
+        raise ShardingError(
+            f"tensor parallelism of {name} over tp={axis.size}",
+            found=f"{each} features",
+            rule="tp divides the features of every cut layer",
+            fix="choose a tp that divides them",
+        )
     mine = each // axis.size
     starts = [each * section + mine * axis.rank for section in range(count)]
     return [(start, start + mine) for start in starts], (each,) * count if count > 1 else ()
@@ -335,6 +364,7 @@ def _experts(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard
 
     Shapes: hidden [t, D], experts and weights [t, k] -> [t, D]; parameters [E, F, D] (or 2F, gate and up), [E, D, F].
     """
+
     def enter(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
@@ -342,9 +372,10 @@ def _experts(module: Any, name: str, stream: Stream) -> dict[str, ParameterShard
             return stream.into(value)
         return gather_scatter(value, stream.axis, dim=TOKENS) if stream.sharded else value
 
-    module.register_forward_pre_hook(lambda _, inputs, named: (tuple(map(enter, inputs)),
-                                                               {key: enter(value) for key, value in named.items()}),
-                                     with_kwargs=True)
+    module.register_forward_pre_hook(
+        lambda _, inputs, named: (tuple(map(enter, inputs)), {key: enter(value) for key, value in named.items()}),
+        with_kwargs=True,
+    )
     module.register_forward_hook(lambda _, __, out: stream.out_of(out))
     return {}
 

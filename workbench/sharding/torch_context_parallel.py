@@ -78,14 +78,18 @@ def torch_ring() -> TorchRing:
             continue
         if hasattr(module, "context_parallel"):
             return TorchRing(module.context_parallel, place)
-    raise ShardingError("torch's context parallelism", found=f"torch {torch.__version__} without context_parallel",
-                        rule=f"it is in {' or '.join(PLACES)} (torch 2.11 to 2.13)",
-                        fix="take another torch, or the workbench's own attention")
+    raise ShardingError(
+        "torch's context parallelism",
+        found=f"torch {torch.__version__} without context_parallel",
+        rule=f"it is in {' or '.join(PLACES)} (torch 2.11 to 2.13)",
+        fix="take another torch, or the workbench's own attention",
+    )
 
 
 @contextmanager
-def torch_context_parallel(axis: Axis, tensors: Mapping[str, Tensor], *, ring: TorchRing | None = None
-                           ) -> Iterator[dict[str, Tensor]]:
+def torch_context_parallel(
+    axis: Axis, tensors: Mapping[str, Tensor], *, ring: TorchRing | None = None
+) -> Iterator[dict[str, Tensor]]:
     """Each rank's share of some rows, while attention runs over the rows of all ranks of an axis.
 
     Forward and backward of every model that calls ``torch.nn.functional.scaled_dot_product_attention`` belong inside.
@@ -108,10 +112,12 @@ def torch_context_parallel(axis: Axis, tensors: Mapping[str, Tensor], *, ring: T
     lengths = {name: tensor.shape[1] for name, tensor in tensors.items()}
     length = next(iter(lengths.values()))
     if wrong := [f"{name} of {other}" for name, other in lengths.items() if other != length]:
-        raise ShardingError("rows under torch's context parallelism",
-                            found=f"{', '.join(wrong)} beside {length} tokens",
-                            rule="every tensor has a value for each token, in its second dimension",
-                            fix="expand what is shared by a row")
+        raise ShardingError(
+            "rows under torch's context parallelism",
+            found=f"{', '.join(wrong)} beside {length} tokens",
+            rule="every tensor has a value for each token, in its second dimension",
+            fix="expand what is shared by a row",
+        )
     if axis.group is None:
         yield dict(tensors)
         return
@@ -120,8 +126,12 @@ def torch_context_parallel(axis: Axis, tensors: Mapping[str, Tensor], *, ring: T
     check_rows(length, axis.size, device.type, found)
     shards = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     buffers = list(shards.values())
-    manager = found.enter(device_mesh_of(axis, device.type), buffers=buffers, buffer_seq_dims=[1] * len(buffers),
-                          no_restore_buffers=set(buffers))
+    manager = found.enter(
+        device_mesh_of(axis, device.type),
+        buffers=buffers,
+        buffer_seq_dims=[1] * len(buffers),
+        no_restore_buffers=set(buffers),
+    )
     before = functional.scaled_dot_product_attention
     manager.__enter__()
     replaced = functional.scaled_dot_product_attention
@@ -145,16 +155,20 @@ def check_rows(length: int, ranks: int, device_type: str, ring: TorchRing) -> No
         ShardingError: the device, or the length.
     """
     if device_type not in ring.devices:
-        raise ShardingError("torch's context parallelism", found=f"tensors on {device_type}",
-                            rule=f"it trains on {', '.join(ring.devices)} only; elsewhere its attention has no kernel",
-                            fix="take the workbench's own attention (layout.cp with layout.attention), which runs "
-                                "everywhere")
+        raise ShardingError(
+            "torch's context parallelism",
+            found=f"tensors on {device_type}",
+            rule=f"it trains on {', '.join(ring.devices)} only; elsewhere its attention has no kernel",
+            fix="take the workbench's own attention (layout.cp with layout.attention), which runs everywhere",
+        )
     if length % (2 * ranks):
-        raise ShardingError(f"rows of {length} tokens under torch's context parallelism over cp={ranks}",
-                            found=f"{length} is no multiple of 2 * cp = {2 * ranks}",
-                            rule="a rank holds two chunks of equal length, one from the head and one from the tail",
-                            fix=f"pad the rows at their end to {-(-length // (2 * ranks)) * 2 * ranks} tokens, and do "
-                                "not train on the padding")
+        raise ShardingError(
+            f"rows of {length} tokens under torch's context parallelism over cp={ranks}",
+            found=f"{length} is no multiple of 2 * cp = {2 * ranks}",
+            rule="a rank holds two chunks of equal length, one from the head and one from the tail",
+            fix=f"pad the rows at their end to {-(-length // (2 * ranks)) * 2 * ranks} tokens, and do "
+            "not train on the padding",
+        )
 
 
 def guarded(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -164,9 +178,16 @@ def guarded(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     Backward: as the ring's; repeated key/value heads add up.
     """
 
-    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                                     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-                                     enable_gqa: bool = False) -> Tensor:
+    def scaled_dot_product_attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         _refuse_unknown(query, attn_mask, dropout_p, is_causal)
         groups = query.shape[1] // key.shape[1]
         grouped = groups > 1 and query.dtype in HALF and query.shape[-1] <= WIDEST_FLASH_HEAD
@@ -180,17 +201,28 @@ def guarded(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _refuse_unknown(query: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> None:
     rule, where = "causal attention over a row that is one document", "attention under torch's context parallelism"
     if attn_mask is not None:
-        raise ShardingError(where, found=f"an attention mask of shape {tuple(attn_mask.shape)}", rule=rule,
-                            fix="give the model no mask. transformers makes one from positions, which it takes for "
-                                "those of packed documents: workbench.with_torch_attention(model) keeps it from that")
+        raise ShardingError(
+            where,
+            found=f"an attention mask of shape {tuple(attn_mask.shape)}",
+            rule=rule,
+            fix="give the model no mask. transformers makes one from positions, which it takes for "
+            "those of packed documents: workbench.with_torch_attention(model) keeps it from that",
+        )
     if dropout_p:
-        raise ShardingError(where, found=f"dropout of {dropout_p}", rule=rule,
-                            fix="model.eval(), or attention_dropout=0: gradients are as in training")
+        raise ShardingError(
+            where,
+            found=f"dropout of {dropout_p}",
+            rule=rule,
+            fix="model.eval(), or attention_dropout=0: gradients are as in training",
+        )
     if not is_causal:
-        raise ShardingError(where, found="attention that is not causal", rule=rule,
-                            fix="pass is_causal=True, and run encoders outside")
+        raise ShardingError(
+            where, found="attention that is not causal", rule=rule, fix="pass is_causal=True, and run encoders outside"
+        )
     if query.dtype not in HALF and query.shape[2] % EFFICIENT_MULTIPLE:
-        raise ShardingError(where, found=f"{query.shape[2]} tokens a rank in {query.dtype}",
-                            rule=f"outside half precision a multiple of {EFFICIENT_MULTIPLE}",
-                            fix=f"pad the rows at their end to a multiple of {EFFICIENT_MULTIPLE} * cp tokens, or "
-                                "compute in bfloat16")
+        raise ShardingError(
+            where,
+            found=f"{query.shape[2]} tokens a rank in {query.dtype}",
+            rule=f"outside half precision a multiple of {EFFICIENT_MULTIPLE}",
+            fix=f"pad the rows at their end to a multiple of {EFFICIENT_MULTIPLE} * cp tokens, or compute in bfloat16",
+        )

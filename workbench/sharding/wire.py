@@ -158,12 +158,17 @@ def exchange_rows(rows: Tensor, counts_RR: Tensor, group: Group, rank: int) -> T
     padded = rows.new_zeros(int(counts_RR.sum(1).max()), *rows.shape[1:])  # ranks bring one shape
     padded[: len(rows)] = rows
     begins = counts_RR[:, :rank].sum(1).tolist()
-    return torch.cat([sent[begin: begin + count] for sent, begin, count in
-                      zip(group.exchange(padded), begins, received, strict=True)])
+    return torch.cat(
+        [
+            sent[begin : begin + count]
+            for sent, begin, count in zip(group.exchange(padded), begins, received, strict=True)
+        ]
+    )
 
 
-def start_rotation(tensors: Sequence[Tensor], group: Group, rank: int, size: int,
-                   step: int = 1) -> Callable[[], list[Tensor]]:
+def start_rotation(
+    tensors: Sequence[Tensor], group: Group, rank: int, size: int, step: int = 1
+) -> Callable[[], list[Tensor]]:
     """Send tensors ``step`` ranks up the ring, and say how to wait for those that come from ``step`` ranks below.
 
     The tensors that are sent may not be written to before the wait is over. Every rank of the group starts the same

@@ -106,8 +106,12 @@ def policy_loss(function, config, arrays):
                 total = total + value * weight / number
     total = total + flat.sum() * 0.0
     total.backward()
-    found = {"loss": total.detach(), "grad_logprobs": x.grad, "importance_weight": ratios.reshape(shape),
-             "metrics": {"clip_fraction": clipped / number, "dual_clip_fraction": dual / number}}
+    found = {
+        "loss": total.detach(),
+        "grad_logprobs": x.grad,
+        "importance_weight": ratios.reshape(shape),
+        "metrics": {"clip_fraction": clipped / number, "dual_clip_fraction": dual / number},
+    }
     if rule is not None:
         found |= {"behave_is_weight": behave.reshape(shape), "kept_mask": keeps.reshape(shape)}
         changed = [t for t in kept if (not kept[t] if rule["action"] == "mask" else raw[t] != weights[t])]

@@ -9,12 +9,20 @@ def policy_loss(kind, config, arrays):
     z = torch.tensor(arrays["logits"], requires_grad=True)
     logits = z.reshape(-1, z.shape[-1]) * config["logits_scale_factor"]
     targets = arrays["targets"].reshape(-1)
-    old, advantage, index = (torch.tensor(arrays[name]).reshape(-1) for name in (
-        "old_logprobs", "advantages", "document_index"))
+    old, advantage, index = (
+        torch.tensor(arrays[name]).reshape(-1) for name in ("old_logprobs", "advantages", "document_index")
+    )
     log_p = torch.log_softmax(logits, -1)
     low, high = 1 - config["epsilon_low"], 1 + config["epsilon_high"]
-    names = ("old_logprobs", "new_logprobs", "ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "advantage",
-             "entropy")
+    names = (
+        "old_logprobs",
+        "new_logprobs",
+        "ratio_new_old",
+        "kl_new_old",
+        "clipped_ratio_fraction",
+        "advantage",
+        "entropy",
+    )
     sums = dict.fromkeys((*names, "ratio_new_old_sum", "ratio_new_old_squared_sum"), 0.0)
     trained, segments, total = [], 0, z.sum() * 0.0
     for document in range(int(index.max()) + 1):
@@ -38,21 +46,30 @@ def policy_loss(kind, config, arrays):
             total = total - len(at) * value.sum() / config["divisor"]
             raw = log_r.exp()
         r = raw.detach()
-        for name, values in zip(names, (o, x, r, r - 1 - log_r, ((r < low) | (r > high)).double(), a, entropy),
-                                strict=True):
+        for name, values in zip(
+            names, (o, x, r, r - 1 - log_r, ((r < low) | (r > high)).double(), a, entropy), strict=True
+        ):
             sums[name] += values.mean().item()
         sums["ratio_new_old_sum"] += r.sum().item()
         sums["ratio_new_old_squared_sum"] += (r * r).sum().item()
     (total * config["grad_output"]).backward()
     before = arrays.get("grad_logits_in")
     seen = advantage[trained].tolist()
-    plain = {"max_advantage": max(seen), "min_advantage": min(seen), "num_tokens": float(len(trained)),
-             **({"num_segments": float(segments)} if kind == "gspo" else {})}
-    registered = {name: value / (config["num_documents_in_batch"] if name in names else 1)
-                  for name, value in sums.items()} | plain
+    plain = {
+        "max_advantage": max(seen),
+        "min_advantage": min(seen),
+        "num_tokens": float(len(trained)),
+        **({"num_segments": float(segments)} if kind == "gspo" else {}),
+    }
+    registered = {
+        name: value / (config["num_documents_in_batch"] if name in names else 1) for name, value in sums.items()
+    } | plain
     metrics = {**sums, **plain, **{f"registered.{name}": value for name, value in registered.items()}}
-    return {"loss": total.detach(), "grad_logits": z.grad if before is None else z.grad + torch.tensor(before),
-            "metrics": metrics}
+    return {
+        "loss": total.detach(),
+        "grad_logits": z.grad if before is None else z.grad + torch.tensor(before),
+        "metrics": metrics,
+    }
 
 
 def entropy_loss(config, arrays):
@@ -103,8 +120,12 @@ def dpo(config, arrays):
     apart, targets = policy - reference, np.maximum(arrays["targets"], 0)
 
     def gathered(spans):
-        return sum(apart[row, t, targets[row, t]]
-                   for row, of_row in enumerate(spans) for begin, end in of_row for t in range(begin, end))
+        return sum(
+            apart[row, t, targets[row, t]]
+            for row, of_row in enumerate(spans)
+            for begin, end in of_row
+            for t in range(begin, end)
+        )
 
     margin = config["beta"] * (gathered(config["chosen_spans"]) - gathered(config["rejected_spans"]))
     loss = torch.nn.functional.softplus(-margin)

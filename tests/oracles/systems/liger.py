@@ -46,13 +46,22 @@ def policy_loss(options, arrays):
     for row in rows:
         if not row.count:
             continue
-        divisor = {"grpo": len(rows) * row.count, "sapo": len(rows) * row.count, "bnpo": tokens, "luspo": len(rows),
-                   "dr_grpo": len(rows) * options["max_completion_length"]}.get(kind, max(items, 1))
+        divisor = {
+            "grpo": len(rows) * row.count,
+            "sapo": len(rows) * row.count,
+            "bnpo": tokens,
+            "luspo": len(rows),
+            "dr_grpo": len(rows) * options["max_completion_length"],
+        }.get(kind, max(items, 1))
         loss = loss + row.values.sum() / divisor
     loss.backward()
-    return {"loss": loss.item(), "logprobs": logprobs.detach(), "grad_logprobs": logprobs.grad,
-            **{f"grad_{name}": leaf.grad for name, leaf in leaves.items()},
-            "metrics": _metrics(options, terms, rows, tokens)}
+    return {
+        "loss": loss.item(),
+        "logprobs": logprobs.detach(),
+        "grad_logprobs": logprobs.grad,
+        **{f"grad_{name}": leaf.grad for name, leaf in leaves.items()},
+        "metrics": _metrics(options, terms, rows, tokens),
+    }
 
 
 def _metrics(options, terms, rows, tokens):
@@ -79,8 +88,11 @@ def dpo(options, arrays):
     logprobs, pairs = logprobs_of(arrays, 1.0, leaves=leaves), len(arrays["targets"]) // 2
     reference = None
     if options["use_ref_model"]:
-        own = arrays if "ref_weight" in arrays else {
-            **arrays, "ref_weight": arrays["weight"], "ref_bias": arrays.get("bias")}
+        own = (
+            arrays
+            if "ref_weight" in arrays
+            else {**arrays, "ref_weight": arrays["weight"], "ref_bias": arrays.get("bias")}
+        )
         reference = logprobs_of(own, 1.0, prefix="ref_")
     rewards, likelihoods, chosen_tokens = [], [], 0
     for number, targets in enumerate(arrays["targets"]):
@@ -110,7 +122,9 @@ def pair(options, chosen, rejected):
         "sppo_hard": lambda: (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2,
         "apo_zero": lambda: 1 - s(beta * chosen) + s(beta * rejected),
         "apo_down": lambda: s(beta * chosen) + 1 - s(margin),
-        "discopop": lambda: -logsigmoid(margin) * (1 - s(margin / options["discopop_tau"]))
-        + torch.exp(-margin) * s(margin / options["discopop_tau"]),
+        "discopop": lambda: (
+            -logsigmoid(margin) * (1 - s(margin / options["discopop_tau"]))
+            + torch.exp(-margin) * s(margin / options["discopop_tau"])
+        ),
     }
     return kinds[options["loss_type"]]()

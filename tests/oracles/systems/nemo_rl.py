@@ -43,8 +43,15 @@ def policy_loss(c, arrays):
     low, high = 1 - c["ratio_clip_min"], 1 + c["ratio_clip_max"]
     kind, top, bottom = (c[f"truncated_importance_sampling_{n}"] for n in ("type", "ratio", "ratio_min"))
     policy = penalty = 0.0 * x.sum()
-    looks, helds, weights, outside, errors = [], [], [], 0.0, dict.fromkeys(
-        ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "approx_entropy"), 0.0)
+    looks, helds, weights, outside, errors = (
+        [],
+        [],
+        [],
+        0.0,
+        dict.fromkeys(
+            ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "approx_entropy"), 0.0
+        ),
+    )
     for i in range(len(x)):
         own = tokens_of(m, i)
         if not sampled[i]:
@@ -80,18 +87,21 @@ def policy_loss(c, arrays):
             policy = policy + share * term
             if c["reference_policy_kl_penalty"] and not c["use_kl_in_reward"]:
                 u = torch.exp(p - q) if c["use_on_policy_kl_approximation"] else torch.exp(p - p.detach())
-                penalty = penalty + share * kl(c["reference_policy_kl_type"], p, f[i, t], c["kl_input_clamp_value"],
-                                               c["kl_output_clamp_value"], u)
+                penalty = penalty + share * kl(
+                    c["reference_policy_kl_type"], p, f[i, t], c["kl_input_clamp_value"], c["kl_output_clamp_value"], u
+                )
             looks.append(ratio.item())
             helds.append(clipped.item())
             weights.append(weight)
             mixture = math.log((math.exp(o) + math.exp(q)) / 2)
             pair = [estimate("k3", torch.tensor(float(v) - mixture, dtype=torch.float64)) for v in (o, q)]
-            for name, value in (("token_mult_prob_error", math.exp(abs(q - o))),
-                                ("gen_kl_error", estimate(c["reference_policy_kl_type"], o - q)),
-                                ("policy_kl_error", estimate(c["reference_policy_kl_type"], q - o)),
-                                ("js_divergence_error", (pair[0] + pair[1]) / 2),
-                                ("approx_entropy", -math.exp(p.item() - q) * p.item())):
+            for name, value in (
+                ("token_mult_prob_error", math.exp(abs(q - o))),
+                ("gen_kl_error", estimate(c["reference_policy_kl_type"], o - q)),
+                ("policy_kl_error", estimate(c["reference_policy_kl_type"], q - o)),
+                ("js_divergence_error", (pair[0] + pair[1]) / 2),
+                ("approx_entropy", -math.exp(p.item() - q) * p.item()),
+            ):
                 errors[name] += float(value) / tokens
     likelihood = torch.zeros((), dtype=torch.float64)
     if c["positive_example_nll_weight"] and "rewards" in arrays:
@@ -100,11 +110,19 @@ def policy_loss(c, arrays):
     coefficient = 0.0 if c["use_kl_in_reward"] else c["reference_policy_kl_penalty"]
     loss = policy + coefficient * penalty + c["positive_example_nll_weight"] * likelihood
     loss.backward()
-    metrics = {"loss": loss.item(), "kl_penalty": penalty.item(), "positive_nll_loss": likelihood.item(),
-               "num_valid_samples": float(sampled.sum()), **errors}
+    metrics = {
+        "loss": loss.item(),
+        "kl_penalty": penalty.item(),
+        "positive_nll_loss": likelihood.item(),
+        "num_valid_samples": float(sampled.sum()),
+        **errors,
+    }
     for name, values in (("probs_ratio", looks), ("probs_ratio_clamped", helds)):
-        metrics |= {name: sum(values) / tokens, f"{name}_min": min(values, default=math.inf),
-                    f"{name}_max": max(values, default=-math.inf)}
+        metrics |= {
+            name: sum(values) / tokens,
+            f"{name}_min": min(values, default=math.inf),
+            f"{name}_max": max(values, default=-math.inf),
+        }
     if not of_rows:
         metrics["sampling_importance_ratio"] = sum(weights) / tokens
     if kind is not None:
@@ -117,9 +135,15 @@ def nll(c, arrays):
     counted = [(i, t) for i in range(len(x)) if arrays["sample_mask"][i] for t in tokens_of(arrays["mask"], i)]
     loss = sum((-x[i, t] for i, t in counted), 0.0 * x.sum()) / (c["global_valid_toks"] + TINY)
     loss.backward()
-    return {"loss": loss.detach(), "grad_logprobs": x.grad, "metrics": {
-        "loss": loss.item(), "num_unmasked_tokens": len(counted),
-        "num_valid_samples": float(arrays["sample_mask"].sum())}}
+    return {
+        "loss": loss.detach(),
+        "grad_logprobs": x.grad,
+        "metrics": {
+            "loss": loss.item(),
+            "num_unmasked_tokens": len(counted),
+            "num_valid_samples": float(arrays["sample_mask"].sum()),
+        },
+    }
 
 
 def bradley_terry(rewards, sampled, sequences, beta=1.0):
@@ -157,8 +181,11 @@ def dpo(c, arrays):
     loss, metrics = bradley_terry(rewards, sampled, c["global_valid_seqs"], c["reference_policy_kl_penalty"])
     total = c["preference_loss_weight"] * loss + c["sft_loss_weight"] * likelihood
     total.backward()
-    metrics |= {"loss": total.item(), "preference_loss": loss.item(),
-                "sft_loss": likelihood.item() if c["sft_loss_weight"] else 0.0}
+    metrics |= {
+        "loss": total.item(),
+        "preference_loss": loss.item(),
+        "sft_loss": likelihood.item() if c["sft_loss_weight"] else 0.0,
+    }
     return {"loss": total.detach(), "grad_logprobs": x.grad, "metrics": metrics}
 
 
@@ -183,9 +210,17 @@ def value(c, arrays):
     loss = c["scale"] * loss
     loss.backward()
     values = [v[i, t].item() for i, t in here]
-    return {"loss": loss.detach(), "grad_values": v.grad, "metrics": sums | {
-        "loss": loss.item(), "values_min": min(values, default=0.0), "values_max": max(values, default=0.0),
-        "num_valid_samples": len(v)}}
+    return {
+        "loss": loss.detach(),
+        "grad_values": v.grad,
+        "metrics": sums
+        | {
+            "loss": loss.item(),
+            "values_min": min(values, default=0.0),
+            "values_max": max(values, default=0.0),
+            "num_valid_samples": len(v),
+        },
+    }
 
 
 def deviation(values):
@@ -227,12 +262,16 @@ def penalty(c, x, f):
 def reinforce_plus_plus(c, arrays):
     rewards, groups = arrays["rewards"].tolist(), arrays["group_ids"].tolist()
     if c["minus_baseline"]:
-        _, baselines, _ = group_advantages({"use_leave_one_out_baseline": False, "normalize_rewards": False}, rewards,
-                                           groups)
+        _, baselines, _ = group_advantages(
+            {"use_leave_one_out_baseline": False, "normalize_rewards": False}, rewards, groups
+        )
         rewards = [r - b for r, b in zip(rewards, baselines, strict=True)]
     shape, m = arrays["mask"].shape, arrays["mask"]
-    flat = [rewards[i] - penalty(c, arrays["logprobs"][i, t], arrays["ref_logprobs"][i, t])
-            for i in range(shape[0]) for t in range(shape[1])]
+    flat = [
+        rewards[i] - penalty(c, arrays["logprobs"][i, t], arrays["ref_logprobs"][i, t])
+        for i in range(shape[0])
+        for t in range(shape[1])
+    ]
     found = whitened(flat, m.reshape(-1).tolist(), ddof=0, floor=True, tiny=0.0)
     return torch.tensor(found, dtype=torch.float64).reshape(shape)
 
@@ -246,15 +285,19 @@ def gae(c, arrays):
         rewards = {t: -penalty(c, arrays["logprobs"][i, t], arrays["ref_logprobs"][i, t]) for t in own}
         if own:
             rewards[own[-1]] += float(arrays["rewards"][i])
-        lambdas = [c["gae_lambda"] if c["gae_lambda_policy"] is None else c["gae_lambda_policy"],
-                   c["gae_lambda"] if c["gae_lambda_value"] is None else c["gae_lambda_value"]]
+        lambdas = [
+            c["gae_lambda"] if c["gae_lambda_policy"] is None else c["gae_lambda_policy"],
+            c["gae_lambda"] if c["gae_lambda_value"] is None else c["gae_lambda_value"],
+        ]
         if c["length_adaptive_alpha"]:
             lambdas[0] = 1 - 1 / max(1.0, c["length_adaptive_alpha"] * len(own))
         for out, lam in zip((advantages, returns), lambdas, strict=True):
             for t in range(m.shape[1]):
                 later = [u for u in own if u >= t]
-                steps = [rewards[u] + (c["gae_gamma"] * v[i][later[k + 1]] if k + 1 < len(later) else 0.0) - v[i][u]
-                         for k, u in enumerate(later)]
+                steps = [
+                    rewards[u] + (c["gae_gamma"] * v[i][later[k + 1]] if k + 1 < len(later) else 0.0) - v[i][u]
+                    for k, u in enumerate(later)
+                ]
                 out[i, t] = sum((c["gae_gamma"] * lam) ** k * step for k, step in enumerate(steps))
     returns += arrays["values"]
     if c["normalize_advantages"]:
@@ -267,5 +310,7 @@ def shaped(c, rewards, lengths=None, truncated=None):
     if c.get("stop_properly_penalty_coef") is not None:
         return [c["stop_properly_penalty_coef"] * r if cut else r for r, cut in zip(rewards, truncated, strict=True)]
     start = c["max_response_length"] - c["overlong_buffer_length"]
-    return [r + min(0.0, -(n - start) / c["overlong_buffer_length"] * c["overlong_buffer_penalty"])
-            for r, n in zip(rewards, lengths, strict=True)]
+    return [
+        r + min(0.0, -(n - start) / c["overlong_buffer_length"] * c["overlong_buffer_penalty"])
+        for r, n in zip(rewards, lengths, strict=True)
+    ]

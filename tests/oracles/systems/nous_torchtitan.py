@@ -41,8 +41,11 @@ def step(config, arrays):
             losses[b, t] = -reward[b, t] * held * weights[b, t]
     entropy = (log_p.exp() * log_p).sum(-1) * config["entropy_loss_weight"]
     logit = ((config["logit_loss_weight"] * z) ** 2).mean(-1)
-    losses = losses + (entropy if config["entropy_loss_weight"] > 0 else 0) + (
-        logit if config["logit_loss_weight"] > 0 else 0)
+    losses = (
+        losses
+        + (entropy if config["entropy_loss_weight"] > 0 else 0)
+        + (logit if config["logit_loss_weight"] > 0 else 0)
+    )
     ref = torch.tensor(arrays["ref_logprobs"]) if config["use_ref_model"] else None
     if ref is not None:
         d = ref - x
@@ -64,36 +67,54 @@ def step(config, arrays):
         return mean(values, at) if at.sum() > 1 else 0.0
 
     metrics = {
-        "loss_metrics/global_logp": over_rows(x, mask), "loss_metrics/global_ratio": over_rows(ratios),
+        "loss_metrics/global_logp": over_rows(x, mask),
+        "loss_metrics/global_ratio": over_rows(ratios),
         "loss_metrics/global_logit_loss": over_rows(logit.detach() if config["logit_loss_weight"] > 0 else 0 * x),
         "loss_metrics/global_entropy_loss": over_rows(entropy.detach() if config["entropy_loss_weight"] > 0 else 0 * x),
         "loss_metrics/global_logits_mean": mean(z.detach().mean(-1)),
-        "loss_metrics/global_total_pos": float(good.sum() > 1), "loss_metrics/global_total_neg": float(bad.sum() > 1),
+        "loss_metrics/global_total_pos": float(good.sum() > 1),
+        "loss_metrics/global_total_neg": float(bad.sum() > 1),
         "loss_metrics/global_pos_logp": of_many(x, good * above) * over_rows(torch.ones_like(x), mask),
         "loss_metrics/global_neg_logp": of_many(x, bad * above) * over_rows(torch.ones_like(x), mask),
-        "loss_metrics/global_pos_reward": good.mean().item(), "loss_metrics/global_neg_reward": bad.mean().item(),
+        "loss_metrics/global_pos_reward": good.mean().item(),
+        "loss_metrics/global_neg_reward": bad.mean().item(),
         "loss_metrics/global_advantages": reward.mean().item(),
-        "logp_dist/threshold_filter_ratio": 1 - mean((above > 0).double(), mask), **_spread("logp_dist", x, mask),
-        **sampler_metrics}
+        "logp_dist/threshold_filter_ratio": 1 - mean((above > 0).double(), mask),
+        **_spread("logp_dist", x, mask),
+        **sampler_metrics,
+    }
     if sampler_metrics:
         metrics["inflogp_dist/importance_ratio"] = mean(weights)
     if on_policy:
         metrics["raw_ratio"] = mean(ratios)
     else:
         under, over = (ratios < low).double() * bad, (ratios > high).double() * good
-        metrics |= {"loss_metrics/global_clip_ratio": mean(under + over),
-                    "loss_metrics/global_clip_ratio_pos": mean(over), "loss_metrics/global_clip_ratio_neg": mean(under),
-                    "loss_metrics/global_offp_logp": mean(x),
-                    "loss_metrics/global_offp_ref_logp": 0.0 if ref is None else mean(ref)}
+        metrics |= {
+            "loss_metrics/global_clip_ratio": mean(under + over),
+            "loss_metrics/global_clip_ratio_pos": mean(over),
+            "loss_metrics/global_clip_ratio_neg": mean(under),
+            "loss_metrics/global_offp_logp": mean(x),
+            "loss_metrics/global_offp_ref_logp": 0.0 if ref is None else mean(ref),
+        }
     if ref is not None:
         margin = reward * (x - ref)
-        metrics |= {"loss_metrics/ref_logp": mean(ref, mask), "loss_metrics/kl_div_est": mean(kl.detach()),
-                    "loss_metrics/margin": mean(margin), "loss_metrics/pos_margin": of_many(margin, good * above),
-                    "loss_metrics/neg_margin": of_many(margin, bad * above),
-                    "loss_metrics/pos_ref_logp": of_many(ref, good * above),
-                    "loss_metrics/neg_ref_logp": of_many(ref, bad * above), "loss_metrics/logits_mean_ref": 0.0}
-    return {"loss": loss.detach(), "grad_logits": z.grad, "per_token_loss": losses.detach(), "logprobs": x,
-            "metrics": metrics}
+        metrics |= {
+            "loss_metrics/ref_logp": mean(ref, mask),
+            "loss_metrics/kl_div_est": mean(kl.detach()),
+            "loss_metrics/margin": mean(margin),
+            "loss_metrics/pos_margin": of_many(margin, good * above),
+            "loss_metrics/neg_margin": of_many(margin, bad * above),
+            "loss_metrics/pos_ref_logp": of_many(ref, good * above),
+            "loss_metrics/neg_ref_logp": of_many(ref, bad * above),
+            "loss_metrics/logits_mean_ref": 0.0,
+        }
+    return {
+        "loss": loss.detach(),
+        "grad_logits": z.grad,
+        "per_token_loss": losses.detach(),
+        "logprobs": x,
+        "metrics": metrics,
+    }
 
 
 def _spread(name, values, mask):

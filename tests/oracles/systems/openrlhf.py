@@ -93,8 +93,11 @@ def dpo(c, arrays):
         loss = loss + each / number
     loss.backward()
     rewards = c["beta"] * (policy.detach() - ref).sum(1) / number
-    return {"loss": loss.detach(), "grad_chosen_rejected": policy.grad, "metrics": {
-        "chosen_reward_mean": rewards[0].item(), "rejected_reward_mean": rewards[1].item()}}
+    return {
+        "loss": loss.detach(),
+        "grad_chosen_rejected": policy.grad,
+        "metrics": {"chosen_reward_mean": rewards[0].item(), "rejected_reward_mean": rewards[1].item()},
+    }
 
 
 def kl(kind, x, f):

@@ -40,8 +40,11 @@ def trust(x, q, tokens, dropped):
     def mismatch(chosen):
         return mean([math.exp(x[t].item() - q[t]) - (x[t].item() - q[t]) - 1 for t in chosen])
 
-    return {"masked_mismatch_kl": mismatch(dropped), "is_masked": share(len(dropped), len(tokens)),
-            "unmasked_mismatch_kl": mismatch([t for t in tokens if t not in dropped])}
+    return {
+        "masked_mismatch_kl": mismatch(dropped),
+        "is_masked": share(len(dropped), len(tokens)),
+        "unmasked_mismatch_kl": mismatch([t for t in tokens if t not in dropped]),
+    }
 
 
 def ref_kl(x, q, f, weights, tokens):
@@ -71,12 +74,16 @@ def compute_loss(c, arrays):
             continue
         values = [1.0] * len(index) if weights is None else weights.tolist()
         for document in range(max(index) + 1):
-            tokens = [t for t in range(len(index)) if index[t] == document and values[t] != 0
-                      and (mask[t] or name != "rl")]
+            tokens = [
+                t for t in range(len(index)) if index[t] == document and values[t] != 0 and (mask[t] or name != "rl")
+            ]
             if not tokens and weights is not None:
                 continue
-            total, numbers = {"rl": lambda v, k: rl(c, x, q, a, v, k), "ce": lambda v, k: ce(x, v, k),
-                              "ref_kl": lambda v, k: ref_kl(x, q, f, v, k)}[name](values, tokens)
+            total, numbers = {
+                "rl": lambda v, k: rl(c, x, q, a, v, k),
+                "ce": lambda v, k: ce(x, v, k),
+                "ref_kl": lambda v, k: ref_kl(x, q, f, v, k),
+            }[name](values, tokens)
             loss = loss + total / c[f"{name}_scale"]
             for key, value in numbers.items():
                 found.setdefault(f"doc_{key}", []).append(value)

@@ -6,8 +6,10 @@ import torch
 def policy_loss(config, arrays):
     """Loss, gradient and metrics of `compute_policy_loss` and its siblings, summed over samples."""
     x = torch.tensor(arrays["logprobs"], requires_grad=True)
-    old, ref, sampler, advantage, mask = (torch.tensor(arrays[name]) for name in (
-        "old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "mask"))
+    old, ref, sampler, advantage, mask = (
+        torch.tensor(arrays[name])
+        for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "mask")
+    )
     index = torch.tensor(arrays["document_index"])
     if config.get("use_rollout_logprobs"):
         train, old = old, sampler
@@ -73,8 +75,9 @@ def logprobs(config, arrays):
     logits = torch.tensor(arrays["logits"], requires_grad=True)
     values, entropies = [], []
     for t, target in enumerate(arrays["targets"]):
-        keep = [v for v in range(logits.shape[1])
-                if not config["keep_mask"] or arrays["keep_mask"][t][v] or v == target]
+        keep = [
+            v for v in range(logits.shape[1]) if not config["keep_mask"] or arrays["keep_mask"][t][v] or v == target
+        ]
         values.append(logits[t, target] - torch.logsumexp(logits[t, keep], 0))
         p = torch.softmax(logits[t], 0)
         entropies.append(-(p * torch.log(p)).sum())

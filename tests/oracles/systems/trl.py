@@ -171,8 +171,9 @@ def is_weights(options, arrays):
     high = math.inf if options["clip_max"] is None else options["clip_max"]
     found = []
     for old, sampler, mask in zip(arrays["old_logprobs"], arrays["rollout_logprobs"], arrays["mask"], strict=True):
-        gaps = [float(o - s) if m and not math.isnan(float(s)) else 0.0
-                for o, s, m in zip(old, sampler, mask, strict=True)]
+        gaps = [
+            float(o - s) if m and not math.isnan(float(s)) else 0.0 for o, s, m in zip(old, sampler, mask, strict=True)
+        ]
         if options["mode"].startswith("sequence"):
             gaps = [math.fsum(gaps)]
         ratios = [math.exp(gap) for gap in gaps]
@@ -187,16 +188,20 @@ def advantages(options, rewards, weights):
     """From one reward a row and function, None where it was not scored; groups are consecutive rows."""
     size = options["num_generations"]
     if options["multi_objective_aggregation"] == "normalize_then_sum":
-        parts = [[None if r is None else w * r for r, w in zip(row, weights, strict=True)]
-                 for row in _columns_normalised(rewards, size)]
+        parts = [
+            [None if r is None else w * r for r, w in zip(row, weights, strict=True)]
+            for row in _columns_normalised(rewards, size)
+        ]
         return _zero_if_none(_standardised(_sums(parts, rewards), len(rewards), scale="batch", size=len(rewards)))
     weighted = [[None if r is None else w * r for r, w in zip(row, weights, strict=True)] for row in rewards]
     return _zero_if_none(_standardised(_sums(weighted, rewards), len(rewards), options["scale_rewards"], size))
 
 
 def _sums(parts, rewards):
-    return [None if all(r is None for r in row) else math.fsum(p for p in part if p is not None)
-            for part, row in zip(parts, rewards, strict=True)]
+    return [
+        None if all(r is None for r in row) else math.fsum(p for p in part if p is not None)
+        for part, row in zip(parts, rewards, strict=True)
+    ]
 
 
 def _columns_normalised(rewards, size):
@@ -208,7 +213,7 @@ def _standardised(values, number, scale, size):
     """(v - mean of its group) / (deviation + 1e-4); None where there is none, or one value has no deviation."""
     found = []
     for start in range(0, number, size):
-        group = values[start:start + size]
+        group = values[start : start + size]
         known = [v for v in group if v is not None]
         spread = _deviation([v for v in values if v is not None] if scale == "batch" else known)
         for v in group:

@@ -33,9 +33,16 @@ def weights(mode, mask, info):
     rows = info.get("global_batch_size") or max((lengths > 0).sum(), 1)
     out = np.zeros(mask.shape)
     for i, t in tokens(mask):
-        out[i, t] = dp * {"token-mean": 1 / (count or mask.sum()), "token-sum": 1.0, "seq-mean-token-sum": 1 / rows,
-                          "seq-mean-token-sum-norm": 1 / (rows * (info.get("loss_scale_factor") or mask.shape[1])),
-                          "seq-mean-token-mean": 1 / (rows * (lengths[i] + TINY))}[mode]
+        out[i, t] = (
+            dp
+            * {
+                "token-mean": 1 / (count or mask.sum()),
+                "token-sum": 1.0,
+                "seq-mean-token-sum": 1 / rows,
+                "seq-mean-token-sum-norm": 1 / (rows * (info.get("loss_scale_factor") or mask.shape[1])),
+                "seq-mean-token-mean": 1 / (rows * (lengths[i] + TINY)),
+            }[mode]
+        )
     return out
 
 
@@ -87,8 +94,16 @@ def point(mode, c, x, o, a):
 def policy_loss(mode, config, batch):
     """``mode``: name in the registry."""
     own, info = config.get("policy_loss") or {}, config.get("global_batch_info") or {}
-    c = {"clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05, "clip_ratio": 0.2, "clip_ratio_low": 0.2,
-         "clip_ratio_high": 0.2, **config, **own}
+    c = {
+        "clip_ratio_c": 3.0,
+        "tau_pos": 1.0,
+        "tau_neg": 1.05,
+        "clip_ratio": 0.2,
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.2,
+        **config,
+        **own,
+    }
     c["low"] = c["clip_ratio"] if c["clip_ratio_low"] is None else c["clip_ratio_low"]
     c["high"] = c["clip_ratio"] if c["clip_ratio_high"] is None else c["clip_ratio_high"]
     x, a, mask = batch["logprobs"], batch["advantages"], batch["mask"]
@@ -100,11 +115,16 @@ def policy_loss(mode, config, batch):
     found = {at: point(mode, c, x[at], o[at], a[at]) for at in tokens(mask)}
     by = "seq-mean-token-mean" if mode == "sapo" else c.get("loss_agg_mode", "token-mean")
     bounded = mode not in ("dro", "reinforce")
-    metrics = {} if mode == "gpg" else {"actor/ppo_kl": mean(
-        [held(o[at] - x[at]) if bounded else o[at] - x[at] for at in found])}
+    metrics = (
+        {}
+        if mode == "gpg"
+        else {"actor/ppo_kl": mean([held(o[at] - x[at]) if bounded else o[at] - x[at] for at in found])}
+    )
     if mode not in ("gpg", "dro", "reinforce"):
-        metrics |= {"actor/pg_clipfrac": mean([f[2] for f in found.values()]),
-                    "actor/pg_clipfrac_lower": mean([f[3] for f in found.values()])}
+        metrics |= {
+            "actor/pg_clipfrac": mean([f[2] for f in found.values()]),
+            "actor/pg_clipfrac_lower": mean([f[3] for f in found.values()]),
+        }
     return _summed(found, weights(by, mask, info), given, mask.shape, metrics)
 
 
@@ -130,8 +150,11 @@ def _gspo(c, info, x, o, a, mask, given):
                 value, derivative = -a[at] * (1 + c["high"] if a[at] > 0 else 1 - c["low"]), 0.0
             cuts.append(cut)
             found[at] = (value, derivative)
-    metrics = {"actor/pg_clipfrac": mean(cuts), "actor/pg_clipfrac_lower": 0.0,
-               "actor/ppo_kl": mean([o[at] - x[at] for at in tokens(mask)])}
+    metrics = {
+        "actor/pg_clipfrac": mean(cuts),
+        "actor/pg_clipfrac_lower": 0.0,
+        "actor/ppo_kl": mean([o[at] - x[at] for at in tokens(mask)]),
+    }
     return _summed(found, weights("seq-mean-token-mean", mask, info), given, mask.shape, metrics)
 
 
@@ -154,8 +177,11 @@ def _geo_mean(c, info, x, o, a, mask, given):
         loss += -advantage * ratio * weight / len(x)
         for at, free in zip(own, open_, strict=True):
             slope[at] = -advantage * ratio * weight / len(x) / count * free
-    metrics = {"actor/pg_clipfrac": mean(sides[1]), "actor/pg_clipfrac_lower": mean(sides[-1]),
-               "actor/ppo_kl": mean([o[at] - x[at] for at in tokens(mask)])}
+    metrics = {
+        "actor/pg_clipfrac": mean(sides[1]),
+        "actor/pg_clipfrac_lower": mean(sides[-1]),
+        "actor/ppo_kl": mean([o[at] - x[at] for at in tokens(mask)]),
+    }
     return {"loss": loss, "grad_logprobs": slope, "metrics": metrics}
 
 
@@ -182,7 +208,7 @@ def _clip_cov(c, info, x, o, a, mask, given):
 
 def _kl_cov(c, info, x, o, a, mask, given):
     cov = _covariances(x, a, mask)
-    greatest = sorted(cov, key=lambda at: -cov[at])[:max(1, int(len(cov) * c["kl_cov_ratio"]))]
+    greatest = sorted(cov, key=lambda at: -cov[at])[: max(1, int(len(cov) * c["kl_cov_ratio"]))]
     coefficient = 1.0 if c["ppo_kl_coef"] is None else c["ppo_kl_coef"]
     found = {}
     for at in cov:
@@ -195,8 +221,9 @@ def _kl_cov(c, info, x, o, a, mask, given):
 def bypass(config, batch):
     """bypass_mode: the correction looks at the live policy."""
     settings, info = config["rollout_correction"], config.get("global_batch_info") or {}
-    kept, w, metrics = rollout_correction(settings, batch["logprobs"], batch["rollout_logprobs"], batch["mask"],
-                                          single=True)
+    kept, w, metrics = rollout_correction(
+        settings, batch["logprobs"], batch["rollout_logprobs"], batch["mask"], single=True
+    )
     agg = {"loss_agg_mode": config["loss_agg_mode"], "global_batch_info": info}
     smaller = {**batch, "mask": kept, "old_logprobs": batch["rollout_logprobs"]}
     if settings["loss_type"] == "ppo_clip":
@@ -236,8 +263,10 @@ def is_correction(settings, batch):
 
 
 def row_means(values, mask):
-    return [sum(values[i, t] for t in range(mask.shape[1]) if mask[i, t] > 0) / (mask[i].sum() + TINY)
-            for i in range(len(mask))]
+    return [
+        sum(values[i, t] for t in range(mask.shape[1]) if mask[i, t] > 0) / (mask[i].sum() + TINY)
+        for i in range(len(mask))
+    ]
 
 
 def plain(values):
@@ -264,14 +293,21 @@ def _apart(old, rollout, gap, mask):
     own = tokens(mask)
     mine, theirs = row_means(old, mask), row_means(rollout, mask)
     between = [s - o for o, s in zip(mine, theirs, strict=True)]
-    return {"kl": mean([-gap[at] for at in own]), "k3_kl": mean([math.exp(gap[at]) - gap[at] - 1 for at in own]),
-            "training_ppl": plain([math.exp(-v) for v in mine]), "training_log_ppl": plain([-v for v in mine]),
-            "rollout_ppl": plain([math.exp(-v) for v in theirs]), "rollout_log_ppl": plain([-v for v in theirs]),
-            "log_ppl_diff": plain(between), "log_ppl_abs_diff": plain([abs(v) for v in between]),
-            "log_ppl_diff_max": max(between), "log_ppl_diff_min": min(between),
-            "ppl_ratio": plain([math.exp(v) for v in between]),
-            "chi2_token": mean([math.exp(2 * held(gap[at])) for at in own]) - 1,
-            "chi2_seq": plain([math.exp(2 * held(row.sum())) for row in gap]) - 1}
+    return {
+        "kl": mean([-gap[at] for at in own]),
+        "k3_kl": mean([math.exp(gap[at]) - gap[at] - 1 for at in own]),
+        "training_ppl": plain([math.exp(-v) for v in mine]),
+        "training_log_ppl": plain([-v for v in mine]),
+        "rollout_ppl": plain([math.exp(-v) for v in theirs]),
+        "rollout_log_ppl": plain([-v for v in theirs]),
+        "log_ppl_diff": plain(between),
+        "log_ppl_abs_diff": plain([abs(v) for v in between]),
+        "log_ppl_diff_max": max(between),
+        "log_ppl_diff_min": min(between),
+        "ppl_ratio": plain([math.exp(v) for v in between]),
+        "chi2_token": mean([math.exp(2 * held(gap[at])) for at in own]) - 1,
+        "chi2_seq": plain([math.exp(2 * held(row.sum())) for row in gap]) - 1,
+    }
 
 
 def _importance(settings, gap, mask, single):
@@ -283,18 +319,32 @@ def _importance(settings, gap, mask, single):
         bounded[at] = min(raw[at], high) if low is None else raw[at] * (low <= raw[at] <= high)
     floor, kept = 1 / high if low is None else low, [bounded[at] for at in own]
     mine, before = row_means(bounded, mask), row_means(raw, mask)
-    metrics = {"mean": mean(kept), "std": around(kept), "seq_mean": plain(mine), "seq_std": spread(mine),
-               "seq_max": max(mine), "seq_min": min(mine), "seq_max_deviation": max(abs(v - 1) for v in mine),
-               "seq_fraction_high": share([v > high for v in before], single),
-               "seq_fraction_low": share([v < floor for v in before], single),
-               "eff_sample_size": 1 / (mean([(v / (mean(kept) + TINY)) ** 2 for v in kept]) or math.nan)}
+    metrics = {
+        "mean": mean(kept),
+        "std": around(kept),
+        "seq_mean": plain(mine),
+        "seq_std": spread(mine),
+        "seq_max": max(mine),
+        "seq_min": min(mine),
+        "seq_max_deviation": max(abs(v - 1) for v in mine),
+        "seq_fraction_high": share([v > high for v in before], single),
+        "seq_fraction_low": share([v < floor for v in before], single),
+        "eff_sample_size": 1 / (mean([(v / (mean(kept) + TINY)) ** 2 for v in kept]) or math.nan),
+    }
     if settings["rollout_is"] == "token":
-        metrics |= {"max": max(kept), "min": min(kept), "ratio_fraction_high": mean([raw[at] > high for at in own]),
-                    "ratio_fraction_low": mean([raw[at] < floor for at in own])}
+        metrics |= {
+            "max": max(kept),
+            "min": min(kept),
+            "ratio_fraction_high": mean([raw[at] > high for at in own]),
+            "ratio_fraction_low": mean([raw[at] < floor for at in own]),
+        }
     else:
-        metrics |= {"max": math.exp(min(max(sums), FAR)), "min": math.exp(min(sums)),
-                    "ratio_fraction_high": share([v > math.log(high) for v in sums], single),
-                    "ratio_fraction_low": share([v < math.log(floor) for v in sums], single)}
+        metrics |= {
+            "max": math.exp(min(max(sums), FAR)),
+            "min": math.exp(min(sums)),
+            "ratio_fraction_high": share([v > math.log(high) for v in sums], single),
+            "ratio_fraction_low": share([v < math.log(floor) for v in sums], single),
+        }
     if low is not None:
         metrics["oob_ratio"] = mean([not low <= raw[at] <= high for at in own])
     if settings.get("rollout_is_batch_normalize"):
@@ -316,8 +366,12 @@ def _rejection(settings, gap, mask, single):
         low, high = limits(threshold)
         if kind == "k1":
             low, high = math.log(1 / high if low is None else low), math.log(high)
-        stat = {at: {"k1": -held(gap[at]), "k2": held(gap[at]) ** 2 / 2,
-                     "k3": math.exp(held(gap[at])) - held(gap[at]) - 1}[kind] for at in own}
+        stat = {
+            at: {"k1": -held(gap[at]), "k2": held(gap[at]) ** 2 / 2, "k3": math.exp(held(gap[at])) - held(gap[at]) - 1}[
+                kind
+            ]
+            for at in own
+        }
         each = {i: [stat[at] for at in own if at[0] == i] for i in rows}
         whole = {i: {"token": mean, "seq_mean": mean, "seq_sum": sum, "seq_max": max}[level](each[i]) for i in rows}
         value = stat if level == "token" else {at: whole[at[0]] for at in own}
@@ -327,15 +381,22 @@ def _rejection(settings, gap, mask, single):
         seen = list(value.values()) if level == "token" else list(whole.values())
         beyond = (lambda flags: mean(flags)) if level == "token" else (lambda flags: share(flags, single))
         bottom, sequences = low if kind == "k1" else 0.0, list(whole.values())
-        found = {"mean": mean(list(value.values())), "max": max(seen), "min": min(seen),
-                 "fraction_high": beyond([v > high for v in seen]),
-                 "fraction_low": beyond([v < low for v in seen]) if kind == "k1" else 0.0,
-                 "std": around([min(max(v, bottom), high) for v in value.values()]), "seq_mean": plain(sequences),
-                 "seq_std": spread(sequences), "seq_max": max(sequences), "seq_min": min(sequences),
-                 "seq_max_deviation": max(abs(v) for v in sequences),
-                 "seq_fraction_high": share([v > high for v in sequences], single),
-                 "masked_fraction": mean(list(out.values())),
-                 "seq_masked_fraction": plain([any(out[at] for at in own if at[0] == i) for i in rows])}
+        found = {
+            "mean": mean(list(value.values())),
+            "max": max(seen),
+            "min": min(seen),
+            "fraction_high": beyond([v > high for v in seen]),
+            "fraction_low": beyond([v < low for v in seen]) if kind == "k1" else 0.0,
+            "std": around([min(max(v, bottom), high) for v in value.values()]),
+            "seq_mean": plain(sequences),
+            "seq_std": spread(sequences),
+            "seq_max": max(sequences),
+            "seq_min": min(sequences),
+            "seq_max_deviation": max(abs(v) for v in sequences),
+            "seq_fraction_high": share([v > high for v in sequences], single),
+            "masked_fraction": mean(list(out.values())),
+            "seq_masked_fraction": plain([any(out[at] for at in own if at[0] == i) for i in rows]),
+        }
         if kind == "k1":
             found["seq_fraction_low"] = share([v < low for v in sequences], single)
         metrics |= {f"rollout_rs_{option}_{name}": number for name, number in found.items()}
@@ -386,8 +447,13 @@ def value_loss(config, batch):
 def advantage(name, config, batch):
     """``name``: in the registry of estimators. Returns are the advantages but for estimators on tokens."""
     mask, earned = batch["mask"], batch["token_rewards"]
-    on_tokens = {"gae": _gae, "reinforce_plus_plus": _discounted, "remax": _remax, "optimal_token_baseline": _otb,
-                 "tir_optimal_token_baseline": _otb}.get(name)
+    on_tokens = {
+        "gae": _gae,
+        "reinforce_plus_plus": _discounted,
+        "remax": _remax,
+        "optimal_token_baseline": _otb,
+        "tir_optimal_token_baseline": _otb,
+    }.get(name)
     if on_tokens is not None:
         advantages, returns = on_tokens(name, config, batch)
         return {"advantages": advantages, "returns": returns, "metrics": {}}
@@ -482,12 +548,17 @@ def _otb(name, config, batch):
                 energy[i, t] = total
     lengths, out = mask.sum(1), np.zeros(mask.shape)
     for (i, t), k in step.items():
-        mine = [j for j in range(len(mask)) if batch["group_ids"][j] == batch["group_ids"][i]
-                and (name == "optimal_token_baseline" or lengths[j])]
+        mine = [
+            j
+            for j in range(len(mask))
+            if batch["group_ids"][j] == batch["group_ids"][i] and (name == "optimal_token_baseline" or lengths[j])
+        ]
         others = [lengths[j] for j in mine if j != i]
         alone = not others or (config.get("handle_zero_tail", True) and k >= max(others) < lengths[i])
         at_step = [at for at, other in step.items() if other == k and at[0] in mine]
-        top, bottom = (sum(energy[at] * v for at, v in zip(at_step, values, strict=True))
-                       for values in ([returns[at] for at in at_step], [1.0] * len(at_step)))
+        top, bottom = (
+            sum(energy[at] * v for at, v in zip(at_step, values, strict=True))
+            for values in ([returns[at] for at in at_step], [1.0] * len(at_step))
+        )
         out[i, t] = returns[i, t] - (0.0 if alone else top / (bottom + TINY))
     return out, returns

@@ -9,28 +9,42 @@ from workbench.adapters import loss_spec, replay, settings_for
 from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec
 
-PLAIN = {"level": "token", "eps_clip": 0.2, "eps_clip_higher": None, "c_clip": None, "rejection_sampling": None,
-         "tau_pos": 1.0, "tau_neg": 1.05}
+PLAIN = {
+    "level": "token",
+    "eps_clip": 0.2,
+    "eps_clip_higher": None,
+    "c_clip": None,
+    "rejection_sampling": None,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+}
 RATIOS = [{"upper": 1.2, "lower": None}, {"upper": 1.1, "lower": 0.92}]
 DISTANCES = [{"upper": 0.03, "lower": None}, {"upper": 0.05, "lower": 0.001}]
-RULES = [{"level": level, "action": action, "metric": metric, "agg": agg, **bounds}
-         for level, action, metric in itertools.product(("token", "sequence"), ("mask", "clamp"), (
-             "ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"))
-         for agg in (("mean",) if level == "token" else ("sum", "mean", "max"))
-         for bounds in (RATIOS if metric == "ratio" or action == "clamp" else DISTANCES)]
+RULES = [
+    {"level": level, "action": action, "metric": metric, "agg": agg, **bounds}
+    for level, action, metric in itertools.product(
+        ("token", "sequence"), ("mask", "clamp"), ("ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl")
+    )
+    for agg in (("mean",) if level == "token" else ("sum", "mean", "max"))
+    for bounds in (RATIOS if metric == "ratio" or action == "clamp" else DISTANCES)
+]
 
 
 def check(function, config, seeds=((1, 0.05), (2, 0.4), (3, 3.0))):
     for seed, spread in seeds:
-        kind, batch = ("policy_loss", rectangle(seed, spread=spread)) if seed % 2 else (
-            "policy_loss_packed", packed(seed, spread=spread))
+        kind, batch = (
+            ("policy_loss", rectangle(seed, spread=spread))
+            if seed % 2
+            else ("policy_loss_packed", packed(seed, spread=spread))
+        )
         found = replay("areal", kind, function, config, batch)
         assert differing(found, oracle.policy_loss(function, config, batch)) == [], (kind, seed)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("change", [{}, {"eps_clip_higher": 0.28}, {"c_clip": 1.5}, {"eps_clip": 0.02, "c_clip": 1.01}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "change", [{}, {"eps_clip_higher": 0.28}, {"c_clip": 1.5}, {"eps_clip": 0.02, "c_clip": 1.01}], ids=str
+)
 def test_clipped(change, level):
     check("ppo_actor_loss_fn", {**PLAIN, **change, "level": level})
 
@@ -97,10 +111,17 @@ def test_defaults():
     assert not spec.correction.acts
 
 
-@pytest.mark.parametrize("settings", [
-    {"eps_clip_higher": 0.3, "c_clip": 2.0}, {"importance_sampling_level": "sequence"},
-    {"use_sapo_loss": True, "sapo_tau_pos": 2.0}, {"use_sapo_loss": True, "importance_sampling_level": "sequence"},
-    {"use_cispo_loss": True, "eps_clip": 1.0, "eps_clip_higher": 4.0}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eps_clip_higher": 0.3, "c_clip": 2.0},
+        {"importance_sampling_level": "sequence"},
+        {"use_sapo_loss": True, "sapo_tau_pos": 2.0},
+        {"use_sapo_loss": True, "importance_sampling_level": "sequence"},
+        {"use_cispo_loss": True, "eps_clip": 1.0, "eps_clip_higher": 4.0},
+    ],
+    ids=str,
+)
 def test_there_and_back(settings):
     spec = loss_spec("areal", settings)
     assert loss_spec("areal", settings_for("areal", spec)) == spec

@@ -50,8 +50,10 @@ def test_differences_are_listed_by_path_and_names_of_presets_are_none():
     spec = LossSpec(name="vapo", kl={"coefficient": 0.1})
     found = {path for path, _, _ in differences(spec, LossSpec(name="dapo"))}
     assert found == {"kl.coefficient", "positive_nll_coefficient"}
-    assert differences(LossSpec(correction={"kind": "tis"}),
-                       LossSpec(correction={"ratio": "token", "ratio_high": 2.0})) == []
+    assert (
+        differences(LossSpec(correction={"kind": "tis"}), LossSpec(correction={"ratio": "token", "ratio_high": 2.0}))
+        == []
+    )
 
 
 def test_a_loss_that_a_system_has_not_is_refused_with_the_rule():

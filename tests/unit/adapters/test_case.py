@@ -28,9 +28,16 @@ def test_rows_of_a_rectangle_are_documents_and_garbage_is_left_behind():
     assert row.old_logprobs_T.dtype == torch.float64
 
 
-@pytest.mark.parametrize("form", [
-    lambda values: values.tolist(), lambda values: values[::-1].copy()[::-1], torch.as_tensor,
-    lambda values: np.broadcast_to(values, values.shape)], ids=["lists", "backwards", "tensors", "read-only"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda values: values.tolist(),
+        lambda values: values[::-1].copy()[::-1],
+        torch.as_tensor,
+        lambda values: np.broadcast_to(values, values.shape),
+    ],
+    ids=["lists", "backwards", "tensors", "read-only"],
+)
 def test_values_come_in_any_form_with_every_digit(form):
     values, index = np.array([0.1, -1 / 3, 0.7]), np.array([0, 0, 1])
     found = case(logprobs=form(values), document_index=form(index))

@@ -54,6 +54,9 @@ def test_case(system, name):
         assert close(found[key], outputs[key]).all(), f"{key}: {found[key]} is not {outputs[key]}"
     asked = {key: value for key, value in measured.items() if f"metrics.{key}" not in suspect}
     assert asked.keys() <= found["metrics"].keys()
-    wrong = {key: (found["metrics"][key], value) for key, value in asked.items()
-             if not close(found["metrics"][key], value).all()}
+    wrong = {
+        key: (found["metrics"][key], value)
+        for key, value in asked.items()
+        if not close(found["metrics"][key], value).all()
+    }
     assert wrong == {}

@@ -42,14 +42,20 @@ def test_weights_are_those_of_the_step_acted_out(system, mode, cp, denominator):
 def test_an_exact_contract_is_the_houses(system, mode):
     for denominator in ("token", "document"):
         assert weights(scaling_contract(system, mode), denominator, 2) == pytest.approx(
-            weights(ScalingSpec(), denominator, 2), rel=1e-12)
+            weights(ScalingSpec(), denominator, 2), rel=1e-12
+        )
 
 
 def test_these_are_not_exact():
     assert set(MODES) - set(EXACT) == {
-        ("verl", "local counts"), ("trl", "grpo, bnpo, dr_grpo, sapo, luspo"), ("liger", "local counts"),
-        ("fast_llm", "docs_per_step (#520), labels"), ("slime", "per token"), ("pipelinerl", "deepspeed"),
-        ("nous_torchtitan", "fsdp")}
+        ("verl", "local counts"),
+        ("trl", "grpo, bnpo, dr_grpo, sapo, luspo"),
+        ("liger", "local counts"),
+        ("fast_llm", "docs_per_step (#520), labels"),
+        ("slime", "per token"),
+        ("pipelinerl", "deepspeed"),
+        ("nous_torchtitan", "fsdp"),
+    }
 
 
 def test_every_system_has_a_contract():
@@ -74,11 +80,17 @@ def test_a_table_of_no_ranks_is_refused(name):
 
 
 def test_a_contract_is_an_axis_of_an_ablation():
-    contracts = {f"{system}.{number}": {"loss": {"scaling": scaling_contract(system, mode).model_dump()}}
-                 for number, (system, mode) in enumerate(MODES)}
+    contracts = {
+        f"{system}.{number}": {"loss": {"scaling": scaling_contract(system, mode).model_dump()}}
+        for number, (system, mode) in enumerate(MODES)
+    }
     values = {"exact": {"loss": {"scaling": {}}}} | contracts
-    ablation = AblationSpec(reference="house", base={"precision": "float64"}, configurations={"house": {}},
-                            axes={"layout.dp": [1, 2], "loss.scaling": values})
+    ablation = AblationSpec(
+        reference="house",
+        base={"precision": "float64"},
+        configurations={"house": {}},
+        axes={"layout.dp": [1, 2], "loss.scaling": values},
+    )
     runs = {run.name: run.spec.loss.scaling for run in ablation.expand()}
     assert len(runs) == 2 * (1 + len(MODES))
     assert runs["house-2-exact"] == ScalingSpec()

@@ -42,11 +42,15 @@ def spec_of(system, name):
 def on_batch(system, name, seed):
     """Loss and gradient of a case's settings on a batch of random documents, through the evaluator."""
     spec, (row, said) = spec_of(system, name), rectangle(seed, spread=1.2)
-    leaves = said._replace(**{key: value.clone().requires_grad_() for key, value in said._asdict().items()
-                              if value is not None})
+    leaves = said._replace(
+        **{key: value.clone().requires_grad_() for key, value in said._asdict().items() if value is not None}
+    )
     (weights,), totals = step_weights([row], spec)
-    total = evaluate_loss(make_loss(spec), loss_inputs(row, leaves, totals), weights,
-                          row.loss_mask_T).scalars["total"].value
+    total = (
+        evaluate_loss(make_loss(spec), loss_inputs(row, leaves, totals), weights, row.loss_mask_T)
+        .scalars["total"]
+        .value
+    )
     wanted = [leaf for leaf in leaves if leaf is not None]
     gradients = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
     return Outcome(float(total.detach()), torch.cat(gradients))
@@ -119,8 +123,12 @@ def test_a_witness_can_be_looked_at_again():
 
 
 def test_differences_have_topics_and_say_who_was_silent():
-    found = explain("nemo_rl", {"token_level_loss": False, "sequence_level_importance_ratios": True},
-                    "fast_llm", {"type": "gspo", "epsilon_low": 0.1})
+    found = explain(
+        "nemo_rl",
+        {"token_level_loss": False, "sequence_level_importance_ratios": True},
+        "fast_llm",
+        {"type": "gspo", "epsilon_low": 0.1},
+    )
     by_setting = {d.setting: d for d in found.differences}
     assert {d.topic for d in found.differences} >= {"denominator", "clip", "policy term", "KL"}
     assert by_setting["denominator"].silent == (True, False)  # NeMo-RL's only one beside ratios of rows
@@ -151,9 +159,15 @@ def test_a_penalty_in_the_reward_is_no_part_of_the_loss_and_is_said():
     assert "in the advantages that the loss is given" in " ".join(found.notes[0])
 
 
-@pytest.mark.parametrize(("settings", "alike"), [
-    ({"scaling": {"multiplied_by": ["dp"], "engine_divides": ["dp"]}}, True), ({"scaling": {"counts": "pass"}}, False),
-    ({"scaling": {"engine_divides": ["cp"]}}, False), ({"denominator": "local_token"}, False)])
+@pytest.mark.parametrize(
+    ("settings", "alike"),
+    [
+        ({"scaling": {"multiplied_by": ["dp"], "engine_divides": ["dp"]}}, True),
+        ({"scaling": {"counts": "pass"}}, False),
+        ({"scaling": {"engine_divides": ["cp"]}}, False),
+        ({"denominator": "local_token"}, False),
+    ],
+)
 def test_what_counts_elsewhere_or_leaves_a_factor_scales_otherwise(settings, alike):
     assert scale_alike(LossSpec(), LossSpec(**settings)) == alike
     assert not scale_alike(LossSpec(scaling={"counts": "micro_batch"}), LossSpec(**settings))
@@ -170,14 +184,20 @@ def test_a_temperature_tells_losses_on_logits_apart():
     heat = found.differences[0]
     assert (heat.setting, heat.topic, heat.values) == ("policy.temperature", "temperature", (0.7, 1.0))
     assert (heat.options, heat.silent) == (("temperature=0.7", "temperature=1, its default"), (False, True))
-    assert explain("fast_llm", {"logits_scale_factor": 2.0}, "pipelinerl", {"temperature": 0.5}).differences[0].topic \
+    assert (
+        explain("fast_llm", {"logits_scale_factor": 2.0}, "pipelinerl", {"temperature": 0.5}).differences[0].topic
         != "temperature"
+    )
     assert explain("fast_llm", {"logits_scale_factor": 2.0}, "areal", {}).verdict == "same"  # on log-probabilities
 
 
 def test_options_that_exclude_each_other_do_not_stop_the_search_for_what_decides():
-    found = explain("nous_torchtitan", {"rollout_is": {"rollout_is_threshold": 2.0}},
-                    "areal", {"rejection_sampling": {"action": "clamp", "upper": 2.0}})
+    found = explain(
+        "nous_torchtitan",
+        {"rollout_is": {"rollout_is_threshold": 2.0}},
+        "areal",
+        {"rejection_sampling": {"action": "clamp", "upper": 2.0}},
+    )
     assert found.verdict == "different"
 
 

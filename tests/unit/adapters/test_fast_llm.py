@@ -10,10 +10,18 @@ from workbench.adapters.translate import translation
 from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec
 
-FUNCTIONS = {"grpo": "LanguageModelGRPOLoss.combinable_forward_backward / grpo_metrics_core",
-             "gspo": "fused_gspo_loss_forward_backward / compute_gspo_metrics"}
-PLAIN = {"epsilon_low": 0.2, "epsilon_high": 0.2, "logits_scale_factor": 1.0, "grad_output": 1.0, "divisor": 13.0,
-         "num_documents_in_batch": 7}
+FUNCTIONS = {
+    "grpo": "LanguageModelGRPOLoss.combinable_forward_backward / grpo_metrics_core",
+    "gspo": "fused_gspo_loss_forward_backward / compute_gspo_metrics",
+}
+PLAIN = {
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.2,
+    "logits_scale_factor": 1.0,
+    "grad_output": 1.0,
+    "divisor": 13.0,
+    "num_documents_in_batch": 7,
+}
 
 
 def batch(seed, spread, *, square=False):
@@ -23,13 +31,24 @@ def batch(seed, spread, *, square=False):
     arrays = with_logits(made, seed, spread=spread)
     index = arrays["document_index"]
     arrays["label_counts"] = np.bincount(index.reshape(-1), weights=(arrays["targets"] >= 0).reshape(-1))[index]
-    return {name: arrays[name] for name in ("logits", "targets", "advantages", "old_logprobs", "document_index",
-                                            "label_counts")}
+    return {
+        name: arrays[name]
+        for name in ("logits", "targets", "advantages", "old_logprobs", "document_index", "label_counts")
+    }
 
 
-@pytest.mark.parametrize("change", [{}, {"epsilon_high": 0.28}, {"epsilon_low": 0.01, "epsilon_high": 0.02},
-                                    {"logits_scale_factor": 1.4}, {"grad_output": 2.5},
-                                    {"divisor": 3.0, "num_documents_in_batch": 5, "grad_output": 0.25}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"epsilon_high": 0.28},
+        {"epsilon_low": 0.01, "epsilon_high": 0.02},
+        {"logits_scale_factor": 1.4},
+        {"grad_output": 2.5},
+        {"divisor": 3.0, "num_documents_in_batch": 5, "grad_output": 0.25},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_policy_losses_are_what_fast_llm_computes(kind, square, change):
@@ -59,16 +78,24 @@ def test_advantages_of_tokens_are_averaged_by_gspo():
         assert differing(found, oracle.policy_loss(kind, PLAIN, arrays)) == [], kind
 
 
-@pytest.mark.parametrize(("form", "kind"), list(itertools.product(
-    ("labels", "logits", "probabilities"), ("cross_entropy", "forward_kl", "reverse_kl"))))
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    list(itertools.product(("labels", "logits", "probabilities"), ("cross_entropy", "forward_kl", "reverse_kl"))),
+)
 @pytest.mark.parametrize("change", [{}, {"logits_scale_factor": 1.3, "temperature": 0.6, "grad_output": 3.0}], ids=str)
 def test_divergences(form, kind, change):
     rng = np.random.default_rng(5)
     logits, teacher = rng.standard_normal((2, 4, 7)), rng.standard_normal((2, 4, 7))
     labels = np.where(rng.random((2, 4)) < 0.7, rng.integers(0, 7, (2, 4)), -100)
     probabilities = np.exp(teacher) / np.exp(teacher).sum(-1, keepdims=True)
-    config = {"target_format": form, "entropy_loss_type": kind, "logits_scale_factor": 1.0, "temperature": 1.0,
-              "grad_output": 1.0, **change}
+    config = {
+        "target_format": form,
+        "entropy_loss_type": kind,
+        "logits_scale_factor": 1.0,
+        "temperature": 1.0,
+        "grad_output": 1.0,
+        **change,
+    }
     arrays = {"logits": logits, "target": {"labels": labels, "logits": teacher, "probabilities": probabilities}[form]}
     for masked in (False,) if form == "labels" else (False, True):
         given = arrays | ({"mask": rng.random((2, 4)) < 0.6} if masked else {})
@@ -84,12 +111,16 @@ def test_z_loss(masked):
     assert differing(replay("fast_llm", "z_loss", "z_loss", config, arrays), oracle.z_loss(config, arrays)) == []
 
 
-@pytest.mark.parametrize("config", [{"beta": 0.1, "logits_scale_factor": 1.0}, {"beta": 1.0,
-                                                                              "logits_scale_factor": 1.6}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"beta": 0.1, "logits_scale_factor": 1.0}, {"beta": 1.0, "logits_scale_factor": 1.6}], ids=str
+)
 def test_one_sigmoid_of_all_pairs(config):
     rng = np.random.default_rng(7)
-    arrays = {"logits": rng.standard_normal((2, 14, 6)), "ref_logits": rng.standard_normal((2, 14, 6)),
-              "targets": rng.integers(-1, 6, (2, 14))}
+    arrays = {
+        "logits": rng.standard_normal((2, 14, 6)),
+        "ref_logits": rng.standard_normal((2, 14, 6)),
+        "targets": rng.integers(-1, 6, (2, 14)),
+    }
     config = {**config, "chosen_spans": [[[0, 3], [7, 8]], [[1, 5]]], "rejected_spans": [[[3, 6], [9, 13]], [[6, 14]]]}
     assert differing(replay("fast_llm", "dpo_packed", "dpo_loss", config, arrays), oracle.dpo(config, arrays)) == []
 
@@ -103,8 +134,9 @@ def test_defaults():
     assert spec.denominator == "token"
 
 
-@pytest.mark.parametrize("settings", [{}, {"type": "gspo"}, {"type": "gspo", "epsilon_low": 3e-4, "weight": 0.5}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"type": "gspo"}, {"type": "gspo", "epsilon_low": 3e-4, "weight": 0.5}], ids=str
+)
 def test_there_and_back(settings):
     spec = loss_spec("fast_llm", settings)
     assert loss_spec("fast_llm", settings_for("fast_llm", spec)) == spec

@@ -37,9 +37,18 @@ def test_the_nearest_name_that_is_not_given_is_offered():
         replay("areal", case["kind"], case["function"], case["config"], inputs)
 
 
-@pytest.mark.parametrize(("system", "unused"), [
-    ("openrlhf", "ref_logprobs"), ("openrlhf", "entropies"), ("verl", "sample_mask"), ("slime", "is_weights"),
-    ("prime_rl", "old_logprobs"), ("trl", "label_counts"), ("areal", "logprobs_unfiltered")])
+@pytest.mark.parametrize(
+    ("system", "unused"),
+    [
+        ("openrlhf", "ref_logprobs"),
+        ("openrlhf", "entropies"),
+        ("verl", "sample_mask"),
+        ("slime", "is_weights"),
+        ("prime_rl", "old_logprobs"),
+        ("trl", "label_counts"),
+        ("areal", "logprobs_unfiltered"),
+    ],
+)
 def test_what_another_system_takes_is_not_left_aside_either(system, unused):
     name = next(name for each, name in ALL if each == system and index(system)[name]["kind"].startswith("policy_loss"))
     case, inputs = arguments(system, name)

@@ -12,9 +12,18 @@ from workbench.losses.spec import LossSpec
 KINDS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
 OF_ROWS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 PLAIN = {
-    "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.28, "temperature": 1.0, "delta": None,
-    "use_bias_correction_kl": False, "vllm_is": None, "num_items_in_batch": None, "chunk_size": 2,
-    "max_completion_length": 9, "sapo_temperature_pos": 0.8, "sapo_temperature_neg": 1.05,
+    "beta": 0.0,
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.28,
+    "temperature": 1.0,
+    "delta": None,
+    "use_bias_correction_kl": False,
+    "vllm_is": None,
+    "num_items_in_batch": None,
+    "chunk_size": 2,
+    "max_completion_length": 9,
+    "sapo_temperature_pos": 0.8,
+    "sapo_temperature_neg": 1.05,
     "vespo": {"k_pos": 1.5, "lambda_pos": 2.0, "k_neg": 3.0, "lambda_neg": 0.0},
 }
 VARIANTS = {
@@ -31,10 +40,28 @@ VARIANTS = {
     "on_policy": {"old": False},
     "empty_row": {"empty": True, "num_items_in_batch": 13},
 }
-PAIRS = ("sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
-         "discopop")
-PAIR_PLAIN = {"beta": 0.1, "compute_nll_loss": False, "ignore_index": -100, "label_smoothing": 0.1, "alpha": 1.0,
-              "average_log_prob": False, "use_ref_model": True, "discopop_tau": 0.05}
+PAIRS = (
+    "sigmoid",
+    "hinge",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+)
+PAIR_PLAIN = {
+    "beta": 0.1,
+    "compute_nll_loss": False,
+    "ignore_index": -100,
+    "label_smoothing": 0.1,
+    "alpha": 1.0,
+    "average_log_prob": False,
+    "use_ref_model": True,
+    "discopop_tau": 0.05,
+}
 OURS = ("ref", "bias", "old", "empty")
 
 
@@ -48,8 +75,13 @@ def batch(seed, options, *, rows=4, length=5, width=3, vocabulary=7):
     mask = torch.zeros(rows, length, dtype=torch.float64)
     for row, trained in enumerate((length, 1, 0 if options.get("empty") else 3, 4)):
         mask[row, :trained] = 1
-    arrays = {"hidden": normal(rows, length, width), "weight": normal(vocabulary, width), "mask": mask,
-              "targets": torch.randint(0, vocabulary, (rows, length), generator=g), "advantages": normal(rows)}
+    arrays = {
+        "hidden": normal(rows, length, width),
+        "weight": normal(vocabulary, width),
+        "mask": mask,
+        "targets": torch.randint(0, vocabulary, (rows, length), generator=g),
+        "advantages": normal(rows),
+    }
     if options.get("bias"):
         arrays["bias"] = normal(vocabulary)
     logprobs, spread = oracle.logprobs_of(arrays, options["temperature"]), (0.08, 0.3, 1.0)[seed % 3]
@@ -77,9 +109,13 @@ def said(options):
 
 
 def assert_close(found, expected, context):
-    torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64),
-                               torch.as_tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12,
-                               msg=lambda message: f"{context}: {message}")
+    torch.testing.assert_close(
+        torch.as_tensor(found, dtype=torch.float64),
+        torch.as_tensor(expected, dtype=torch.float64),
+        rtol=1e-10,
+        atol=1e-12,
+        msg=lambda message: f"{context}: {message}",
+    )
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
@@ -98,8 +134,13 @@ def test_every_option_of_the_loss_on_policies(kind, level, seed):
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_every_loss_on_pairs(kind):
-    variants = ({}, {"compute_nll_loss": True, "alpha": 0.5}, {"average_log_prob": True, "bias": True},
-                {"use_ref_model": False}, {"head": True, "bias": True, "beta": 0.4, "ignore_index": -1})
+    variants = (
+        {},
+        {"compute_nll_loss": True, "alpha": 0.5},
+        {"average_log_prob": True, "bias": True},
+        {"use_ref_model": False},
+        {"head": True, "bias": True, "beta": 0.4, "ignore_index": -1},
+    )
     for seed, changed in enumerate(variants):
         options = {**PAIR_PLAIN, **changed, "loss_type": kind}
         g, normal = normals(seed)
@@ -148,29 +189,41 @@ def test_the_way_back_leads_to_the_same_loss(kind):
         assert loss_spec("liger", settings_for("liger", spec)) == spec
 
 
-@pytest.mark.parametrize(("spec", "words"), [
-    ({"name": "gmpo"}, "the surrogate 'gmpo'"),
-    ({"entropy_coefficient": 0.1}, "entropy_coefficient = 0.1"),
-    ({"correction": {"kind": "tis"}}, "a correction that it makes itself")])
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"name": "gmpo"}, "the surrogate 'gmpo'"),
+        ({"entropy_coefficient": 0.1}, "entropy_coefficient = 0.1"),
+        ({"correction": {"kind": "tis"}}, "a correction that it makes itself"),
+    ],
+)
 def test_what_liger_does_not_have_is_said(spec, words):
     with pytest.raises(SpecError, match=words):
         settings_for("liger", LossSpec(**spec))
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"loss_typ": "grpo"}, "unknown option 'loss_typ'"),
-    ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "sapo has no ratio of rows"),
-    ({"loss_type": "dr_grpo"}, "dr_grpo divides by max_completion_length")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_typ": "grpo"}, "unknown option 'loss_typ'"),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "sapo has no ratio of rows"),
+        ({"loss_type": "dr_grpo"}, "dr_grpo divides by max_completion_length"),
+    ],
+)
 def test_options_that_cannot_be_translated_are_refused(options, words):
     with pytest.raises(SpecError, match=words):
         loss_spec("liger", options)
 
 
-@pytest.mark.parametrize(("options", "note"), [
-    ({"use_ref_model": False}, "the policy against itself"),
-    ({"loss_type": "cispo"}, "cispo bounds the ratio by epsilon_high itself, 0.2"),
-    ({"loss_type": "vespo"}, "have no effect on vespo"),
-    ({"loss_type": "grpo", "num_items_in_batch": 5}, "num_items_in_batch has no effect on grpo"),
-    ({"loss_type": "dapo"}, "the tokens of this call are counted")])
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"use_ref_model": False}, "the policy against itself"),
+        ({"loss_type": "cispo"}, "cispo bounds the ratio by epsilon_high itself, 0.2"),
+        ({"loss_type": "vespo"}, "have no effect on vespo"),
+        ({"loss_type": "grpo", "num_items_in_batch": 5}, "num_items_in_batch has no effect on grpo"),
+        ({"loss_type": "dapo"}, "the tokens of this call are counted"),
+    ],
+)
 def test_what_is_silent_is_noted(options, note):
     assert any(note in each for each in translation("liger", options).notes)

@@ -13,42 +13,85 @@ from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec
 
 PLAIN = {
-    "disable_ppo_ratio": False, "token_level_loss": True, "sequence_level_importance_ratios": False,
-    "ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "ratio_clip_c": None, "reference_policy_kl_penalty": 0.0,
-    "reference_policy_kl_type": "k3", "kl_input_clamp_value": 20.0, "kl_output_clamp_value": 10.0,
-    "use_kl_in_reward": False, "use_importance_sampling_correction": False, "truncated_importance_sampling_type": None,
-    "truncated_importance_sampling_ratio": None, "truncated_importance_sampling_ratio_min": None,
-    "use_on_policy_kl_approximation": False, "force_on_policy_ratio": False, "use_cispo": False,
-    "positive_example_nll_weight": 0.0}
+    "disable_ppo_ratio": False,
+    "token_level_loss": True,
+    "sequence_level_importance_ratios": False,
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.28,
+    "ratio_clip_c": None,
+    "reference_policy_kl_penalty": 0.0,
+    "reference_policy_kl_type": "k3",
+    "kl_input_clamp_value": 20.0,
+    "kl_output_clamp_value": 10.0,
+    "use_kl_in_reward": False,
+    "use_importance_sampling_correction": False,
+    "truncated_importance_sampling_type": None,
+    "truncated_importance_sampling_ratio": None,
+    "truncated_importance_sampling_ratio_min": None,
+    "use_on_policy_kl_approximation": False,
+    "force_on_policy_ratio": False,
+    "use_cispo": False,
+    "positive_example_nll_weight": 0.0,
+}
 SEQUENCE = {"token_level_loss": False, "sequence_level_importance_ratios": True}
 RATIOS = {
-    "tokens": {}, "rows": {"token_level_loss": False}, "dual_clip": {"ratio_clip_c": 1.5},
+    "tokens": {},
+    "rows": {"token_level_loss": False},
+    "dual_clip": {"ratio_clip_c": 1.5},
     "gspo": {**SEQUENCE, "ratio_clip_min": 0.02, "ratio_clip_max": 0.03},
     "gspo_dual": {**SEQUENCE, "ratio_clip_c": 2.0},
-    "reinforce": {"disable_ppo_ratio": True}, "reinforce_dual": {"disable_ppo_ratio": True, "ratio_clip_c": 3.0},
-    "reinforce_rows": {"disable_ppo_ratio": True, **SEQUENCE}, "forced": {"force_on_policy_ratio": True},
+    "reinforce": {"disable_ppo_ratio": True},
+    "reinforce_dual": {"disable_ppo_ratio": True, "ratio_clip_c": 3.0},
+    "reinforce_rows": {"disable_ppo_ratio": True, **SEQUENCE},
+    "forced": {"force_on_policy_ratio": True},
     "forced_rows": {"force_on_policy_ratio": True, "ratio_clip_c": 1.1, **SEQUENCE},
-    "forced_reinforce": {"force_on_policy_ratio": True, "disable_ppo_ratio": True}, "cispo": {"use_cispo": True}}
+    "forced_reinforce": {"force_on_policy_ratio": True, "disable_ppo_ratio": True},
+    "cispo": {"use_cispo": True},
+}
 KLS = {
-    "none": {}, "default": {"reference_policy_kl_penalty": 0.01}, "in_reward": {"reference_policy_kl_penalty": 0.3,
-                                                                            "use_kl_in_reward": True},
-    **{f"{kind}_tight": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": kind,
-                         "kl_input_clamp_value": 0.5, "kl_output_clamp_value": 0.1} for kind in ("k1", "k2", "k3")},
-    **{f"{kind}_sampler": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": kind,
-                           "use_on_policy_kl_approximation": True, "kl_input_clamp_value": None,
-                           "kl_output_clamp_value": 0.4} for kind in ("k1", "k2", "k3")},
-    "loose": {"reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": None, "kl_output_clamp_value": None}}
+    "none": {},
+    "default": {"reference_policy_kl_penalty": 0.01},
+    "in_reward": {"reference_policy_kl_penalty": 0.3, "use_kl_in_reward": True},
+    **{
+        f"{kind}_tight": {
+            "reference_policy_kl_penalty": 0.3,
+            "reference_policy_kl_type": kind,
+            "kl_input_clamp_value": 0.5,
+            "kl_output_clamp_value": 0.1,
+        }
+        for kind in ("k1", "k2", "k3")
+    },
+    **{
+        f"{kind}_sampler": {
+            "reference_policy_kl_penalty": 0.3,
+            "reference_policy_kl_type": kind,
+            "use_on_policy_kl_approximation": True,
+            "kl_input_clamp_value": None,
+            "kl_output_clamp_value": 0.4,
+        }
+        for kind in ("k1", "k2", "k3")
+    },
+    "loose": {"reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": None, "kl_output_clamp_value": None},
+}
 
 
 def truncated(kind, high, low):
-    return {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": kind,
-            "truncated_importance_sampling_ratio": high, "truncated_importance_sampling_ratio_min": low}
+    return {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": kind,
+        "truncated_importance_sampling_ratio": high,
+        "truncated_importance_sampling_ratio_min": low,
+    }
 
 
 CORRECTIONS = {
-    "none": {}, "plain": {"use_importance_sampling_correction": True}, "tis": truncated("tis", 1.1, None),
-    "tis_both": truncated("tis", 1.1, 0.8), "icepop": truncated("icepop", 1.2, 0.7),
-    "seq_mask": truncated("seq-mask-tis", 1.05, 0.96)}
+    "none": {},
+    "plain": {"use_importance_sampling_correction": True},
+    "tis": truncated("tis", 1.1, None),
+    "tis_both": truncated("tis", 1.1, 0.8),
+    "icepop": truncated("icepop", 1.2, 0.7),
+    "seq_mask": truncated("seq-mask-tis", 1.05, 0.96),
+}
 
 
 def batch(seed, *, rewards=False, rows=5, length=6):
@@ -66,10 +109,15 @@ def batch(seed, *, rewards=False, rows=5, length=6):
     logprobs = -3 * torch.rand(rows, length, generator=g, dtype=torch.float64) - 0.01
     old = (logprobs + spread * normal(rows, length)).clamp(max=-1e-3)
     sampler = (old + spread / 2 * normal(rows, length)).clamp(max=-1e-3)
-    arrays = {"logprobs": logprobs, "old_logprobs": old, "rollout_logprobs": sampler,
-              "ref_logprobs": (logprobs + 2 * spread * normal(rows, length)).clamp(max=-1e-3),
-              "advantages": normal(rows, length) if seed % 2 else normal(rows, 1).expand(rows, length).clone(),
-              "mask": mask, "sample_mask": torch.tensor([1.0, 1, 1, seed % 2, 1], dtype=torch.float64)}
+    arrays = {
+        "logprobs": logprobs,
+        "old_logprobs": old,
+        "rollout_logprobs": sampler,
+        "ref_logprobs": (logprobs + 2 * spread * normal(rows, length)).clamp(max=-1e-3),
+        "advantages": normal(rows, length) if seed % 2 else normal(rows, 1).expand(rows, length).clone(),
+        "mask": mask,
+        "sample_mask": torch.tensor([1.0, 1, 1, seed % 2, 1], dtype=torch.float64),
+    }
     arrays["advantages"][4, 1:3] = 0
     if rewards:
         arrays["rewards"] = torch.tensor([1.0, 1.0, -0.5, 1.0, 0.0 if seed % 2 else 2.0], dtype=torch.float64)
@@ -87,18 +135,26 @@ def close(found, expected, where=""):
         for name, value in expected.items():
             close(found[name], value, f"{where}.{name}")
         return
-    torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64),
-                               torch.as_tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-11,
-                               msg=lambda text: f"{where}: {text}")
+    torch.testing.assert_close(
+        torch.as_tensor(found, dtype=torch.float64),
+        torch.as_tensor(expected, dtype=torch.float64),
+        rtol=1e-10,
+        atol=1e-11,
+        msg=lambda text: f"{where}: {text}",
+    )
 
 
 def goes(config):
     return not (config["use_cispo"] and not config["token_level_loss"]) and not (
-        config["truncated_importance_sampling_type"] == "seq-mask-tis" and config["sequence_level_importance_ratios"])
+        config["truncated_importance_sampling_type"] == "seq-mask-tis" and config["sequence_level_importance_ratios"]
+    )
 
 
-GRID = [(r, k, c) for r, k, c in itertools.product(RATIOS, KLS, CORRECTIONS)
-        if goes(PLAIN | RATIOS[r] | KLS[k] | CORRECTIONS[c])]
+GRID = [
+    (r, k, c)
+    for r, k, c in itertools.product(RATIOS, KLS, CORRECTIONS)
+    if goes(PLAIN | RATIOS[r] | KLS[k] | CORRECTIONS[c])
+]
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -115,8 +171,11 @@ def test_the_clipped_loss_is_its_formula(ratio):
         arrays = batch(seed, rewards=seed % 2 == 0)
         config = PLAIN | RATIOS[ratio] | KLS[kl] | CORRECTIONS[correction]
         config |= {"positive_example_nll_weight": (0.0, 0.2)[seed // 2 % 2], **counted(arrays, seed)}
-        close(replay("nemo_rl", "policy_loss", "ClippedPGLossFn.__call__", config, arrays),
-              oracle.policy_loss(config, arrays), f"{ratio} {kl} {correction} {seed}")
+        close(
+            replay("nemo_rl", "policy_loss", "ClippedPGLossFn.__call__", config, arrays),
+            oracle.policy_loss(config, arrays),
+            f"{ratio} {kl} {correction} {seed}",
+        )
         tried += 1
     assert tried >= 10
 
@@ -128,8 +187,11 @@ def test_every_crossing_of_options_is_its_formula(ratio, kl, correction):
         arrays = batch(seed, rewards=seed != 1)
         config = PLAIN | RATIOS[ratio] | KLS[kl] | CORRECTIONS[correction]
         config |= {"positive_example_nll_weight": weight, **counted(arrays, seed)}
-        close(replay("nemo_rl", "policy_loss", "ClippedPGLossFn.__call__", config, arrays),
-              oracle.policy_loss(config, arrays), f"seed {seed}")
+        close(
+            replay("nemo_rl", "policy_loss", "ClippedPGLossFn.__call__", config, arrays),
+            oracle.policy_loss(config, arrays),
+            f"seed {seed}",
+        )
 
 
 def test_what_stands_under_the_mask_does_not_matter():
@@ -150,15 +212,26 @@ def test_supervised_and_preference_losses_are_their_formulas(seed):
     close(replay("nemo_rl", "nll", "NLLLossFn.__call__", config, arrays), oracle.nll(config, arrays), "nll")
     rewards = {"rewards": arrays["advantages"][:, :1] * 2, "sample_mask": arrays["sample_mask"]}
     config = {"global_valid_seqs": 8.0}
-    close(replay("nemo_rl", "preference", "PreferenceLossFn.__call__", config, rewards),
-          oracle.preference(config, rewards), "preference")
+    close(
+        replay("nemo_rl", "preference", "PreferenceLossFn.__call__", config, rewards),
+        oracle.preference(config, rewards),
+        "preference",
+    )
     whole = rewards | {"sample_mask": rewards["sample_mask"].long()}
-    close(replay("nemo_rl", "preference", "PreferenceLossFn.__call__", config, whole),
-          oracle.preference(config, rewards), "preference, whole numbers")
+    close(
+        replay("nemo_rl", "preference", "PreferenceLossFn.__call__", config, whole),
+        oracle.preference(config, rewards),
+        "preference, whole numbers",
+    )
     for average, sft, likelihoods in itertools.product((False, True), (0.0, 0.3), (False, True)):
-        config = {"reference_policy_kl_penalty": 0.1 + seed, "preference_loss_weight": 0.7, "sft_loss_weight": sft,
-                  "preference_average_log_probs": average, "sft_average_log_probs": likelihoods,
-                  "global_valid_seqs": 10.0}
+        config = {
+            "reference_policy_kl_penalty": 0.1 + seed,
+            "preference_loss_weight": 0.7,
+            "sft_loss_weight": sft,
+            "preference_average_log_probs": average,
+            "sft_average_log_probs": likelihoods,
+            "global_valid_seqs": 10.0,
+        }
         close(replay("nemo_rl", "dpo", "DPOLossFn.__call__", config, arrays), oracle.dpo(config, arrays), f"{config}")
 
 
@@ -166,8 +239,12 @@ def test_supervised_and_preference_losses_are_their_formulas(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_critics_loss_is_its_formula(seed, clip):
     given = batch(seed)
-    arrays = {"values": given["advantages"], "old_values": given["advantages"] + 0.4 * given["logprobs"],
-              "returns": given["ref_logprobs"], "mask": given["mask"]}
+    arrays = {
+        "values": given["advantages"],
+        "old_values": given["advantages"] + 0.4 * given["logprobs"],
+        "returns": given["ref_logprobs"],
+        "mask": given["mask"],
+    }
     config = {"scale": 0.5, "cliprange": clip, "global_valid_toks": 29.0}
     close(replay("nemo_rl", "value_loss", "MseValueLossFn.__call__", config, arrays), oracle.value(config, arrays))
 
@@ -181,22 +258,38 @@ def test_kl_estimates_are_their_formulas(kind):
         x = arrays["logprobs"].clone().requires_grad_()
         estimate = oracle.kl(kind, x, arrays["ref_logprobs"], into, out)
         (estimate * cotangent).sum().backward()
-        found = replay("nemo_rl", "kl_estimator", "calculate_kl", config, {
-            "logprobs": arrays["logprobs"], "ref_logprobs": arrays["ref_logprobs"], "cotangent": cotangent})
+        found = replay(
+            "nemo_rl",
+            "kl_estimator",
+            "calculate_kl",
+            config,
+            {"logprobs": arrays["logprobs"], "ref_logprobs": arrays["ref_logprobs"], "cotangent": cotangent},
+        )
         close(found, {"kl": estimate.detach(), "grad_logprobs": x.grad}, f"{config}")
 
 
 @pytest.mark.parametrize("sizes", [(4, 3, 2, 1), (8, 1), (2, 2, 2), (7,)], ids=str)
 def test_group_advantages_are_their_formulas(sizes):
     g = torch.Generator().manual_seed(sum(sizes))
-    groups = torch.tensor([n for n, size in enumerate(sizes) for _ in range(size)])[torch.randperm(sum(sizes),
-                                                                                                generator=g)]
+    groups = torch.tensor([n for n, size in enumerate(sizes) for _ in range(size)])[
+        torch.randperm(sum(sizes), generator=g)
+    ]
     for rewards, one_out, scaled in itertools.product(
-            (torch.randn(len(groups), generator=g, dtype=torch.float64),
-             torch.randint(0, 2, (len(groups),), generator=g).double()), (True, False), (True, False)):
+        (
+            torch.randn(len(groups), generator=g, dtype=torch.float64),
+            torch.randint(0, 2, (len(groups),), generator=g).double(),
+        ),
+        (True, False),
+        (True, False),
+    ):
         config = {"use_leave_one_out_baseline": one_out, "normalize_rewards": scaled}
-        found = replay("nemo_rl", "advantage", "GRPOAdvantageEstimator.compute_advantage", config, {
-            "rewards": rewards, "group_ids": groups, "mask": torch.ones(len(groups), 2)})
+        found = replay(
+            "nemo_rl",
+            "advantage",
+            "GRPOAdvantageEstimator.compute_advantage",
+            config,
+            {"rewards": rewards, "group_ids": groups, "mask": torch.ones(len(groups), 2)},
+        )
         expected = oracle.group_advantages(config, rewards.tolist(), groups.tolist())
         close(found, dict(zip(("advantages", "baseline", "std"), expected, strict=True)), f"{config}")
 
@@ -205,20 +298,41 @@ def test_group_advantages_are_their_formulas(sizes):
 def test_advantages_of_tokens_are_their_formulas(kind):
     for seed in range(3):
         arrays = batch(seed)
-        arrays |= {"rewards": arrays["advantages"][:, 0], "group_ids": torch.tensor([0, 1, 0, 1, 2]),
-                   "values": arrays["ref_logprobs"] - arrays["advantages"]}
+        arrays |= {
+            "rewards": arrays["advantages"][:, 0],
+            "group_ids": torch.tensor([0, 1, 0, 1, 2]),
+            "values": arrays["ref_logprobs"] - arrays["advantages"],
+        }
         del arrays["sample_mask"]
         for baseline in (True, False):
             config = {"minus_baseline": baseline, "kl_in_reward": kind, "kl_coef": 0.2}
-            close(replay("nemo_rl", "advantage", "ReinforcePlusPlusAdvantageEstimator", config, arrays),
-                  {"advantages": oracle.reinforce_plus_plus(config, arrays)}, f"{config}")
-        for scaled, critic, own, alpha in ((True, None, None, 0.0), (False, 1.0, 0.95, 0.0), (True, 1.0, None, 0.4),
-                                           (False, None, 0.3, 0.05)):
-            config = {"gae_lambda": 0.9, "gae_gamma": 0.97, "normalize_advantages": scaled, "gae_lambda_value": critic,
-                      "gae_lambda_policy": own, "length_adaptive_alpha": alpha, "kl_in_reward": kind, "kl_coef": 0.2}
+            close(
+                replay("nemo_rl", "advantage", "ReinforcePlusPlusAdvantageEstimator", config, arrays),
+                {"advantages": oracle.reinforce_plus_plus(config, arrays)},
+                f"{config}",
+            )
+        for scaled, critic, own, alpha in (
+            (True, None, None, 0.0),
+            (False, 1.0, 0.95, 0.0),
+            (True, 1.0, None, 0.4),
+            (False, None, 0.3, 0.05),
+        ):
+            config = {
+                "gae_lambda": 0.9,
+                "gae_gamma": 0.97,
+                "normalize_advantages": scaled,
+                "gae_lambda_value": critic,
+                "gae_lambda_policy": own,
+                "length_adaptive_alpha": alpha,
+                "kl_in_reward": kind,
+                "kl_coef": 0.2,
+            }
             advantages, returns = oracle.gae(config, arrays)
-            close(replay("nemo_rl", "advantage", "GeneralizedAdvantageEstimator.compute_advantage", config, arrays),
-                  {"advantages": advantages, "returns": returns}, f"{config}")
+            close(
+                replay("nemo_rl", "advantage", "GeneralizedAdvantageEstimator.compute_advantage", config, arrays),
+                {"advantages": advantages, "returns": returns},
+                f"{config}",
+            )
     raw = replay("nemo_rl", "advantage", "RawRewardAdvantageEstimator.compute_advantage", {}, arrays)
     config = {"minus_baseline": False, "kl_in_reward": None}
     close(raw, {"advantages": oracle.reinforce_plus_plus(config, arrays)})
@@ -238,12 +352,22 @@ def test_rewards_that_are_equal_where_something_trains_whiten_those_of_empty_row
 def test_shaped_rewards_are_their_formulas():
     rewards, lengths = torch.tensor([1.0, -1.0, 0.5, 2.0]), torch.tensor([12, 37, 40, 77])
     config = {"overlong_buffer_length": 8, "overlong_buffer_penalty": 0.5, "max_response_length": 40}
-    close(replay("nemo_rl", "reward_shaping", "apply_reward_shaping", config, {
-        "rewards": rewards, "response_lengths": lengths}), {"rewards": oracle.shaped(config, rewards, lengths)})
+    close(
+        replay(
+            "nemo_rl",
+            "reward_shaping",
+            "apply_reward_shaping",
+            config,
+            {"rewards": rewards, "response_lengths": lengths},
+        ),
+        {"rewards": oracle.shaped(config, rewards, lengths)},
+    )
     config = {"stop_properly_penalty_coef": 0.25}
     cut = torch.tensor([1, 0, 1, 0])
-    close(replay("nemo_rl", "reward_shaping", "apply_reward_shaping", config, {"rewards": rewards, "truncated": cut}),
-          {"rewards": oracle.shaped(config, rewards, truncated=cut)})
+    close(
+        replay("nemo_rl", "reward_shaping", "apply_reward_shaping", config, {"rewards": rewards, "truncated": cut}),
+        {"rewards": oracle.shaped(config, rewards, truncated=cut)},
+    )
     close(replay("nemo_rl", "reward_shaping", "", {"enabled": False}, {"rewards": rewards}), {"rewards": rewards})
     with pytest.raises(SpecError, match="go together"):
         replay("nemo_rl", "reward_shaping", "", {"max_response_length": 40}, {"rewards": rewards})
@@ -252,56 +376,79 @@ def test_shaped_rewards_are_their_formulas():
 # ---- settings ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ratio", "kl", "correction"), [
-    key for number, key in enumerate(GRID) if number % 9 == 0])
+@pytest.mark.parametrize(("ratio", "kl", "correction"), [key for number, key in enumerate(GRID) if number % 9 == 0])
 def test_settings_go_there_and_back(ratio, kl, correction):
     spec = loss_spec("nemo_rl", PLAIN | RATIOS[ratio] | KLS[kl] | CORRECTIONS[correction])
-    assert loss_spec("nemo_rl", settings_for("nemo_rl", spec)).model_dump(exclude={"kl"}) == \
-        spec.model_dump(exclude={"kl"})
+    assert loss_spec("nemo_rl", settings_for("nemo_rl", spec)).model_dump(exclude={"kl"}) == spec.model_dump(
+        exclude={"kl"}
+    )
     again = loss_spec("nemo_rl", settings_for("nemo_rl", spec)).kl
     assert again == spec.kl or not spec.kl.coefficient
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("dapo", {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "token_level_loss": True}),
-    ("dual_clip", {"ratio_clip_c": 3.0}), ("reinforce", {"disable_ppo_ratio": True}),
-    ("on_policy", {"force_on_policy_ratio": True})])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dapo", {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28, "token_level_loss": True}),
+        ("dual_clip", {"ratio_clip_c": 3.0}),
+        ("reinforce", {"disable_ppo_ratio": True}),
+        ("on_policy", {"force_on_policy_ratio": True}),
+    ],
+)
 def test_losses_of_the_house_have_options_there(name, said):
     found = settings_for("nemo_rl", LossSpec(name=name))
     assert {option: found[option] for option in said} == said
 
 
-@pytest.mark.parametrize("changes", [
-    {"surrogate": {"kind": "sapo"}}, {"denominator": "document_sum"}, {"entropy_coefficient": 0.1},
-    {"kl": {"coefficient": 0.1}}, {"correction": {"kind": "opsm"}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"surrogate": {"kind": "sapo"}},
+        {"denominator": "document_sum"},
+        {"entropy_coefficient": 0.1},
+        {"kl": {"coefficient": 0.1}},
+        {"correction": {"kind": "opsm"}},
+    ],
+)
 def test_a_loss_that_it_has_not_is_refused(changes):
     with pytest.raises(SpecError, match="NeMo-RL"):
         settings_for("nemo_rl", LossSpec(**changes))
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"ratio_clip_maximum": 0.3}, "did you mean 'ratio_clip_max'"),
-    ({"sequence_level_importance_ratios": True}, "needs token_level_loss: False"),
-    ({"use_cispo": True, "ratio_clip_c": 3.0}, "use_cispo goes with"),
-    ({"truncated_importance_sampling_type": "tis"}, "needs use_importance_sampling_correction"),
-    ({"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"},
-     "needs truncated_importance_sampling_ratio"),
-    ({"truncated_importance_sampling_ratio": 2.0}, "needs truncated_importance_sampling_type"),
-    (truncated("icepop", 2.0, None), "icepop needs truncated_importance_sampling_ratio_min"),
-    (truncated("tis", 0.5, 2.0), "is above"),
-    ({**truncated("seq-mask-tis", 1.1, 0.9), **SEQUENCE}, "seq-mask-tis does not go"),
-    ({"ratio_clip_c": 1.0}, "ratio_clip_c = 1.0")])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"ratio_clip_maximum": 0.3}, "did you mean 'ratio_clip_max'"),
+        ({"sequence_level_importance_ratios": True}, "needs token_level_loss: False"),
+        ({"use_cispo": True, "ratio_clip_c": 3.0}, "use_cispo goes with"),
+        ({"truncated_importance_sampling_type": "tis"}, "needs use_importance_sampling_correction"),
+        (
+            {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis"},
+            "needs truncated_importance_sampling_ratio",
+        ),
+        ({"truncated_importance_sampling_ratio": 2.0}, "needs truncated_importance_sampling_type"),
+        (truncated("icepop", 2.0, None), "icepop needs truncated_importance_sampling_ratio_min"),
+        (truncated("tis", 0.5, 2.0), "is above"),
+        ({**truncated("seq-mask-tis", 1.1, 0.9), **SEQUENCE}, "seq-mask-tis does not go"),
+        ({"ratio_clip_c": 1.0}, "ratio_clip_c = 1.0"),
+    ],
+)
 def test_options_that_it_refuses_are_refused_here(settings, words):
     with pytest.raises(SpecError, match=words):
         loss_spec("nemo_rl", settings)
 
 
-@pytest.mark.parametrize(("settings", "note"), [
-    ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "ratio_clip_c has no effect"),
-    ({"force_on_policy_ratio": True, "disable_ppo_ratio": True}, "disable_ppo_ratio has no effect"),
-    ({"use_importance_sampling_correction": True, **SEQUENCE}, "product of its tokens' ratios"),
-    ({"use_kl_in_reward": True}, "20 and 10"), ({}, "gradient of sampling"),
-    ({"positive_example_nll_weight": 0.1}, "no effect on a batch without rewards")])
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "ratio_clip_c has no effect"),
+        ({"force_on_policy_ratio": True, "disable_ppo_ratio": True}, "disable_ppo_ratio has no effect"),
+        ({"use_importance_sampling_correction": True, **SEQUENCE}, "product of its tokens' ratios"),
+        ({"use_kl_in_reward": True}, "20 and 10"),
+        ({}, "gradient of sampling"),
+        ({"positive_example_nll_weight": 0.1}, "no effect on a batch without rewards"),
+    ],
+)
 def test_what_it_does_silently_is_said(settings, note):
     assert any(note in said for said in translation("nemo_rl", settings).notes)
 
@@ -316,16 +463,26 @@ def test_an_estimator_that_there_is_not_is_refused():
 def test_the_penalty_is_of_the_unfiltered_policy_where_that_is_given(ratio, kl):
     """The ratio's part without penalty, and the penalty's part without advantages, each with its own policy."""
     arrays = batch(4)
-    whole = arrays["logprobs"] - 0.3 * torch.rand(arrays["logprobs"].shape, dtype=torch.float64,
-                                                  generator=torch.Generator().manual_seed(9))
+    whole = arrays["logprobs"] - 0.3 * torch.rand(
+        arrays["logprobs"].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
     config = {**PLAIN, "global_valid_toks": 31.0, "global_valid_seqs": 7.0, **RATIOS[ratio], **KLS[kl]}
-    found = replay("nemo_rl", "policy_loss", "ClippedPGLossFn.__call__", config,
-                   arrays | {"logprobs_unfiltered": whole})
+    found = replay(
+        "nemo_rl", "policy_loss", "ClippedPGLossFn.__call__", config, arrays | {"logprobs_unfiltered": whole}
+    )
     policy = oracle.policy_loss({**config, "reference_policy_kl_penalty": 0.0}, arrays)
-    penalty = oracle.policy_loss(config, arrays | {"logprobs": whole,
-                                                   "advantages": torch.zeros_like(arrays["advantages"])})
-    close(found, {"loss": policy["loss"] + penalty["loss"], "grad_logprobs": policy["grad_logprobs"],
-                  "grad_logprobs_unfiltered": penalty["grad_logprobs"]}, f"{ratio} {kl}")
+    penalty = oracle.policy_loss(
+        config, arrays | {"logprobs": whole, "advantages": torch.zeros_like(arrays["advantages"])}
+    )
+    close(
+        found,
+        {
+            "loss": policy["loss"] + penalty["loss"],
+            "grad_logprobs": policy["grad_logprobs"],
+            "grad_logprobs_unfiltered": penalty["grad_logprobs"],
+        },
+        f"{ratio} {kl}",
+    )
     close(found["metrics"]["kl_penalty"], penalty["metrics"]["kl_penalty"], f"{ratio} {kl}")
     close(found["metrics"]["probs_ratio"], policy["metrics"]["probs_ratio"], f"{ratio} {kl}")
 

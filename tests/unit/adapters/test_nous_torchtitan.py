@@ -11,21 +11,49 @@ from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec
 
 STEP = "compute_grpo_loss_from_predictions + masked_mean"
-PLAIN = {"reduction": oracle.ROWS, "policy_ratio_type": "token", "clip_ratio_lower_bound": 0.25,
-         "clip_ratio_upper_bound": 0.25, "use_ref_model": False, "kl_estimator_type": "k3", "kl_beta": 0.0,
-         "entropy_loss_weight": 0.0, "logit_loss_weight": 0.0, "onpolicy_logp_threshold": 0.0, "rollout_is": None}
-WEIGHTS = [{"rollout_is_level": level, "rollout_is_mode": mode, "rollout_is_threshold": 1.2,
-            "rollout_is_threshold_lower": lower, "rollout_is_veto_threshold": veto}
-           for level, mode, lower, veto in itertools.product(("token", "sequence", "geometric"), ("truncate", "mask"),
-                                                             (None, 0.9), (1e-4, 0.8, None))]
+PLAIN = {
+    "reduction": oracle.ROWS,
+    "policy_ratio_type": "token",
+    "clip_ratio_lower_bound": 0.25,
+    "clip_ratio_upper_bound": 0.25,
+    "use_ref_model": False,
+    "kl_estimator_type": "k3",
+    "kl_beta": 0.0,
+    "entropy_loss_weight": 0.0,
+    "logit_loss_weight": 0.0,
+    "onpolicy_logp_threshold": 0.0,
+    "rollout_is": None,
+}
+WEIGHTS = [
+    {
+        "rollout_is_level": level,
+        "rollout_is_mode": mode,
+        "rollout_is_threshold": 1.2,
+        "rollout_is_threshold_lower": lower,
+        "rollout_is_veto_threshold": veto,
+    }
+    for level, mode, lower, veto in itertools.product(
+        ("token", "sequence", "geometric"), ("truncate", "mask"), (None, 0.9), (1e-4, 0.8, None)
+    )
+]
 CHANGES = [
-    {}, {"reduction": "token mean"}, {"clip_ratio_lower_bound": 0.1, "clip_ratio_upper_bound": 0.4},
+    {},
+    {"reduction": "token mean"},
+    {"clip_ratio_lower_bound": 0.1, "clip_ratio_upper_bound": 0.4},
     *({"use_ref_model": True, "kl_beta": 0.1, "kl_estimator_type": kind} for kind in ("k3", "mse", "abs")),
-    {"use_ref_model": True, "kl_beta": 0.0, "kl_estimator_type": "mse"}, {"entropy_loss_weight": 0.02},
-    {"logit_loss_weight": 0.1}, {"onpolicy_logp_threshold": 0.05}, {"onpolicy_logp_threshold": -3.5},
+    {"use_ref_model": True, "kl_beta": 0.0, "kl_estimator_type": "mse"},
+    {"entropy_loss_weight": 0.02},
+    {"logit_loss_weight": 0.1},
+    {"onpolicy_logp_threshold": 0.05},
+    {"onpolicy_logp_threshold": -3.5},
     {"onpolicy_logp_threshold": 1.0},
-    {"use_ref_model": True, "kl_beta": 0.3, "entropy_loss_weight": 0.1, "logit_loss_weight": 0.2,
-     "reduction": "token mean"},
+    {
+        "use_ref_model": True,
+        "kl_beta": 0.3,
+        "entropy_loss_weight": 0.1,
+        "logit_loss_weight": 0.2,
+        "reduction": "token mean",
+    },
 ]
 
 
@@ -64,8 +92,15 @@ def test_importance_weights(weights, past):
     check({**PLAIN, "rollout_is": weights}, sampler=True, past=past)
 
 
-@pytest.mark.parametrize("change", [{"policy_ratio_type": "sequence"}, {"use_ref_model": True, "kl_beta": 0.1},
-                                    {"entropy_loss_weight": 0.1, "logit_loss_weight": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"policy_ratio_type": "sequence"},
+        {"use_ref_model": True, "kl_beta": 0.1},
+        {"entropy_loss_weight": 0.1, "logit_loss_weight": 0.1},
+    ],
+    ids=str,
+)
 def test_importance_weights_leave_the_other_terms_alone(change):
     for weights in (WEIGHTS[0], WEIGHTS[16]):
         check({**PLAIN, **change, "rollout_is": weights}, sampler=True)
@@ -87,8 +122,7 @@ def test_a_position_that_was_not_sampled_weighs_nothing():
         assert differing(found, expected) == []
 
 
-@pytest.mark.parametrize(("function", "per_seq"), list(itertools.product(("masked_mean", "masked_sum"),
-                                                                         (False, True))))
+@pytest.mark.parametrize(("function", "per_seq"), list(itertools.product(("masked_mean", "masked_sum"), (False, True))))
 def test_aggregation(function, per_seq):
     rng = np.random.default_rng(7)
     config = {"per_seq": per_seq}
@@ -121,8 +155,11 @@ def test_weights_may_be_given_one_by_one():
     assert loss_spec("nous_torchtitan", WEIGHTS[0]) == loss_spec("nous_torchtitan", {"rollout_is": WEIGHTS[0]})
 
 
-@pytest.mark.parametrize("settings", [*CHANGES, *({"rollout_is": weights} for weights in WEIGHTS[::5]),
-                                      {"policy_ratio_type": "sequence"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [*CHANGES, *({"rollout_is": weights} for weights in WEIGHTS[::5]), {"policy_ratio_type": "sequence"}],
+    ids=str,
+)
 def test_there_and_back(settings):
     spec = loss_spec("nous_torchtitan", settings)
     assert loss_spec("nous_torchtitan", settings_for("nous_torchtitan", spec)) == spec
@@ -132,8 +169,10 @@ def test_what_the_fork_has_not():
     with pytest.raises(SpecError, match="clips ratios of tokens or of rows"):
         settings_for("nous_torchtitan", LossSpec(name="cispo"))
     with pytest.raises(SpecError, match=r"correction\.unsampled"):
-        settings_for("nous_torchtitan", LossSpec(name="grpo", denominator="document", documents_counted="all",
-                                                 correction={"kind": "tis"}))
+        settings_for(
+            "nous_torchtitan",
+            LossSpec(name="grpo", denominator="document", documents_counted="all", correction={"kind": "tis"}),
+        )
     with pytest.raises(SpecError, match="by what the live policy says"):
         loss_spec("nous_torchtitan", {"onpolicy_logp_threshold": 0.1, "policy_ratio_type": "sequence"})
     with pytest.raises(SpecError, match="no weight is at least"):

@@ -11,18 +11,43 @@ from workbench.adapters.translate import loss_spec, settings_for, translation
 from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec
 
-PLAIN = {"clip_eps_low": 0.2, "clip_eps_high": 0.28, "dual_clip": None, "token_level_loss": True,
-         "policy_loss_type": "ppo", "enable_vllm_is_correction": False, "vllm_is_truncated_threshold": None,
-         "vllm_is_correction_type": "tis"}
-RATIOS = {"tokens": {}, "rows": {"token_level_loss": False}, "dual": {"dual_clip": 1.5},
-          "dual_rows": {"dual_clip": 3.0, "token_level_loss": False, "clip_eps_low": 0.05},
-          "gspo": {"policy_loss_type": "gspo", "clip_eps_low": 0.03, "clip_eps_high": 0.04},
-          "gspo_dual": {"policy_loss_type": "gspo", "dual_clip": 1.2, "token_level_loss": False}}
-CORRECTIONS = {"none": {}, **{f"{kind}-{low}-{high}": {
-    "enable_vllm_is_correction": True, "vllm_is_correction_type": kind, "vllm_is_truncated_threshold": (low, high)}
-    for kind in ("tis", "icepop", "seq-mask-tis") for low, high in ((0.5, 2.0), (0.95, 1.04))}}
-COUNTS = [{}, {"dp_size": 4, "batch_num_tokens": 211, "global_batch_size": 24}, {"dp_size": 2},
-          {"dp_size": 2, "batch_num_tokens": 100.0}, {"dp_size": 3, "global_batch_size": 12}]
+PLAIN = {
+    "clip_eps_low": 0.2,
+    "clip_eps_high": 0.28,
+    "dual_clip": None,
+    "token_level_loss": True,
+    "policy_loss_type": "ppo",
+    "enable_vllm_is_correction": False,
+    "vllm_is_truncated_threshold": None,
+    "vllm_is_correction_type": "tis",
+}
+RATIOS = {
+    "tokens": {},
+    "rows": {"token_level_loss": False},
+    "dual": {"dual_clip": 1.5},
+    "dual_rows": {"dual_clip": 3.0, "token_level_loss": False, "clip_eps_low": 0.05},
+    "gspo": {"policy_loss_type": "gspo", "clip_eps_low": 0.03, "clip_eps_high": 0.04},
+    "gspo_dual": {"policy_loss_type": "gspo", "dual_clip": 1.2, "token_level_loss": False},
+}
+CORRECTIONS = {
+    "none": {},
+    **{
+        f"{kind}-{low}-{high}": {
+            "enable_vllm_is_correction": True,
+            "vllm_is_correction_type": kind,
+            "vllm_is_truncated_threshold": (low, high),
+        }
+        for kind in ("tis", "icepop", "seq-mask-tis")
+        for low, high in ((0.5, 2.0), (0.95, 1.04))
+    },
+}
+COUNTS = [
+    {},
+    {"dp_size": 4, "batch_num_tokens": 211, "global_batch_size": 24},
+    {"dp_size": 2},
+    {"dp_size": 2, "batch_num_tokens": 100.0},
+    {"dp_size": 3, "global_batch_size": 12},
+]
 
 
 def batch(seed, rows=5, length=6):
@@ -43,8 +68,13 @@ def batch(seed, rows=5, length=6):
     advantages = normal(rows, length) if seed % 2 else normal(rows, 1).expand(rows, length).clone()
     advantages[4, 1] = 0
     advantages[4, 0] = -abs(advantages[4, 0])
-    return {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "mask": mask,
-            "rollout_logprobs": (old + spread / 2 * normal(rows, length)).clamp(max=-1e-3)}
+    return {
+        "logprobs": logprobs,
+        "old_logprobs": old,
+        "advantages": advantages,
+        "mask": mask,
+        "rollout_logprobs": (old + spread / 2 * normal(rows, length)).clamp(max=-1e-3),
+    }
 
 
 def close(found, expected, where=""):
@@ -53,9 +83,13 @@ def close(found, expected, where=""):
         for name, value in expected.items():
             close(found[name], value, f"{where}.{name}")
         return
-    torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64),
-                               torch.as_tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-11,
-                               msg=lambda text: f"{where}: {text}")
+    torch.testing.assert_close(
+        torch.as_tensor(found, dtype=torch.float64),
+        torch.as_tensor(expected, dtype=torch.float64),
+        rtol=1e-10,
+        atol=1e-11,
+        msg=lambda text: f"{where}: {text}",
+    )
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
@@ -82,20 +116,34 @@ def test_a_step_far_beyond_the_clamp_has_no_gradient():
 def test_the_critics_loss_is_its_formula(clip, by_token):
     for seed, counts in zip(range(5), COUNTS, strict=True):
         given = batch(seed)
-        arrays = {"values": given["advantages"], "old_values": given["advantages"] + 0.4 * given["rollout_logprobs"],
-                  "returns": given["rollout_logprobs"], "mask": given["mask"]}
+        arrays = {
+            "values": given["advantages"],
+            "old_values": given["advantages"] + 0.4 * given["rollout_logprobs"],
+            "returns": given["rollout_logprobs"],
+            "mask": given["mask"],
+        }
         config = {"clip_eps": clip, "token_level_loss": by_token, **counts}
         close(replay("openrlhf", "value_loss", "ValueLoss", config, arrays), oracle.value_loss(config, arrays))
 
 
-@pytest.mark.parametrize("config", [
-    {"beta": 0.1, "label_smoothing": 0.0, "ipo": False}, {"beta": 0.5, "label_smoothing": 0.1, "ipo": False},
-    {"beta": 0.3, "label_smoothing": 0.0, "ipo": True}, {"beta": 0.3, "label_smoothing": 0.2, "ipo": True}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"beta": 0.1, "label_smoothing": 0.0, "ipo": False},
+        {"beta": 0.5, "label_smoothing": 0.1, "ipo": False},
+        {"beta": 0.3, "label_smoothing": 0.0, "ipo": True},
+        {"beta": 0.3, "label_smoothing": 0.2, "ipo": True},
+    ],
+    ids=str,
+)
 def test_dpo_is_its_formula(config):
     for seed in range(3):
         g = torch.Generator().manual_seed(seed)
-        arrays = {f"{who}{side}_logprob_sums": 4 * torch.randn(7, generator=g, dtype=torch.float64) - 9
-                  for who in ("", "ref_") for side in ("chosen", "rejected")}
+        arrays = {
+            f"{who}{side}_logprob_sums": 4 * torch.randn(7, generator=g, dtype=torch.float64) - 9
+            for who in ("", "ref_")
+            for side in ("chosen", "rejected")
+        }
         close(replay("openrlhf", "dpo_from_sums", "DPOLoss", config, arrays), oracle.dpo(config, arrays))
 
 
@@ -108,8 +156,10 @@ def test_kl_estimates_are_their_formulas(kind):
     (estimate * arrays["advantages"]).sum().backward()
     given = {"logprobs": x.detach(), "ref_logprobs": arrays["old_logprobs"], "cotangent": arrays["advantages"]}
     for config in ({"kl_estimator": kind}, {"kl_estimator": kind, "output_clamp": 10}):
-        close(replay("openrlhf", "kl_estimator", "compute_approx_kl", config, given),
-              {"kl": estimate.detach(), "grad_logprobs": x.grad})
+        close(
+            replay("openrlhf", "kl_estimator", "compute_approx_kl", config, given),
+            {"kl": estimate.detach(), "grad_logprobs": x.grad},
+        )
 
 
 @pytest.mark.parametrize("coefficient", [0.1, 0.0, -0.1])
@@ -118,8 +168,13 @@ def test_rewards_of_tokens_are_their_formulas(coefficient, bounds):
     given = batch(3)
     config = {"kl_coef": coefficient, "reward_clip_range": bounds}
     rewards = 3 * given["advantages"][:, 0]
-    found = replay("openrlhf", "reward_shaping", "compute_reward", config, {
-        "rewards": rewards, "kl": given["logprobs"].abs(), "mask": given["mask"]})
+    found = replay(
+        "openrlhf",
+        "reward_shaping",
+        "compute_reward",
+        config,
+        {"rewards": rewards, "kl": given["logprobs"].abs(), "mask": given["mask"]},
+    )
     close(found, {"token_rewards": oracle.token_rewards(config, rewards, given["logprobs"].abs(), given["mask"])})
 
 
@@ -130,35 +185,57 @@ def test_settings_go_there_and_back(ratio, correction):
     assert loss_spec("openrlhf", settings_for("openrlhf", spec)) == spec
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("dapo", {"clip_eps_high": 0.28, "token_level_loss": True}), ("dual_clip", {"dual_clip": 3.0}),
-    ("gspo", {"policy_loss_type": "gspo", "clip_eps_low": 3e-4})])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dapo", {"clip_eps_high": 0.28, "token_level_loss": True}),
+        ("dual_clip", {"dual_clip": 3.0}),
+        ("gspo", {"policy_loss_type": "gspo", "clip_eps_low": 3e-4}),
+    ],
+)
 def test_losses_of_the_house_have_options_there(name, said):
     found = settings_for("openrlhf", LossSpec(name=name))
     assert {option: found[option] for option in said} == said
 
 
-@pytest.mark.parametrize("changes", [
-    {"name": "cispo"}, {"kl": {"coefficient": 0.1}}, {"surrogate": {"delta": 4.0}}, {"denominator": "raw"},
-    {"correction": {"kind": "tis"}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "cispo"},
+        {"kl": {"coefficient": 0.1}},
+        {"surrogate": {"delta": 4.0}},
+        {"denominator": "raw"},
+        {"correction": {"kind": "tis"}},
+    ],
+)
 def test_a_loss_that_it_has_not_is_refused(changes):
     with pytest.raises(SpecError, match="OpenRLHF"):
         settings_for("openrlhf", LossSpec(**changes))
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"clip_eps": 0.2}, "did you mean 'clip_eps_low'"), ({"dual_clip": 1.0}, "dual_clip = 1.0"),
-    ({"enable_vllm_is_correction": True}, "needs vllm_is_truncated_threshold"),
-    ({"vllm_is_correction_type": "mis"}, "vllm_is_correction_type = 'mis'")])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"clip_eps": 0.2}, "did you mean 'clip_eps_low'"),
+        ({"dual_clip": 1.0}, "dual_clip = 1.0"),
+        ({"enable_vllm_is_correction": True}, "needs vllm_is_truncated_threshold"),
+        ({"vllm_is_correction_type": "mis"}, "vllm_is_correction_type = 'mis'"),
+    ],
+)
 def test_options_that_it_refuses_are_refused_here(settings, words):
     with pytest.raises(SpecError, match=words):
         loss_spec("openrlhf", settings)
 
 
-@pytest.mark.parametrize(("settings", "note"), [
-    ({}, "within +-20"), ({"policy_loss_type": "gspo"}, "whatever token_level_loss says"),
-    ({"policy_loss_type": "gspo", "enable_vllm_is_correction": True}, "against the sampler"),
-    (CORRECTIONS["seq-mask-tis-0.5-2.0"], "untruncated weights")])
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({}, "within +-20"),
+        ({"policy_loss_type": "gspo"}, "whatever token_level_loss says"),
+        ({"policy_loss_type": "gspo", "enable_vllm_is_correction": True}, "against the sampler"),
+        (CORRECTIONS["seq-mask-tis-0.5-2.0"], "untruncated weights"),
+    ],
+)
 def test_what_it_does_silently_is_said(settings, note):
     assert any(note in said for said in translation("openrlhf", settings).notes)
 
@@ -234,8 +311,13 @@ def test_a_critics_mean_over_nothing_is_no_number(clip, by_token):
     if clip is not None:
         errors = torch.max((old + (x - old).clamp(-clip, clip) - returns) ** 2, errors)
     (0.5 * masked_mean(errors, torch.zeros_like(old))).backward()
-    found = replay("openrlhf", "value_loss", "ValueLoss", {"clip_eps": clip, "token_level_loss": by_token},
-                   {"values": values, "old_values": old, "returns": returns, "mask": torch.zeros_like(old)})
+    found = replay(
+        "openrlhf",
+        "value_loss",
+        "ValueLoss",
+        {"clip_eps": clip, "token_level_loss": by_token},
+        {"values": values, "old_values": old, "returns": returns, "mask": torch.zeros_like(old)},
+    )
     assert found["loss"].isnan()
     assert torch.equal(found["grad_values"].isnan(), x.grad.isnan())
     assert x.grad.isnan().any()

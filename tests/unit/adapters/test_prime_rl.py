@@ -16,7 +16,8 @@ OPTIONS = [
     {"type": "default", "dppo_mask_low": 0.05, "dppo_mask_high": 0.3, "adv_tau": 0.7, "kl_tau": 0.05},
     {"type": "default", "dppo_mask_low": 0.0, "dppo_mask_high": 0.0, "adv_tau": 1.0, "kl_tau": 0.0},
     {"type": "ipo", "ipo_threshold": 0.1, "adv_tau": 1.0, "kl_tau": 1e-3},
-    {"type": "ipo", "ipo_threshold": 0.3, "adv_tau": 0.0, "kl_tau": 0.2}]
+    {"type": "ipo", "ipo_threshold": 0.3, "adv_tau": 0.0, "kl_tau": 0.2},
+]
 STREAMS = [streams for count in range(4) for streams in itertools.combinations(("rl", "ce", "ref_kl"), count)]
 SCALES = {"rl_scale": 37, "ce_scale": 11, "ref_kl_scale": 13}
 
@@ -36,9 +37,14 @@ def batch(seed, streams=()):
     advantages = normal() if seed % 2 else normal()[index]
     advantages[index == 2] = 0
     mask = (torch.rand(size, generator=g) < 0.7).double() * (index != 4)
-    arrays = {"logprobs": logprobs, "rollout_logprobs": (logprobs + spread * normal()).clamp(max=-1e-3),
-              "ref_logprobs": (logprobs + spread * normal()).clamp(max=-1e-3), "advantages": advantages, "mask": mask,
-              "document_index": index}
+    arrays = {
+        "logprobs": logprobs,
+        "rollout_logprobs": (logprobs + spread * normal()).clamp(max=-1e-3),
+        "ref_logprobs": (logprobs + spread * normal()).clamp(max=-1e-3),
+        "advantages": advantages,
+        "mask": mask,
+        "document_index": index,
+    }
     for name in streams:
         arrays[f"{name}_weights"] = torch.randint(0, 4, (size,), generator=g) / 2
         arrays[f"{name}_weights"][index == 1] = 0
@@ -48,8 +54,13 @@ def batch(seed, streams=()):
 def close(found, expected):
     assert found.keys() - {"metrics"} == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], torch.as_tensor(value, dtype=torch.float64), rtol=1e-10, atol=1e-12,
-                                   msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name],
+            torch.as_tensor(value, dtype=torch.float64),
+            rtol=1e-10,
+            atol=1e-12,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
@@ -57,8 +68,10 @@ def close(found, expected):
 def test_the_loss_and_the_numbers_of_documents_are_their_formulas(options, streams):
     for seed in range(3):
         arrays, config = batch(seed, streams), options | SCALES
-        close(replay("prime_rl", "policy_loss_packed", "compute_loss", config, arrays),
-              oracle.compute_loss(config, arrays))
+        close(
+            replay("prime_rl", "policy_loss_packed", "compute_loss", config, arrays),
+            oracle.compute_loss(config, arrays),
+        )
 
 
 def test_the_batches_have_tokens_that_are_dropped_and_kept():
@@ -91,18 +104,31 @@ def test_the_presets_have_options_there(name):
     assert settings_for("prime_rl", LossSpec(name=name))["kl_tau"] == 1e-3
 
 
-@pytest.mark.parametrize("changes", [
-    {"name": "grpo"}, {"name": "dppo_kl"}, {"name": "dppo_tv", "surrogate": {"anchor": "old"}},
-    {"name": "prime_rl", "denominator": "document"}, {"name": "prime_rl", "surrogate": {"ratio_cap": 2.0}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "grpo"},
+        {"name": "dppo_kl"},
+        {"name": "dppo_tv", "surrogate": {"anchor": "old"}},
+        {"name": "prime_rl", "denominator": "document"},
+        {"name": "prime_rl", "surrogate": {"ratio_cap": 2.0}},
+    ],
+)
 def test_a_loss_that_it_has_not_is_refused(changes):
     with pytest.raises(SpecError, match="prime-rl"):
         settings_for("prime_rl", LossSpec(**changes))
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"dppo_mask": 0.1}, "unknown option 'dppo_mask'"), ({"type": "custom"}, "a function of the user's own"),
-    ({"type": "ipo", "dppo_mask_low": 0.1}, "dppo_mask_low is an option of type 'default'"),
-    ({"ipo_threshold": 0.1}, "ipo_threshold is an option of type 'ipo'"), ({"adv_tau": -1.0}, "adv_tau = -1.0")])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dppo_mask": 0.1}, "unknown option 'dppo_mask'"),
+        ({"type": "custom"}, "a function of the user's own"),
+        ({"type": "ipo", "dppo_mask_low": 0.1}, "dppo_mask_low is an option of type 'default'"),
+        ({"ipo_threshold": 0.1}, "ipo_threshold is an option of type 'ipo'"),
+        ({"adv_tau": -1.0}, "adv_tau = -1.0"),
+    ],
+)
 def test_options_that_it_refuses_are_refused_here(settings, words):
     with pytest.raises(SpecError, match=words):
         loss_spec("prime_rl", settings)

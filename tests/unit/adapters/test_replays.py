@@ -37,8 +37,10 @@ def test_what_stands_under_the_mask_does_not_matter(system, kind, name):
     case, inputs = arguments(system, name)
     clean = replay(system, kind, case["function"], case["config"], inputs)
     hidden = inputs["mask"] == 0
-    spoilt = {key: np.where(hidden, np.nan, value) if key in GARBAGE and value.shape == hidden.shape else value
-              for key, value in inputs.items()}
+    spoilt = {
+        key: np.where(hidden, np.nan, value) if key in GARBAGE and value.shape == hidden.shape else value
+        for key, value in inputs.items()
+    }
     assert hidden.any()
     found = replay(system, kind, case["function"], case["config"], spoilt)
     assert found["loss"] == clean["loss"]
@@ -50,8 +52,9 @@ def test_what_stands_under_the_mask_does_not_matter(system, kind, name):
 def test_tensors_give_tensors_and_arrays_arrays(system, kind, name):
     case, inputs = arguments(system, name)
     arrays = replay(system, kind, case["function"], case["config"], inputs)
-    tensors = replay(system, kind, case["function"], case["config"],
-                     {key: torch.as_tensor(value) for key, value in inputs.items()})
+    tensors = replay(
+        system, kind, case["function"], case["config"], {key: torch.as_tensor(value) for key, value in inputs.items()}
+    )
     assert arrays.keys() == tensors.keys()
     numbers = [key for key in arrays if key != "metrics"]
     assert {type(arrays[key]) for key in numbers} <= {np.ndarray, np.float64}
@@ -67,8 +70,9 @@ def test_a_gradient_is_scaled_and_added_to_what_is_there():
     config = {key: value for key, value in case["config"].items() if key != "grad_output"}
     plain = replay("fast_llm", case["kind"], case["function"], config, inputs)
     before = np.full_like(inputs["logits"], 0.25)
-    found = replay("fast_llm", case["kind"], case["function"], config | {"grad_output": 3.0},
-                   inputs | {"grad_logits_in": before})
+    found = replay(
+        "fast_llm", case["kind"], case["function"], config | {"grad_output": 3.0}, inputs | {"grad_logits_in": before}
+    )
     np.testing.assert_allclose(found["grad_logits"], before + 3 * plain["grad_logits"], rtol=1e-12, atol=1e-15)
     assert found["loss"] == plain["loss"]
     none = replay("fast_llm", case["kind"], case["function"], config | {"grad_output": 0.0}, inputs)
@@ -93,7 +97,8 @@ def test_values_are_summed_with_the_weights_of_a_spec():
 
     values, mask = np.array([[1.0, 2, np.nan], [4, 5, 6]]), np.array([[1, 1, 0], [1, 0, 0]])
     found = aggregation(lambda _: LossSpec(denominator="document"), result="mean")(
-        Case.of("verl", "aggregation", "f", {}, {"values": values, "mask": mask}))
+        Case.of("verl", "aggregation", "f", {}, {"values": values, "mask": mask})
+    )
     assert float(found["mean"]) == pytest.approx((1.5 + 4) / 2)
     assert found["grad_values"].tolist() == [[0.25, 0.25, 0], [0.5, 0, 0]]
 

@@ -11,20 +11,41 @@ from workbench.adapters.translate import translation
 from workbench.errors import SpecError
 from workbench.losses.spec import LossSpec
 
-FUNCTIONS = {"grpo": "compute_policy_loss + get_sum_of_sample_mean",
-             "gspo": "compute_gspo_kl + compute_policy_loss + get_sum_of_sample_mean",
-             "cispo": "compute_cispo_loss + get_sum_of_sample_mean"}
-PLAIN = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None, "opsm_delta": None, "kl_loss_type": None,
-         "kl_loss_coef": 0.0, "calculate_per_token_loss": False}
+FUNCTIONS = {
+    "grpo": "compute_policy_loss + get_sum_of_sample_mean",
+    "gspo": "compute_gspo_kl + compute_policy_loss + get_sum_of_sample_mean",
+    "cispo": "compute_cispo_loss + get_sum_of_sample_mean",
+}
+PLAIN = {
+    "eps_clip": 0.2,
+    "eps_clip_high": 0.28,
+    "eps_clip_c": None,
+    "opsm_delta": None,
+    "kl_loss_type": None,
+    "kl_loss_coef": 0.0,
+    "calculate_per_token_loss": False,
+}
 CHANGES = [
-    {}, {"eps_clip_high": None}, {"eps_clip": 1.0, "eps_clip_high": 0.5}, {"eps_clip_c": 1.5}, {"opsm_delta": 0.02},
-    {"opsm_delta": -0.5}, *({"kl_loss_type": kind, "kl_loss_coef": 0.1} for kind in ("k1", "k2", "k3", "low_var_kl")),
-    {"kl_loss_type": "k3", "kl_loss_coef": 0.3, "use_unbiased_kl": True}, {"use_tis": True, "tis_clip": 1.1,
-                                                                           "tis_clip_low": 0.9},
+    {},
+    {"eps_clip_high": None},
+    {"eps_clip": 1.0, "eps_clip_high": 0.5},
+    {"eps_clip_c": 1.5},
+    {"opsm_delta": 0.02},
+    {"opsm_delta": -0.5},
+    *({"kl_loss_type": kind, "kl_loss_coef": 0.1} for kind in ("k1", "k2", "k3", "low_var_kl")),
+    {"kl_loss_type": "k3", "kl_loss_coef": 0.3, "use_unbiased_kl": True},
+    {"use_tis": True, "tis_clip": 1.1, "tis_clip_low": 0.9},
     {"use_rollout_logprobs": True, "use_tis": True, "tis_clip": 2.0, "tis_clip_low": 0.0},
-    {"opsm_delta": 0.01, "eps_clip_c": 1.3, "kl_loss_type": "low_var_kl", "kl_loss_coef": 0.2, "eps_clip": 0.05,
-     "eps_clip_high": 0.06},
-    {"kl_loss_type": "low_var_kl"}, {"kl_loss_type": "k3", "use_unbiased_kl": True},
+    {
+        "opsm_delta": 0.01,
+        "eps_clip_c": 1.3,
+        "kl_loss_type": "low_var_kl",
+        "kl_loss_coef": 0.2,
+        "eps_clip": 0.05,
+        "eps_clip_high": 0.06,
+    },
+    {"kl_loss_type": "low_var_kl"},
+    {"kl_loss_type": "k3", "use_unbiased_kl": True},
 ]
 
 
@@ -48,8 +69,12 @@ def test_a_policy_without_a_past_is_compared_with_itself():
 @pytest.mark.parametrize(("keep_mask", "entropy_grad"), list(itertools.product((False, True), repeat=2)))
 def test_log_probabilities_among_kept_tokens(keep_mask, entropy_grad):
     rng = np.random.default_rng(7)
-    arrays = {"logits": rng.standard_normal((6, 8)), "targets": rng.integers(0, 8, 6),
-              "cotangent_logprobs": rng.standard_normal(6), "cotangent_entropy": rng.standard_normal(6)}
+    arrays = {
+        "logits": rng.standard_normal((6, 8)),
+        "targets": rng.integers(0, 8, 6),
+        "cotangent_logprobs": rng.standard_normal(6),
+        "cotangent_entropy": rng.standard_normal(6),
+    }
     if keep_mask:
         arrays["keep_mask"] = rng.random((6, 8)) < 0.4
     config = {"keep_mask": keep_mask, "entropy_grad": entropy_grad}
@@ -79,8 +104,13 @@ def test_defaults():
 @pytest.mark.parametrize("change", [*CHANGES[:4], *CHANGES[6:], {"use_opsm": True, "opsm_delta": 0.1}], ids=str)
 @pytest.mark.parametrize("estimator", FUNCTIONS)
 def test_there_and_back(estimator, change):
-    settings = {**PLAIN, "kl_loss_type": "k1", **change, "advantage_estimator": estimator,
-                "use_kl_loss": "kl_loss_type" in change}
+    settings = {
+        **PLAIN,
+        "kl_loss_type": "k1",
+        **change,
+        "advantage_estimator": estimator,
+        "use_kl_loss": "kl_loss_type" in change,
+    }
     spec = loss_spec("slime", settings)
     assert loss_spec("slime", settings_for("slime", spec)) == spec
 
@@ -99,8 +129,10 @@ def test_what_slime_has_not():
 
 
 def test_silent_behaviour_is_said():
-    assert any("ignored by cispo" in note for note in translation("slime", {"advantage_estimator": "cispo",
-                                                                            "eps_clip_c": 3.0}).notes)
+    assert any(
+        "ignored by cispo" in note
+        for note in translation("slime", {"advantage_estimator": "cispo", "eps_clip_c": 3.0}).notes
+    )
     assert set(SYSTEM.scaling) == {"per sample", "per token"}
 
 

@@ -14,10 +14,21 @@ from workbench.losses.spec import LossSpec
 
 KINDS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo", "cispo", "vespo")
 PLAIN = {
-    "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.28, "delta": None, "use_bias_correction_kl": False,
-    "off_policy_mask_threshold": None, "top_entropy_quantile": 1.0, "vllm_is": None, "entropy_coef": 0.0,
-    "num_items_in_batch": 41.0, "gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_completion_length": 9,
-    "sapo_temperature_pos": 0.8, "sapo_temperature_neg": 1.05,
+    "beta": 0.0,
+    "epsilon_low": 0.2,
+    "epsilon_high": 0.28,
+    "delta": None,
+    "use_bias_correction_kl": False,
+    "off_policy_mask_threshold": None,
+    "top_entropy_quantile": 1.0,
+    "vllm_is": None,
+    "entropy_coef": 0.0,
+    "num_items_in_batch": 41.0,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "max_completion_length": 9,
+    "sapo_temperature_pos": 0.8,
+    "sapo_temperature_neg": 1.05,
     "vespo": {"k_pos": 1.5, "lambda_pos": 2.0, "k_neg": 3.0, "lambda_neg": 0.0},
 }
 VARIANTS = {
@@ -55,9 +66,14 @@ def batch(seed, options, *, rows=4, length=6):
     mask[0, 2] = 0
     logprobs = -normal(rows, length).abs() - 0.01
     spread = (0.08, 0.3, 1.0)[seed % 3]
-    arrays = {"logprobs": logprobs, "old_logprobs": logprobs + spread * normal(rows, length), "mask": mask,
-              "ref_logprobs": logprobs + 0.3 * normal(rows, length), "entropies": normal(rows, length).abs(),
-              "advantages": normal(rows, length) if options.get("by_token") else normal(rows)}
+    arrays = {
+        "logprobs": logprobs,
+        "old_logprobs": logprobs + spread * normal(rows, length),
+        "mask": mask,
+        "ref_logprobs": logprobs + 0.3 * normal(rows, length),
+        "entropies": normal(rows, length).abs(),
+        "advantages": normal(rows, length) if options.get("by_token") else normal(rows),
+    }
     if not options.get("old", True):
         del arrays["old_logprobs"]
     if options["vllm_is"]:
@@ -82,9 +98,13 @@ def said(options):
 
 
 def assert_close(found, expected, context):
-    torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64),
-                               torch.as_tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12,
-                               msg=lambda message: f"{context}: {message}")
+    torch.testing.assert_close(
+        torch.as_tensor(found, dtype=torch.float64),
+        torch.as_tensor(expected, dtype=torch.float64),
+        rtol=1e-10,
+        atol=1e-12,
+        msg=lambda message: f"{context}: {message}",
+    )
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
@@ -105,8 +125,12 @@ def test_every_option_of_the_loss(kind, level, seed):
 def test_what_stands_where_nothing_counts_does_not_matter():
     options = options_of("dapo", "token", "kl_corrected")
     arrays = batch(0, options)
-    poisoned = {name: torch.where(arrays["mask"] == 0, torch.nan, value) if value.shape == arrays["mask"].shape
-                and name != "mask" else value for name, value in arrays.items()}
+    poisoned = {
+        name: torch.where(arrays["mask"] == 0, torch.nan, value)
+        if value.shape == arrays["mask"].shape and name != "mask"
+        else value
+        for name, value in arrays.items()
+    }
     expected, found = (replay("trl", "policy_loss", "", said(options), each) for each in (arrays, poisoned))
     assert torch.equal(found["loss"], expected["loss"])
     assert torch.equal(found["grad_logprobs"], expected["grad_logprobs"])
@@ -126,7 +150,8 @@ def test_weights_of_the_correction_for_vllm(mode):
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages(together, scale):
     for seed, (size, groups, functions, unscored) in enumerate(
-            itertools.product((1, 2, 4), (1, 3), (1, 3), (0.0, 0.4))):
+        itertools.product((1, 2, 4), (1, 3), (1, 3), (0.0, 0.4))
+    ):
         g = torch.Generator().manual_seed(seed)
         rewards = torch.randn(size * groups, functions, generator=g, dtype=torch.float64)
         rewards[torch.rand(rewards.shape, generator=g) < unscored] = math.nan
@@ -152,8 +177,10 @@ def test_defaults_are_those_of_grpo_config():
 
 
 def test_a_threshold_looks_at_the_sampler_where_vllm_sampled():
-    anchors = {vllm: loss_spec("trl", {"off_policy_mask_threshold": 0.1, "use_vllm": vllm}).correction.opsm_anchor
-               for vllm in (True, False)}
+    anchors = {
+        vllm: loss_spec("trl", {"off_policy_mask_threshold": 0.1, "use_vllm": vllm}).correction.opsm_anchor
+        for vllm in (True, False)
+    }
     assert anchors == {True: "sampler", False: "old"}
 
 
@@ -170,9 +197,16 @@ def test_the_bound_by_its_former_name_wins():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_way_back_leads_to_the_same_loss(kind):
     asked = [options_of(kind, level, variant) for level in ("token", "sequence") for variant in VARIANTS]
-    asked += [{"loss_type": kind, "use_vllm": True, "vllm_importance_sampling_mode": mode, "beta": 0.1,
-               "vllm_importance_sampling_clip_min": 0.2} for mode in
-              ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")]
+    asked += [
+        {
+            "loss_type": kind,
+            "use_vllm": True,
+            "vllm_importance_sampling_mode": mode,
+            "beta": 0.1,
+            "vllm_importance_sampling_clip_min": 0.2,
+        }
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    ]
     for options in map(said, asked):
         spec = loss_spec("trl", options)
         assert loss_spec("trl", settings_for("trl", spec)) == spec
@@ -185,37 +219,49 @@ def test_a_loss_of_the_house_that_trl_has_is_found():
     assert (options["beta"], options["use_bias_correction_kl"]) == (0.1, False)
 
 
-@pytest.mark.parametrize(("spec", "words"), [
-    ({"name": "gmpo"}, "the surrogate 'gmpo'"),
-    ({"name": "dual_clip"}, "surrogate.dual_clip = 3.0"),
-    ({"denominator": "prompt_group"}, "the denominator 'prompt_group'"),
-    ({"denominator": "document", "documents_counted": "all"}, "scaling.counts = 'step' .there 'micro_batch'"),
-    ({"correction": {"kind": "sequence_tis_mean"}}, "the ratio 'document_mean'"),
-    ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "kl.estimator = 'k1'")])
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"name": "gmpo"}, "the surrogate 'gmpo'"),
+        ({"name": "dual_clip"}, "surrogate.dual_clip = 3.0"),
+        ({"denominator": "prompt_group"}, "the denominator 'prompt_group'"),
+        ({"denominator": "document", "documents_counted": "all"}, "scaling.counts = 'step' .there 'micro_batch'"),
+        ({"correction": {"kind": "sequence_tis_mean"}}, "the ratio 'document_mean'"),
+        ({"kl": {"coefficient": 0.1, "estimator": "k1"}}, "kl.estimator = 'k1'"),
+    ],
+)
 def test_what_trl_does_not_have_is_said(spec, words):
     with pytest.raises(SpecError, match=words):
         settings_for("trl", LossSpec(**spec))
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"loss_typ": "grpo"}, "unknown option 'loss_typ' .did you mean 'loss_type'"),
-    ({"loss_type": "ppo"}, "loss_type = 'ppo'"),
-    ({"use_adaptive_entropy": True}, "the controller changes the coefficient from step to step")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss_typ": "grpo"}, "unknown option 'loss_typ' .did you mean 'loss_type'"),
+        ({"loss_type": "ppo"}, "loss_type = 'ppo'"),
+        ({"use_adaptive_entropy": True}, "the controller changes the coefficient from step to step"),
+    ],
+)
 def test_options_that_cannot_be_translated_are_refused(options, words):
     with pytest.raises(SpecError, match=words):
         loss_spec("trl", options)
 
 
-@pytest.mark.parametrize(("options", "note"), [
-    ({"loss_type": "cispo"}, "cispo bounds the ratio by epsilon_high itself, 0.2"),
-    ({"loss_type": "sapo"}, "have no effect on sapo"),
-    ({"loss_type": "grpo"}, "a mean of means"),
-    ({"loss_type": "dapo"}, "num_items_in_batch is of the generation batch"),
-    ({"use_vllm": True}, "product of its tokens' ratios"),
-    ({"use_vllm": True, "beta": 0.1}, "still get the KL penalty"),
-    ({"entropy_coef": 0.1}, "whatever divides the policy term"),
-    ({"top_entropy_quantile": 0.2}, "the micro-batches of all processes"),
-    ({"mask_truncated_completions": True}, "must come with a mask of zeros"),
-    ({"gradient_accumulation_steps": 4}, "no old log-probabilities are kept")])
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"loss_type": "cispo"}, "cispo bounds the ratio by epsilon_high itself, 0.2"),
+        ({"loss_type": "sapo"}, "have no effect on sapo"),
+        ({"loss_type": "grpo"}, "a mean of means"),
+        ({"loss_type": "dapo"}, "num_items_in_batch is of the generation batch"),
+        ({"use_vllm": True}, "product of its tokens' ratios"),
+        ({"use_vllm": True, "beta": 0.1}, "still get the KL penalty"),
+        ({"entropy_coef": 0.1}, "whatever divides the policy term"),
+        ({"top_entropy_quantile": 0.2}, "the micro-batches of all processes"),
+        ({"mask_truncated_completions": True}, "must come with a mask of zeros"),
+        ({"gradient_accumulation_steps": 4}, "no old log-probabilities are kept"),
+    ],
+)
 def test_what_is_silent_is_noted(options, note):
     assert any(note in each for each in translation("trl", options).notes)

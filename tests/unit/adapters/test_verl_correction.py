@@ -7,16 +7,30 @@ from tests.helpers.verl_batches import AGG_MODES, SPREADS, WHOLE, batch_of, func
 from tests.oracles.systems import verl as oracle
 from workbench.adapters import replay
 
-WEIGHTS = [{}, *({"rollout_is": level, "rollout_is_threshold": threshold, "rollout_is_batch_normalize": divided}
-                 for level, threshold, divided in itertools.product(("token", "sequence"), (2.0, "1.5", "0.5_2.0"),
-                                                                    (False, True)))]
+WEIGHTS = [
+    {},
+    *(
+        {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_is_batch_normalize": divided}
+        for level, threshold, divided in itertools.product(
+            ("token", "sequence"), (2.0, "1.5", "0.5_2.0"), (False, True)
+        )
+    ),
+]
 REJECTIONS = [
-    {}, *({"rollout_rs": f"{level}_k1", "rollout_rs_threshold": said} for level, said in (
-        ("token", "0.9_1.1"), ("token", "1.3"), ("seq_sum", "0.5_1.4"), ("seq_mean", 1.05))),
-    *({"rollout_rs": f"{level}_{kind}", "rollout_rs_threshold": said} for (level, said), kind in itertools.product(
-        (("token", "0.05"), ("seq_sum", "0.2"), ("seq_mean", 0.03), ("seq_max", "0.1")), ("k2", "k3"))),
+    {},
+    *(
+        {"rollout_rs": f"{level}_k1", "rollout_rs_threshold": said}
+        for level, said in (("token", "0.9_1.1"), ("token", "1.3"), ("seq_sum", "0.5_1.4"), ("seq_mean", 1.05))
+    ),
+    *(
+        {"rollout_rs": f"{level}_{kind}", "rollout_rs_threshold": said}
+        for (level, said), kind in itertools.product(
+            (("token", "0.05"), ("seq_sum", "0.2"), ("seq_mean", 0.03), ("seq_max", "0.1")), ("k2", "k3")
+        )
+    ),
     {"rollout_rs": "token_k1,seq_mean_k3", "rollout_rs_threshold": "0.5_2.0,0.1"},
-    {"rollout_rs": "token_k3, seq_max_k2,token_k3", "rollout_rs_threshold": "0.2"}]
+    {"rollout_rs": "token_k3, seq_max_k2,token_k3", "rollout_rs_threshold": "0.2"},
+]
 
 
 @pytest.mark.parametrize("rejection", REJECTIONS, ids=lambda r: r.get("rollout_rs", "none"))

@@ -14,19 +14,29 @@ from workbench.sharding.simulated import simulate
 
 
 def entry(milliseconds):
-    return {"forward_samples_ms": [milliseconds, 1.0, 9.0], "backward_samples_ms": [2.0], "forward_bytes": 2**20,
-            "backward_bytes": 0, "wrong_numbers": 0}
+    return {
+        "forward_samples_ms": [milliseconds, 1.0, 9.0],
+        "backward_samples_ms": [2.0],
+        "forward_bytes": 2**20,
+        "backward_bytes": 0,
+        "wrong_numbers": 0,
+    }
 
 
 def test_a_record_has_medians_and_is_said_in_words(monkeypatch):
     monkeypatch.setattr(bridge, "torch", stand_in(torch, cuda=stand_in(torch.cuda, device_count=lambda: 0)))
-    monkeypatch.setattr(bridge, "_on", lambda ranks, samples: {"activation": "tiny", "bridges": {"equal": {
-        "ways": {"a way": entry(3.0)}}}})
+    monkeypatch.setattr(
+        bridge,
+        "_on",
+        lambda ranks, samples: {"activation": "tiny", "bridges": {"equal": {"ways": {"a way": entry(3.0)}}}},
+    )
     record = bridge.measure(pairs=3)
     assert record["bridges"]["equal"]["ways"]["a way"]["forward_ms"] == 3.0
     assert record["bars"] == {"exact": {"holds": True}}
     assert bridge.in_words(record).splitlines() == [
-        "bridges over 4 ranks on cpu, tiny", "equal, a way: forward 3.00 ms (1.0 MiB), backward 2.00 ms (0.0 MiB)"]
+        "bridges over 4 ranks on cpu, tiny",
+        "equal, a way: forward 3.00 ms (1.0 MiB), backward 2.00 ms (0.0 MiB)",
+    ]
 
 
 def wrong_numbers(mesh, way=lambda out: out):
@@ -43,8 +53,10 @@ def test_wrong_numbers_are_counted():
     assert found > 4 * 8 * 3
 
 
-@pytest.mark.parametrize(("ranks", "paths"), [(2, {"fan-in", "equal"}), (4, {"fan-in", "fan-out", "equal"}),
-                                              (8, {"fan-in", "fan-out", "equal"})])
+@pytest.mark.parametrize(
+    ("ranks", "paths"),
+    [(2, {"fan-in", "equal"}), (4, {"fan-in", "fan-out", "equal"}), (8, {"fan-in", "fan-out", "equal"})],
+)
 def test_pairs_are_what_they_are_called(ranks, paths):
     pairs = bridge.pairs_of(ranks)
     assert set(pairs) == paths

@@ -22,8 +22,8 @@ def asked(tmp_path, monkeypatch):
     jobs = []
 
     def run(command, **_):
-        named = command[command.index(MODULE) + 4:]
-        assert command[command.index(MODULE) + 1: command.index(MODULE) + 3] == [str(tmp_path), "7"]
+        named = command[command.index(MODULE) + 4 :]
+        assert command[command.index(MODULE) + 1 : command.index(MODULE) + 3] == [str(tmp_path), "7"]
         jobs.append(named)
         for entry in named:
             if entry == "w/second":
@@ -37,8 +37,9 @@ def asked(tmp_path, monkeypatch):
 
 
 def do(folder, *named, needed="", left_s=60.0):
-    run_entries(MODULE, 4, named, folder, 7, deadline=time.time() + left_s, told=lambda line: None,
-                needed=lambda: needed)
+    run_entries(
+        MODULE, 4, named, folder, 7, deadline=time.time() + left_s, told=lambda line: None, needed=lambda: needed
+    )
 
 
 def test_an_entry_that_dies_is_named_and_the_others_go_on(tmp_path, asked):

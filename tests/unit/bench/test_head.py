@@ -21,10 +21,12 @@ def test_contenders_are_interleaved_and_the_broken_one_is_listed(work):
     def breaks(work):
         raise RuntimeError("no such kernel\nsecond line")
 
-    contenders = (Contender("three products", "floor", three_products, "", "all tokens", loss=None),
-                  Contender("missing", "peer", three_products, "", "chunk", package="no-such-distribution"),
-                  Contender("elsewhere", "peer", three_products, "", "chunk", only=("A",)),
-                  Contender("broken", "peer", breaks, "", "chunk"))
+    contenders = (
+        Contender("three products", "floor", three_products, "", "all tokens", loss=None),
+        Contender("missing", "peer", three_products, "", "chunk", package="no-such-distribution"),
+        Contender("elsewhere", "peer", three_products, "", "chunk", only=("A",)),
+        Contender("broken", "peer", breaks, "", "chunk"),
+    )
     found = head._interleaved(work, contenders, 2, lambda line: None)
     listed = found["contenders"]
     assert set(listed) == {"three products", "missing", "broken"}
@@ -40,17 +42,37 @@ def entry(ratio, kind="ours", memory="chunk", **more):
 
 def record():
     errors = {"logprob_error": 5e-5, "hidden_error": 3e-3, "weight_error": 4e-3}
-    both = {name: entry(1.05, **errors) for name in ("fused_loss", "fused_loss float32", "fused_loss GSPO",
-                                                     "fused_loss GSPO long", "token_logprobs, room", "token_logprobs")}
-    both |= {"three products": entry(1.0, "floor", "all tokens"), "slow": entry(1.5, "peer"),
-             "quick": entry(1.06, "peer", "all tokens"),
-             "absent": {"kind": "peer", "memory": "chunk", "left_out": "not installed"}}
-    forward = {"one product": entry(1.0, "floor", "all tokens"),
-               "token_logprobs, entropy": entry(1.04, extra_gib=0.05)}
-    found = {"device": "a device", "rounds": 1, "workloads": {"A": {
-        "tokens": 8192, "dimension": 4096, "vocabulary": 151936,
-        "forward_backward": {"floor_ms": 10.0, "contenders": both},
-        "forward": {"floor_ms": 5.0, "contenders": forward}}}}
+    both = {
+        name: entry(1.05, **errors)
+        for name in (
+            "fused_loss",
+            "fused_loss float32",
+            "fused_loss GSPO",
+            "fused_loss GSPO long",
+            "token_logprobs, room",
+            "token_logprobs",
+        )
+    }
+    both |= {
+        "three products": entry(1.0, "floor", "all tokens"),
+        "slow": entry(1.5, "peer"),
+        "quick": entry(1.06, "peer", "all tokens"),
+        "absent": {"kind": "peer", "memory": "chunk", "left_out": "not installed"},
+    }
+    forward = {"one product": entry(1.0, "floor", "all tokens"), "token_logprobs, entropy": entry(1.04, extra_gib=0.05)}
+    found = {
+        "device": "a device",
+        "rounds": 1,
+        "workloads": {
+            "A": {
+                "tokens": 8192,
+                "dimension": 4096,
+                "vocabulary": 151936,
+                "forward_backward": {"floor_ms": 10.0, "contenders": both},
+                "forward": {"floor_ms": 5.0, "contenders": forward},
+            }
+        },
+    }
     return found | {"bars": head.bars(found)}
 
 

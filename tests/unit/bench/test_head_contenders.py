@@ -14,8 +14,9 @@ def work():
     return Workload.make(Size("small", 2 * DOCUMENT, 16, 50), torch.device("cpu"), torch.float64)
 
 
-@pytest.mark.parametrize("contender", [c for c in BOTH if c.kind == "ours" or c.name == "plain torch"],
-                         ids=lambda contender: contender.name)
+@pytest.mark.parametrize(
+    "contender", [c for c in BOTH if c.kind == "ours" or c.name == "plain torch"], ids=lambda contender: contender.name
+)
 def test_trains_the_loss_that_it_names(work, contender):
     work.hidden_TD.grad = work.weight_VD.grad = None
     truth = Truth.of(work, part_of(work, contender.loss))

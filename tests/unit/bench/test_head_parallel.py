@@ -11,8 +11,11 @@ from workbench.errors import LaunchError
 
 
 def test_efficiency_is_against_one_rank(monkeypatch):
-    monkeypatch.setattr(head_parallel, "torch", stand_in(torch, cuda=stand_in(
-        torch.cuda, device_count=lambda: 4, get_device_name=lambda: "a device")))
+    monkeypatch.setattr(
+        head_parallel,
+        "torch",
+        stand_in(torch, cuda=stand_in(torch.cuda, device_count=lambda: 4, get_device_name=lambda: "a device")),
+    )
     monkeypatch.setattr(head_parallel, "_on", lambda ranks, samples: {"A": [8.0 / ranks + 1.0] * samples})
     record = head_parallel.measure(pairs=3)
     assert list(record["heads"]["A"]) == ["1", "2", "4"]

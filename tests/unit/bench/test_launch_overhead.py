@@ -42,8 +42,11 @@ def fake_times(monkeypatch, *, torchx, bare, ready):
     torchx, bare = iter(torchx), iter(bare)
     monkeypatch.setattr(launch_overhead, "_torchx_s", lambda run: next(torchx))
     monkeypatch.setattr(launch_overhead, "_bare_s", lambda run: next(bare))
-    place = {"first_s": 4.0, "2": {"later_s": [ready], "later_median_s": ready},
-             "4": {"later_s": [9.0], "later_median_s": 9.0}}
+    place = {
+        "first_s": 4.0,
+        "2": {"later_s": [ready], "later_median_s": ready},
+        "4": {"later_s": [9.0], "later_median_s": 9.0},
+    }
     monkeypatch.setattr(launch_overhead, "ranks_ready", lambda later: place)
     slower = place | {"2": {"later_s": [ready + 0.125], "later_median_s": ready + 0.125}}
     monkeypatch.setattr(launch_overhead, "_in_a_kernel", lambda later: slower)
@@ -56,14 +59,15 @@ def test_the_overhead_is_taken_pair_by_pair_without_the_first(monkeypatch):
     assert record["torchx_job"]["torchx_s"] == [3.0, 9.5, 4.25]
     assert record["torchx_job"]["overhead_s"] == [0.25, 0.5, 1.0]
     assert record["torchx_job"]["overhead_median_s"] == 0.5
-    assert record["bars"] == {"torchx_overhead_s": {"bar": 0.5, "median": 0.5, "holds": True},
-                              "ranks_ready_s": {"bar": 0.3, "median": 0.25, "holds": True}}  # the slower place counts
+    assert record["bars"] == {
+        "torchx_overhead_s": {"bar": 0.5, "median": 0.5, "holds": True},
+        "ranks_ready_s": {"bar": 0.3, "median": 0.25, "holds": True},
+    }  # the slower place counts
     assert len(told) == 6
     assert from_json(to_json(record)) == record
 
 
-@pytest.mark.parametrize(("torchx", "ready", "missed"), [
-    (2.51, 0.1, "torchx_overhead_s"), (2.0, 0.2, "ranks_ready_s")])
+@pytest.mark.parametrize(("torchx", "ready", "missed"), [(2.51, 0.1, "torchx_overhead_s"), (2.0, 0.2, "ranks_ready_s")])
 def test_a_missed_bar_is_said(monkeypatch, torchx, ready, missed):
     fake_times(monkeypatch, torchx=[2.0, torchx], bare=[2.0, 2.0], ready=ready)
     record = measure(pairs=1)

@@ -16,8 +16,10 @@ from workbench.runs import step as flow
 from workbench.runs.spec import RunSpec, parse_spec, read_yaml
 from workbench.runs.store import from_json, project_root
 
-PLANS = [parse_spec(Plan, read_yaml(project_root() / "experiments/gpu_layouts" / name), where=name)
-         for name in ("layouts.yaml", "dry_run.yaml")]
+PLANS = [
+    parse_spec(Plan, read_yaml(project_root() / "experiments/gpu_layouts" / name), where=name)
+    for name in ("layouts.yaml", "dry_run.yaml")
+]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.model)
@@ -58,14 +60,25 @@ def test_the_old_policy_is_a_stated_copy():
 
 def result(step_ms, ranks, distances):
     norms = {"a": 3.0, "b": 4.0}
-    return {"step_ms": step_ms, "ranks": ranks, "parity": {
-        "distance": sum(d * d for d in distances.values()) ** 0.5, "norm": 5.0, "of_parameters": distances,
-        "norms": norms}}
+    return {
+        "step_ms": step_ms,
+        "ranks": ranks,
+        "parity": {
+            "distance": sum(d * d for d in distances.values()) ** 0.5,
+            "norm": 5.0,
+            "of_parameters": distances,
+            "norms": norms,
+        },
+    }
 
 
 def test_a_layout_is_judged_by_one_ranks_own_distance():
-    found = {"one_rank": result(8.0, 1, {"a": 0.03, "b": 0.0}), "near": result(4.0, 2, {"a": 0.04, "b": 0.01}),
-             "far": result(4.0, 4, {"a": 0.03, "b": 0.05}), "dead": {"left_out": "why"}}
+    found = {
+        "one_rank": result(8.0, 1, {"a": 0.03, "b": 0.0}),
+        "near": result(4.0, 2, {"a": 0.04, "b": 0.01}),
+        "far": result(4.0, 4, {"a": 0.03, "b": 0.05}),
+        "dead": {"left_out": "why"},
+    }
     layouts._judge(found)
     assert found["near"]["efficiency"] == 1.0
     assert found["far"]["efficiency"] == 0.5
@@ -115,8 +128,9 @@ def test_a_layout_that_is_refused_says_why(tmp_path):
     workload = rank.plan.workloads["float32_tiny"]
     batch = draw_rollouts(workload, rank.plan)
     layouts.save(replace(batch, old_logprobs_T=batch.old_logprobs_T - 1), tmp_path / "float32_tiny")
-    layouts.save_file({"clipped": torch.zeros(batch.num_tokens, dtype=torch.bool)},
-                      tmp_path / "float32_tiny.tokens.safetensors")
+    layouts.save_file(
+        {"clipped": torch.zeros(batch.num_tokens, dtype=torch.bool)}, tmp_path / "float32_tiny.tokens.safetensors"
+    )
     rank.measure("float32_tiny", "one_rank")
     assert "flash" in found_of(tmp_path, "float32_tiny/one_rank")["left_out"]
 

@@ -12,6 +12,10 @@ from workbench.runs.store import project_root
 def test_it_is_the_trivial_rank_with_the_imports_of_a_real_one():
     assert ready_rank.main is trivial_rank.main
     command = "import sys, workbench.bench.{}; print('workbench.policy.model' in sys.modules)"
-    said = [subprocess.run([sys.executable, "-c", command.format(name)], capture_output=True, text=True,
-                           cwd=project_root()).stdout.strip() for name in ("ready_rank", "trivial_rank")]
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", command.format(name)], capture_output=True, text=True, cwd=project_root()
+        ).stdout.strip()
+        for name in ("ready_rank", "trivial_rank")
+    ]
     assert said == ["True", "False"]

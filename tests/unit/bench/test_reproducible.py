@@ -52,8 +52,12 @@ def test_a_machine_takes_what_it_has_gpus_for(gpus, ranks):
     plan = PLANS["reproducible.yaml"]
     entries = plan.entries(gpus)
     assert set(entries) == ranks
-    assert all(plan.layouts[entry.split("/")[1]].world_size == count for count, some in entries.items()
-               for entry in some if count > 1)
+    assert all(
+        plan.layouts[entry.split("/")[1]].world_size == count
+        for count, some in entries.items()
+        for entry in some
+        if count > 1
+    )
     assert ("float32/cp4_zigzag" in entries[1]) == (gpus < 2)
     assert "hidden_1024/cp4_zigzag" not in entries[1]
     assert ("hidden_1024/cp4_zigzag" in entries.get(4, [])) == (gpus == 4)
@@ -65,8 +69,12 @@ def steps(*prints):
 
 def test_tensors_of_other_bits_are_counted_and_the_first_is_named():
     here, there = {"logprobs": "1", "weight/a": "2"}, {"logprobs": "1", "weight/a": "3"}
-    found = {"one_rank": {"steps": steps(here, here)}, "cp2": {"steps": steps(here, there)},
-             "dead": {"left_out": "why"}, "timed": {"timed": {}}}
+    found = {
+        "one_rank": {"steps": steps(here, here)},
+        "cp2": {"steps": steps(here, there)},
+        "dead": {"left_out": "why"},
+        "timed": {"timed": {}},
+    }
     bench.compare_certificates(found)
     assert found["one_rank"]["same"]["fast"] == {"tensors": 4, "equal": 4, "first": None}
     assert found["cp2"]["same"]["reproducible"] == {"tensors": 4, "equal": 3, "first": "step 1: weight/a"}
@@ -81,20 +89,36 @@ def timed(step_ms, peak_gib):
 def test_bars():
     plan = PLANS["reproducible.yaml"]
     same = {"tensors": 4, "equal": 4, "first": None}
-    good = {"workloads": {
-        "hidden_4096": {"one_rank": {"timed": {"fast": timed(100, 10), "reproducible": timed(130, 10.9)}}},
-        "hidden_1024": {"one_rank": {"timed": {"fast": timed(100, 10), "reproducible": timed(170, 9)}},
-                        "dp2": {"timed": {"fast": timed(100, 10), "reproducible": timed(179, 10)}}},
-        "bfloat16": {"one_rank": {"same": {"fast": same | {"equal": 0}, "reproducible": same},
-                                  "accuracy": {"factor": 1.05}}}}}
+    good = {
+        "workloads": {
+            "hidden_4096": {"one_rank": {"timed": {"fast": timed(100, 10), "reproducible": timed(130, 10.9)}}},
+            "hidden_1024": {
+                "one_rank": {"timed": {"fast": timed(100, 10), "reproducible": timed(170, 9)}},
+                "dp2": {"timed": {"fast": timed(100, 10), "reproducible": timed(179, 10)}},
+            },
+            "bfloat16": {
+                "one_rank": {"same": {"fast": same | {"equal": 0}, "reproducible": same}, "accuracy": {"factor": 1.05}}
+            },
+        }
+    }
     assert all(bar["holds"] for bar in bench.bars(plan, [good]).values())
-    bad = {"workloads": {"bfloat16": {"one_rank": {"same": {"reproducible": same | {"equal": 3}},
-                                                   "accuracy": {"factor": 1.2}}, "tp2": {"left_out": "why"}},
-                         "hidden_1024": {"dp4": {"timed": {"fast": timed(100, 10), "reproducible": timed(181, 12)}}}}}
+    bad = {
+        "workloads": {
+            "bfloat16": {
+                "one_rank": {"same": {"reproducible": same | {"equal": 3}}, "accuracy": {"factor": 1.2}},
+                "tp2": {"left_out": "why"},
+            },
+            "hidden_1024": {"dp4": {"timed": {"fast": timed(100, 10), "reproducible": timed(181, 12)}}},
+        }
+    }
     said = bench.bars(plan, [good, bad])
     assert {name for name, bar in said.items() if not bar["holds"]} == {
-        "tensors of other bits than one rank's", "error of the gradient, of the fast mode's", "left out",
-        "hidden_1024, dp4: time, of the fast mode's", "hidden_1024, dp4: memory, of the fast mode's"}
+        "tensors of other bits than one rank's",
+        "error of the gradient, of the fast mode's",
+        "left out",
+        "hidden_1024, dp4: time, of the fast mode's",
+        "hidden_1024, dp4: memory, of the fast mode's",
+    }
     assert not any(bar["holds"] for name, bar in bench.bars(plan, []).items() if "hidden" in name)
 
 
@@ -120,11 +144,18 @@ def test_some_workloads_can_be_chosen():
         plan.chosen(["hidden_9"])
 
 
-@pytest.mark.parametrize(("kernel", "group"), [
-    ("add_outer_products", "weight gradients"), ("nvjet_tst_128x256", "matrix products"),
-    ("multiply", "matrix products"),
-    ("flash_bwd<cutlass::bfloat16_t>", "attention"), ("normalise_back", "norms"),
-    ("ncclDevKernel_AllGather", "between ranks"), ("void at::native::elementwise_kernel<>", "elementwise and copies")])
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("add_outer_products", "weight gradients"),
+        ("nvjet_tst_128x256", "matrix products"),
+        ("multiply", "matrix products"),
+        ("flash_bwd<cutlass::bfloat16_t>", "attention"),
+        ("normalise_back", "norms"),
+        ("ncclDevKernel_AllGather", "between ranks"),
+        ("void at::native::elementwise_kernel<>", "elementwise and copies"),
+    ],
+)
 def test_kernels_are_named_by_what_they_are_for(kernel, group):
     assert bench.group_of(kernel) == group
 

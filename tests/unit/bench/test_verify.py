@@ -19,17 +19,26 @@ def write(folder, name, far, *, allocated=(), **more):
     weights = {key: value + far.get(key, 0.0) / value.numel() ** 0.5 for key, value in TRUTH.items()}
     save_file(weights, folder / f"{name}.safetensors")
     if name != "start":
-        said = {"losses": [1.0, 0.5], "step_ms": 2.0, "allocated_bytes": list(allocated),
-                "reserved_bytes": list(allocated)}
+        said = {
+            "losses": [1.0, 0.5],
+            "step_ms": 2.0,
+            "allocated_bytes": list(allocated),
+            "reserved_bytes": list(allocated),
+        }
         (folder / f"{name}.json").write_text(json.dumps(said | more))
 
 
 @pytest.fixture
 def runs(tmp_path):
     """One rank is 1 and 2 and 9 away, two ranks 3; no bar is missed."""
-    for name, far in {"truth": {}, "start": {"a": 5000.0}, "one_rank0": {"a": 1.0, "b": 1.0},
-                      "one_rank1": {"a": 2.0, "b": 1.0}, "one_rank2": {"a": 9.0, "b": 1.0},
-                      "off_by_ranks": {"a": 4000.0}}.items():
+    for name, far in {
+        "truth": {},
+        "start": {"a": 5000.0},
+        "one_rank0": {"a": 1.0, "b": 1.0},
+        "one_rank1": {"a": 2.0, "b": 1.0},
+        "one_rank2": {"a": 9.0, "b": 1.0},
+        "off_by_ranks": {"a": 4000.0},
+    }.items():
         write(tmp_path, name, far)
     write(tmp_path, "torch_sum", {"a": 3.0, "b": 0.5}, same_on_all_ranks=True)
     (tmp_path / "task.json").write_text("{}")
@@ -51,10 +60,16 @@ def test_distances_are_over_those_of_one_rank(runs):
     assert (record["verdict"], record["why"]) == ("equal", "")
 
 
-@pytest.mark.parametrize(("bar", "name", "far", "more"), [
-    ("distance", "ours_mean", {"a": 4.5}, {}), ("parameter", "ours_mean", {"b": 4.1}, {}),
-    ("sight", "off_by_ranks", {"a": 400.0}, {}), ("same", "ours_mean", {}, {"same_on_all_ranks": False}),
-    ("growth", "ours_mean", {}, {"allocated": [7, 9, 9, 9, 8, 9, 8]})])
+@pytest.mark.parametrize(
+    ("bar", "name", "far", "more"),
+    [
+        ("distance", "ours_mean", {"a": 4.5}, {}),
+        ("parameter", "ours_mean", {"b": 4.1}, {}),
+        ("sight", "off_by_ranks", {"a": 400.0}, {}),
+        ("same", "ours_mean", {}, {"same_on_all_ranks": False}),
+        ("growth", "ours_mean", {}, {"allocated": [7, 9, 9, 9, 8, 9, 8]}),
+    ],
+)
 def test_each_bar_can_be_missed(runs, bar, name, far, more):
     write(runs, name, far, **({} if name == "off_by_ranks" else {"same_on_all_ranks": True}) | more)
     record = verify.compared(runs, 2)
@@ -70,8 +85,9 @@ def alone(folder, **changes):
 
 
 def in_words(record):
-    return verify.in_words({"task": {"model": "m", "steps": 7, "rows": 2, "tokens": 64}, "device": "thing",
-                            "seconds": 3.0} | record).splitlines()[-1]
+    return verify.in_words(
+        {"task": {"model": "m", "steps": 7, "rows": 2, "tokens": 64}, "device": "thing", "seconds": 3.0} | record
+    ).splitlines()[-1]
 
 
 class TestVerdicts:
@@ -100,8 +116,9 @@ class TestVerdicts:
         if what == "weights":
             write(runs, name, {"b": float("nan")})
         else:
-            (runs / f"{name}.json").write_text(json.dumps(json.loads((runs / f"{name}.json").read_text()) | {
-                "losses": [1.0, float("nan")]}))
+            (runs / f"{name}.json").write_text(
+                json.dumps(json.loads((runs / f"{name}.json").read_text()) | {"losses": [1.0, float("nan")]})
+            )
         record = verify.compared(runs, 2)
         assert record["verdict"] == "unsound baseline"
         assert record["why"].startswith("not finite: ")

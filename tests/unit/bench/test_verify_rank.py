@@ -56,8 +56,11 @@ def test_old_log_probabilities_are_of_the_token_itself(batches):
 
 def test_the_order_of_rows_is_rounding_and_a_factor_is_not(batches):
     found = {}
-    for name, backward in {"plain": on_whole_rows(torch.tensor([0, 1])), "turned": on_whole_rows(torch.tensor([1, 0])),
-                           "half": on_whole_rows(torch.tensor([0, 1]), 0.5)}.items():
+    for name, backward in {
+        "plain": on_whole_rows(torch.tensor([0, 1])),
+        "turned": on_whole_rows(torch.tensor([1, 0])),
+        "half": on_whole_rows(torch.tensor([0, 1]), 0.5),
+    }.items():
         model = make_model(TASK.model, CPU)
         said = train(model, backward, batches, TASK, mesh=single_process_mesh())
         found[name] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), said
@@ -79,8 +82,10 @@ def trained(folder):
     ring = lend_to_cpu()
     torch_context_parallel.torch_ring = lambda: ring
     Task.attentions = lambda task: ("torch", "ours")
-    found = {name: [parameter.detach() for parameter in model.parameters()] + [said["same_on_all_ranks"]]
-             for name, model, said in several_ranks(TASK, folder, CPU)}
+    found = {
+        name: [parameter.detach() for parameter in model.parameters()] + [said["same_on_all_ranks"]]
+        for name, model, said in several_ranks(TASK, folder, CPU)
+    }
     return {name: (torch.cat([p.flatten() for p in parts]), same) for name, (*parts, same) in found.items()}
 
 

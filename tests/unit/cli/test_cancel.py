@@ -87,8 +87,9 @@ def test_nothing_of_that_name(parity, capsys):
 
 def test_the_process_of_a_run_without_a_launcher_is_ended(parity, capsys):
     """For real: a process of this test's own, in whose name the run runs."""
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)"],
-                               stdout=subprocess.PIPE)
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)"], stdout=subprocess.PIPE
+    )
     try:
         sleeper.stdout.readline()
         who = {"pid": sleeper.pid, "create_time": psutil.Process(sleeper.pid).create_time()}

@@ -29,8 +29,9 @@ def test_help_answers_at_once_from_a_source_tree(tmp_path):
     env = {"PATH": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(project_root()), *sys.path])}
     begin = cpu_s_of_children()
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-m", "workbench", "--help"], capture_output=True, text=True,
-                              cwd=tmp_path, env=env)
+        done = subprocess.run(
+            [sys.executable, "-m", "workbench", "--help"], capture_output=True, text=True, cwd=tmp_path, env=env
+        )
         assert done.returncode == 0, done.stderr
     assert (cpu_s_of_children() - begin) / 3 < BOUND_S
     assert all(verb in done.stdout for verb in VERBS)
@@ -38,8 +39,7 @@ def test_help_answers_at_once_from_a_source_tree(tmp_path):
 
 def test_a_reader_that_has_seen_enough_is_no_error():
     command = f"{shlex.quote(sys.executable)} -m workbench --help | true"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True,
-                          cwd=project_root())
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=project_root())
     assert (done.returncode, done.stderr) == (0, "")
 
 

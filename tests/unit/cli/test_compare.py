@@ -15,20 +15,33 @@ SETTINGS = RunSpec().model_dump(mode="json")
 
 
 @pytest.mark.parametrize("fault", [False, True])
-@pytest.mark.parametrize(("verdict", "code"), [("equal", 0), ("within budget", 0), ("different", 1), ("vacuous", 1),
-                                               ("unsound baseline", 1), ("failed", 1)])
-def test_prints_verdicts_and_exits_1_where_a_configuration_without_a_fault_does_not_agree(tmp_path, capsys, verdict,
-                                                                                          code, fault):
+@pytest.mark.parametrize(
+    ("verdict", "code"),
+    [("equal", 0), ("within budget", 0), ("different", 1), ("vacuous", 1), ("unsound baseline", 1), ("failed", 1)],
+)
+def test_prints_verdicts_and_exits_1_where_a_configuration_without_a_fault_does_not_agree(
+    tmp_path, capsys, verdict, code, fault
+):
     settings = SETTINGS | {"faults": ["missing_cp_factor"] if fault else []}
-    two = Configuration("two", settings, against="one", verdict=verdict, why="because", whole_gradient=[
-        {"relative_l2": 0.009, "distance": 9e-3, "budget": 1e-12}], evidence={"summary": "all", "warnings": ["few"]})
+    two = Configuration(
+        "two",
+        settings,
+        against="one",
+        verdict=verdict,
+        why="because",
+        whole_gradient=[{"relative_l2": 0.009, "distance": 9e-3, "budget": 1e-12}],
+        evidence={"summary": "all", "warnings": ["few"]},
+    )
     Comparison("x", "Same?", [Configuration("one", SETTINGS), two]).save(tmp_path / "comparison.json")
     assert verb.main([str(tmp_path)]) == (0 if fault else code)
     changed = "  [faults=['missing_cp_factor']]" if fault else ""
     assert capsys.readouterr().out.splitlines() == [
-        "Same?", f"one  {'reference':<16}",
+        "Same?",
+        f"one  {'reference':<16}",
         f"two  {verdict:<16}  relative error 0.009, 9e+09 times budget{changed}  because",
-        "could have seen: all (two)", "weak evidence: few (two)"]
+        "could have seen: all (two)",
+        "weak evidence: few (two)",
+    ]
 
 
 def test_what_a_loss_declares_to_break_stands_next_to_its_difference(tmp_path, capsys):
@@ -38,7 +51,8 @@ def test_what_a_loss_declares_to_break_stands_next_to_its_difference(tmp_path, c
     Comparison("x", "", [Configuration("one", base), two]).save(tmp_path / "comparison.json")
     assert verb.main([str(tmp_path)]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "bnpo declares that it depends on micro-batches, packing order and data-parallel ranks (two)")
+        "bnpo declares that it depends on micro-batches, packing order and data-parallel ranks (two)"
+    )
 
 
 def test_a_damaged_comparison_is_refused(tmp_path):

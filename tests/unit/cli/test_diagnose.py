@@ -26,8 +26,9 @@ def test_equal_records_exit_well(folders, capsys):
     assert "nothing differs beyond rounding" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("changes", "verdict"), [({"scale": 0.0, "loss": 0.0}, "vacuous"),
-                                                  ({"loss": float("inf")}, "unsound baseline")])
+@pytest.mark.parametrize(
+    ("changes", "verdict"), [({"scale": 0.0, "loss": 0.0}, "vacuous"), ({"loss": float("inf")}, "unsound baseline")]
+)
 def test_records_that_prove_nothing_do_not_exit_well(tmp_path, capsys, changes, verdict):
     folder = str(make_record(**changes).save(tmp_path / "one"))
     assert verb.main([folder, folder]) == 1

@@ -51,6 +51,7 @@ def path(tmp_path, monkeypatch):
 
     def put(name, program):
         write_program(folder / name, f"import sys\n{program}")
+
     return put
 
 
@@ -58,8 +59,21 @@ class TestAllOfIt:
     def test_is_looked_at(self, met, project):
         found = examine(project)
         assert [finding.about for finding in found][:4] == ["python", "packages", "torch", "rendezvous"]
-        assert {"triton", "cores", "memory", "GPUs", "project", "disk", "shared memory", "limits", "browser", "widgets",
-                "schedulers", "extras", "runs"} <= {finding.about for finding in found}
+        assert {
+            "triton",
+            "cores",
+            "memory",
+            "GPUs",
+            "project",
+            "disk",
+            "shared memory",
+            "limits",
+            "browser",
+            "widgets",
+            "schedulers",
+            "extras",
+            "runs",
+        } <= {finding.about for finding in found}
         assert {finding.verdict for finding in found} <= {"ok", "note", "problem"}
         assert all(finding.fix for finding in found if finding.verdict == "problem")
 
@@ -85,18 +99,27 @@ class TestAllOfIt:
 
 class TestVerb:
     def test_prints_a_line_each_and_what_to_do(self, monkeypatch, capsys):
-        monkeypatch.setattr(doctor, "_findings", lambda project: iter([
-            Finding("python", "ok", "3.12"), Finding("disk", "note", "full\x1b[2J", "make room")]))
+        monkeypatch.setattr(
+            doctor,
+            "_findings",
+            lambda project: iter(
+                [Finding("python", "ok", "3.12"), Finding("disk", "note", "full\x1b[2J", "make room")]
+            ),
+        )
         assert main(["doctor"]) == 0
         assert capsys.readouterr().out.splitlines() == [
-            "ok       python         3.12", r"note     disk           full\x1b[2J", f"{'':24}do: make room"]
+            "ok       python         3.12",
+            r"note     disk           full\x1b[2J",
+            f"{'':24}do: make room",
+        ]
 
     def test_a_problem_is_exit_code_1(self, monkeypatch, capsys):
         found = Finding("disk", "problem", "full", "make room")
         monkeypatch.setattr(doctor, "_findings", lambda project: iter([found]))
         assert main(["doctor", "--json"]) == 1
         assert json.loads(capsys.readouterr().out) == [
-            {"about": "disk", "verdict": "problem", "says": "full", "fix": "make room"}]
+            {"about": "disk", "verdict": "problem", "says": "full", "fix": "make room"}
+        ]
 
     def test_a_line_without_anything_to_do(self):
         assert lines_of(Finding("python", "ok", "3.12")) == ["ok       python         3.12"]
@@ -106,7 +129,8 @@ class TestTorch:
     def test_says_its_build(self, met, project):
         assert about("torch", examine(project)) == Finding("torch", "ok", "2.13.0+cpu (for CPU only, no NCCL, gloo)")
         assert about("rendezvous", examine(project)).says == (
-            "2 ranks met through gloo in 20 ms, after 2.0 s of loading torch")
+            "2 ranks met through gloo in 20 ms, after 2.0 s of loading torch"
+        )
 
     def test_without_gloo_is_a_problem(self, met, project):
         met["gloo"] = False
@@ -211,8 +235,10 @@ class TestMachine:
         assert speed > 2**20
         assert 0 < flush_ms < 5000
 
-    @pytest.mark.parametrize(("files", "processes", "verdict"), [
-        (100, 10**5, "problem"), (512, 10**5, "note"), (4096, 100, "note"), (4096, resource.RLIM_INFINITY, "ok")])
+    @pytest.mark.parametrize(
+        ("files", "processes", "verdict"),
+        [(100, 10**5, "problem"), (512, 10**5, "note"), (4096, 100, "note"), (4096, resource.RLIM_INFINITY, "ok")],
+    )
     def test_limits(self, monkeypatch, files, processes, verdict):
         limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_NPROC: processes}
         monkeypatch.setattr(doctor, "resource", stand_in(resource, getrlimit=lambda kind: (limits[kind], 10**6)))
@@ -232,8 +258,12 @@ class TestMachine:
     def test_little_memory_is_noted(self, monkeypatch):
         Memory = namedtuple("Memory", "total available")
         monkeypatch.setattr(doctor, "psutil", stand_in(psutil, virtual_memory=lambda: Memory(2**34, 2**30)))
-        assert doctor._memory() == Finding("memory", "note", "1.0 GiB of 16.0 GiB free",
-                                           "a rank of the default ablation takes 0.5 GiB; run fewer at a time")
+        assert doctor._memory() == Finding(
+            "memory",
+            "note",
+            "1.0 GiB of 16.0 GiB free",
+            "a rank of the default ablation takes 0.5 GiB; run fewer at a time",
+        )
 
     def test_browsers_and_schedulers_are_found_by_their_commands(self, path):
         assert doctor._browser().verdict == "note"
@@ -253,8 +283,9 @@ class TestProject:
         broken = make_run(parity, "c")
         (broken.path / "config.json").write_text("{")
         found = doctor._runs(project)
-        assert found.says == (f"3 under experiments; 1 lost: parity/{lost.path.name}; "
-                              f"1 unreadable: parity/{broken.path.name}")
+        assert found.says == (
+            f"3 under experiments; 1 lost: parity/{lost.path.name}; 1 unreadable: parity/{broken.path.name}"
+        )
         assert (found.verdict, found.fix) == ("note", "running the ablation again does what is missing")
 
     def test_a_place_that_is_no_project_is_noted(self, tmp_path):

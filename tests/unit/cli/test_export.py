@@ -34,10 +34,17 @@ def test_every_run_of_an_experiment(parity, asked, capsys):
     first, second = make_run(parity, "a", at_s=0), make_run(parity, "b", at_s=1)
     assert main(["export", "parity", "--to", "wandb", "--project", "bench", "--folder", "out"]) == 0
     assert {**asked[0], "folder": str(asked[0]["folder"])} == {
-        "runs": ["a", "b"], "to": "wandb", "project": "bench", "folder": "out"}
+        "runs": ["a", "b"],
+        "to": "wandb",
+        "project": "bench",
+        "folder": "out",
+    }
     assert capsys.readouterr().out.splitlines() == [
-        f"{first.path.name}: exported, 4 steps", f"{second.path.name}: exported, 4 steps", "  in 2 runs: rounded",
-        "to look at it: wandb sync out/wandb/offline-run-*   (it uploads; until then nothing leaves this machine)"]
+        f"{first.path.name}: exported, 4 steps",
+        f"{second.path.name}: exported, 4 steps",
+        "  in 2 runs: rounded",
+        "to look at it: wandb sync out/wandb/offline-run-*   (it uploads; until then nothing leaves this machine)",
+    ]
 
 
 def test_one_run_into_the_folder_beside_it(parity, asked, capsys):
@@ -63,7 +70,9 @@ def test_what_is_there_already_is_no_failure(parity, asked, capsys):
 
 def test_a_message_from_a_tracker_cannot_command_the_terminal():
     assert verb.lines_of([Exported("a-1", "left out", why="\x1b[2J", notes=("\x1b]0;x\x07",))]) == [
-        r"a-1: left out: \x1b[2J", r"  in 1 run: \x1b]0;x\x07"]
+        r"a-1: left out: \x1b[2J",
+        r"  in 1 run: \x1b]0;x\x07",
+    ]
 
 
 def test_from_a_notebook(parity, tmp_path):
@@ -74,10 +83,13 @@ def test_from_a_notebook(parity, tmp_path):
     assert len(list((tmp_path / "out" / "workbench" / "parity" / exported.id).glob("*tfevents*"))) == 1
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["export", "zebra", "--to", "wandb"], "no run or experiment of that name"),
-    (["export", "a", "--to", "tensorboard", "--project", "a/b"], "beginning with a letter or digit"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "zebra", "--to", "wandb"], "no run or experiment of that name"),
+        (["export", "a", "--to", "tensorboard", "--project", "a/b"], "beginning with a letter or digit"),
+    ],
+)
 def test_mistakes_are_said_in_words(parity, capsys, arguments, message):
     make_run(parity, "a")
     assert main(arguments) == 2

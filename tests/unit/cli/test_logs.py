@@ -29,18 +29,26 @@ def project(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(project):
-    return make_run(project / "experiments" / "parity", "cp2", state="running", layout={"cp": 2},
-                    logs={0: "a\nb\nc\n", 1: "d\n\nunfinished"})
+    return make_run(
+        project / "experiments" / "parity",
+        "cp2",
+        state="running",
+        layout={"cp": 2},
+        logs={0: "a\nb\nc\n", 1: "d\n\nunfinished"},
+    )
 
 
 class TestTail:
-    @pytest.mark.parametrize(("lines", "expected"), [
-        (-1, ["0 a", "0 b", "0 c", "1 d", "1 ", "1 unfinished"]),
-        (2, ["0 b", "0 c", "1 ", "1 unfinished"]),
-        (1, ["0 c", "1 unfinished"]),
-        (3, ["0 a", "0 b", "0 c", "1 d", "1 ", "1 unfinished"]),
-        (0, []),
-    ])
+    @pytest.mark.parametrize(
+        ("lines", "expected"),
+        [
+            (-1, ["0 a", "0 b", "0 c", "1 d", "1 ", "1 unfinished"]),
+            (2, ["0 b", "0 c", "1 ", "1 unfinished"]),
+            (1, ["0 c", "1 unfinished"]),
+            (3, ["0 a", "0 b", "0 c", "1 d", "1 ", "1 unfinished"]),
+            (0, []),
+        ],
+    )
     def test_the_last_lines_of_each_rank(self, run, lines, expected):
         assert [f"{rank} {line}" for rank, line in tail_lines(run, lines=lines)] == expected
 
@@ -157,8 +165,14 @@ class TestVerb:
 def test_ctrl_c_detaches_says_so_and_leaves_the_run_alone(run, project):
     source = str(Path(workbench.__file__).parents[1])
     command = [*INTERRUPTIBLE, sys.executable, "-m", "workbench", "logs", "cp2", "-f"]
-    with subprocess.Popen(command, cwd=project, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          env=os.environ | {"PYTHONPATH": source}) as follower:
+    with subprocess.Popen(
+        command,
+        cwd=project,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": source},
+    ) as follower:
         try:
             assert follower.stdout.readline() == "[rank 0] a\n"
             follower.send_signal(signal.SIGINT)

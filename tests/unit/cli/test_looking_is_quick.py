@@ -13,15 +13,33 @@ import pytest
 import workbench
 from tests.helpers.hand_made import make_run
 
-HEAVY = ("torch", "torchx", "pandas", "matplotlib", "transformers", "numpy", "IPython", "wandb", "trackio", "mlflow",
-         "tensorboard")
+HEAVY = (
+    "torch",
+    "torchx",
+    "pandas",
+    "matplotlib",
+    "transformers",
+    "numpy",
+    "IPython",
+    "wandb",
+    "trackio",
+    "mlflow",
+    "tensorboard",
+)
 NEEDED = "import pydantic, tyro, yaml"
 BOUND = 5.0
 """Times what loading the libraries that are needed takes on this machine now. Measured beside much other work: looking
 takes 2.6 to 3.0 times as long (0.6 to 0.9 s of a core), and loading torch alone would add 11 times."""
 
-LOOKING = (["ls"], ["ls", "--json"], ["status", "parity"], ["status", "cp2"], ["logs", "cp2"], ["--help"],
-           *([verb, "--help"] for verb in ("ls", "status", "logs", "cancel", "export", "doctor")))
+LOOKING = (
+    ["ls"],
+    ["ls", "--json"],
+    ["status", "parity"],
+    ["status", "cp2"],
+    ["logs", "cp2"],
+    ["--help"],
+    *([verb, "--help"] for verb in ("ls", "status", "logs", "cancel", "export", "doctor")),
+)
 
 PROGRAM = """
 import sys

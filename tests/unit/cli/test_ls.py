@@ -26,8 +26,11 @@ def project(tmp_path, monkeypatch):
 def test_every_run_newest_last(project):
     runs = list_runs(project=project)
     assert [(run.experiment, run.name, run.state, run.steps_done, run.steps) for run in runs] == [
-        ("parity", "one_rank", "succeeded", 4, 4), ("other", "tp2", "lost", 1, 4),
-        ("parity", "cp2", "failed", 2, 4), ("parity", "cp4", "pending", 0, 4)]
+        ("parity", "one_rank", "succeeded", 4, 4),
+        ("other", "tp2", "lost", 1, 4),
+        ("parity", "cp2", "failed", 2, 4),
+        ("parity", "cp4", "pending", 0, 4),
+    ]
     assert [(run.ranks, run.device, run.backend) for run in runs][2] == (2, "cpu", "processes")
     assert [run.seconds for run in runs] == [75.25, None, 3.0, None]
     assert [run.why for run in runs] == ["", "nobody is left who could end it", "rank 1 ValueError: an", ""]
@@ -94,8 +97,14 @@ def test_no_such_experiment(project, capsys):
 
 
 def test_what_a_terminal_would_obey_is_written_out(project, capsys):
-    make_run(project / "experiments" / "parity", "tp4", at_s=20, state="failed", fields={"name": "tp4\x1b[31m"},
-             error=ValueError("\x1b]0;owned\x07"))
+    make_run(
+        project / "experiments" / "parity",
+        "tp4",
+        at_s=20,
+        state="failed",
+        fields={"name": "tp4\x1b[31m"},
+        error=ValueError("\x1b]0;owned\x07"),
+    )
     main(["ls"])
     out = capsys.readouterr().out
     assert r"tp4\x1b[31m" in out

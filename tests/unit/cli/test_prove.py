@@ -11,7 +11,7 @@ from workbench.cli import main
 from workbench.cli import prove as verb
 from workbench.errors import SpecError
 
-LOSSES = '''
+LOSSES = """
 from clip_of_a_test import clip
 
 
@@ -22,7 +22,7 @@ def right(batch, outputs, totals):
 
 def wrong(batch, outputs, totals):
     return right(batch, outputs, totals) * totals.cp
-'''
+"""
 
 
 @pytest.fixture
@@ -89,10 +89,15 @@ def test_json_is_the_whole_proof(asked, capsys):
     assert tp["worst"] == {"float": "nan"}
 
 
-@pytest.mark.parametrize(("place", "found"), [
-    ("nowhere.py:f", "no file nowhere"), ("{file}:absent", "has no function 'absent'"),
-    ("{folder}/broken.py:f", "ZeroDivisionError: division by zero"),
-    ("{folder}/leaves.py:f", "SystemExit: 3")])
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ("nowhere.py:f", "no file nowhere"),
+        ("{file}:absent", "has no function 'absent'"),
+        ("{folder}/broken.py:f", "ZeroDivisionError: division by zero"),
+        ("{folder}/leaves.py:f", "SystemExit: 3"),
+    ],
+)
 def test_a_function_that_is_not_there_is_said_in_words(losses, place, found):
     (losses.parent / "broken.py").write_text("1 / 0\n")
     (losses.parent / "leaves.py").write_text("raise SystemExit(3)\n")

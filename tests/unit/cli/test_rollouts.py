@@ -11,10 +11,15 @@ from workbench.cli.rollouts import check, import_
 from workbench.errors import RecordError, SpecError
 from workbench.rollouts import files
 
-RECORD = {"prompt_tokens": [5, 6], "completion_tokens": [10, 11], "advantage": 0.5,
-          "old_logprobs": [-1.0, -3.0]}
-ARRAYS = {"prompt_ids": [[5, 6]], "prompt_mask": [[1, 1]], "completion_ids": [[10, 11]],
-          "completion_mask": [[1, 1]], "advantages": [0.5], "old_per_token_logps": [[-1.0, -3.0]]}
+RECORD = {"prompt_tokens": [5, 6], "completion_tokens": [10, 11], "advantage": 0.5, "old_logprobs": [-1.0, -3.0]}
+ARRAYS = {
+    "prompt_ids": [[5, 6]],
+    "prompt_mask": [[1, 1]],
+    "completion_ids": [[10, 11]],
+    "completion_mask": [[1, 1]],
+    "advantages": [0.5],
+    "old_per_token_logps": [[-1.0, -3.0]],
+}
 
 
 def test_jsonl_becomes_a_recording(tmp_path, capsys):
@@ -75,11 +80,16 @@ def test_check_refuses_a_truncated_recording_by_name(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("case", "reason"), [
-    ("advantages of zero", "all recorded advantages are zero, and there are no groups with rewards"),
-    ("empty loss mask", "no token is trained"), ("one token", "no token is trained"),
-    ("groups of one", "all recorded advantages are zero, and every group has one document"),
-    ("equal rewards", "all recorded advantages are zero, and no group has different rewards")])
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("advantages of zero", "all recorded advantages are zero, and there are no groups with rewards"),
+        ("empty loss mask", "no token is trained"),
+        ("one token", "no token is trained"),
+        ("groups of one", "all recorded advantages are zero, and every group has one document"),
+        ("equal rewards", "all recorded advantages are zero, and no group has different rewards"),
+    ],
+)
 def test_check_says_that_nothing_can_be_trained_on(tmp_path, capsys, case, reason):
     files.save(rollouts(case), tmp_path / "out", provenance={})
     assert main(["rollouts", "check", str(tmp_path / "out")]) == 1
@@ -88,11 +98,15 @@ def test_check_says_that_nothing_can_be_trained_on(tmp_path, capsys, case, reaso
     assert "warning" not in shown
 
 
-@pytest.mark.parametrize(("case", "loss", "code", "line"), [
-    ("advantages of zero", "sft", 0, ""),
-    ("empty loss mask", "sft", 1, "  vacuous: no token is trained: the loss mask is empty. "),
-    ("groups of one", "dpo", 1, "  refused: 8 of 8 groups are not two trained documents with different rewards"),
-    ("advantages of both signs", "dpo", 1, "  refused: a loss on preference pairs needs groups with rewards")])
+@pytest.mark.parametrize(
+    ("case", "loss", "code", "line"),
+    [
+        ("advantages of zero", "sft", 0, ""),
+        ("empty loss mask", "sft", 1, "  vacuous: no token is trained: the loss mask is empty. "),
+        ("groups of one", "dpo", 1, "  refused: 8 of 8 groups are not two trained documents with different rewards"),
+        ("advantages of both signs", "dpo", 1, "  refused: a loss on preference pairs needs groups with rewards"),
+    ],
+)
 def test_check_asks_what_the_loss_needs(tmp_path, capsys, case, loss, code, line):
     files.save(rollouts(case), tmp_path / "out", provenance={})
     assert main(["rollouts", "check", str(tmp_path / "out"), "--loss", loss]) == code

@@ -31,9 +31,14 @@ def file(tmp_path):
 @pytest.fixture
 def comparison():
     settings = RunSpec().model_dump(mode="json")
-    return Comparison("x", "Same?", [
-        Configuration("a", settings),
-        Configuration("b", settings, verdict="different", factor=0.5, factor_meaning="1 / cp", why="small")])
+    return Comparison(
+        "x",
+        "Same?",
+        [
+            Configuration("a", settings),
+            Configuration("b", settings, verdict="different", factor=0.5, factor_meaning="1 / cp", why="small"),
+        ],
+    )
 
 
 @pytest.fixture
@@ -116,8 +121,14 @@ class TestArguments:
         assert verb.main([str(file)]) == 1
 
     def test_a_failed_run_is_printed_with_its_reason(self, file, called, comparison, capsys):
-        comparison.configurations.append(Configuration("c", comparison["a"].settings, verdict="failed",
-                                                       why="rank 1 ShapeError: split 7 tokens; found: an odd row"))
+        comparison.configurations.append(
+            Configuration(
+                "c",
+                comparison["a"].settings,
+                verdict="failed",
+                why="rank 1 ShapeError: split 7 tokens; found: an odd row",
+            )
+        )
         verb.main([str(file)])
         assert "c  failed            rank 1 ShapeError: split 7 tokens; found: an odd row\n" in capsys.readouterr().out
 

@@ -62,19 +62,41 @@ class TestOneRun:
         assert "  step time  41.5 ms (median without the first)\n" in out
         assert "  settings   as one_rank, but\n             layout.cp: 1 -> 2\n" in out
 
-    @pytest.mark.parametrize(("counts", "lines"), [
-        ({}, ["  evidence   gradient on 12 of 16 documents (75.0%), 80 of 100 trained tokens (80.0%); clipped 20.0%; "
-             "counted over 2 steps"]),
-        ({"evidence/gradient_documents/sum": 1}, [
-            "  evidence   gradient on 2 of 16 documents (12.5%), 80 of 100 trained tokens (80.0%); clipped 20.0%; "
-             "counted over 2 steps",
-            "             warning: only 2 of 16 documents (12.5%) have a gradient"]),
-        ({"evidence/trained_tokens/sum": 0, "evidence/gradient_tokens/sum": 0, "evidence/clipped_tokens/sum": 0}, [
-            "  evidence   gradient on 12 of 16 documents (75.0%), 0 of 0 trained tokens; counted over 2 steps",
-            "             vacuous: no token is trained: the loss mask is empty in every step"])])
+    @pytest.mark.parametrize(
+        ("counts", "lines"),
+        [
+            (
+                {},
+                [
+                    "  evidence   gradient on 12 of 16 documents (75.0%), 80 of 100 trained tokens (80.0%); "
+                    "clipped 20.0%; counted over 2 steps"
+                ],
+            ),
+            (
+                {"evidence/gradient_documents/sum": 1},
+                [
+                    "  evidence   gradient on 2 of 16 documents (12.5%), 80 of 100 trained tokens (80.0%); "
+                    "clipped 20.0%; counted over 2 steps",
+                    "             warning: only 2 of 16 documents (12.5%) have a gradient",
+                ],
+            ),
+            (
+                {"evidence/trained_tokens/sum": 0, "evidence/gradient_tokens/sum": 0, "evidence/clipped_tokens/sum": 0},
+                [
+                    "  evidence   gradient on 12 of 16 documents (75.0%), 0 of 0 trained tokens; counted over 2 steps",
+                    "             vacuous: no token is trained: the loss mask is empty in every step",
+                ],
+            ),
+        ],
+    )
     def test_says_what_a_comparison_with_it_could_see(self, parity, capsys, counts, lines):
-        counted = {"evidence/documents/sum": 8, "evidence/gradient_documents/sum": 6, "evidence/trained_tokens/sum": 50,
-                   "evidence/gradient_tokens/sum": 40, "evidence/clipped_tokens/sum": 10} | counts
+        counted = {
+            "evidence/documents/sum": 8,
+            "evidence/gradient_documents/sum": 6,
+            "evidence/trained_tokens/sum": 50,
+            "evidence/gradient_tokens/sum": 40,
+            "evidence/clipped_tokens/sum": 10,
+        } | counts
         make_run(parity, "cp2", steps=2, records=[step_record(number) | counted for number in range(2)])
         assert main(["status", "cp2"]) == 0
         out = capsys.readouterr().out
@@ -114,8 +136,16 @@ class TestOneRun:
         assert said == ["with cp2-0badcafe from step 2", "with dp2-0badcafe"]
 
     def test_time_left_and_reward_of_a_run_that_goes_on(self, parity, capsys):
-        records = [{"step": number, "loss/total/sum": 0.5, "gradient/norm/global": 1.0, "reward/all/mean": 0.25,
-                    "time/ended_ns": 30 * 10**9 * number} for number in range(2)]
+        records = [
+            {
+                "step": number,
+                "loss/total/sum": 0.5,
+                "gradient/norm/global": 1.0,
+                "reward/all/mean": 0.25,
+                "time/ended_ns": 30 * 10**9 * number,
+            }
+            for number in range(2)
+        ]
         make_run(parity, "cp2", state="running", records=records, steps=4)
         main(["status", "cp2"])
         out = capsys.readouterr().out
@@ -182,11 +212,22 @@ class TestSettings:
 
 class TestRanks:
     def test_size_and_last_line_of_each_log_and_how_it_ended(self, parity):
-        make_run(parity, "cp4", state="failed", layout={"cp": 4}, rank=1, error=ShapeError("split"),
-                 logs={0: "one\ntwo\n\n", 1: "x" * 40_000 + "\nlast", 2: ""})
+        make_run(
+            parity,
+            "cp4",
+            state="failed",
+            layout={"cp": 4},
+            rank=1,
+            error=ShapeError("split"),
+            logs={0: "one\ntwo\n\n", 1: "x" * 40_000 + "\nlast", 2: ""},
+        )
         ranks = one("cp4").ranks
         assert [(rank.rank, rank.log_bytes, rank.last_line, rank.ended) for rank in ranks] == [
-            (0, 9, "two", ""), (1, 40_005, "last", "exception"), (2, 0, "", ""), (3, None, "", "")]
+            (0, 9, "two", ""),
+            (1, 40_005, "last", "exception"),
+            (2, 0, "", ""),
+            (3, None, "", ""),
+        ]
 
     def test_one_that_succeeded_says_so(self, parity):
         make_run(parity, "a", logs={0: "done\n"})
@@ -232,8 +273,14 @@ class TestFailure:
         try:
             raise ShapeError("split 7 tokens", found="an odd\nrow\x1b[2J")
         except ShapeError as error:
-            run.write_exit(1, {"dp": 0, "cp": 1}, error, cause="hang", waited_in="all_reduce over cp [#17]",
-                           stack="File step.py, line 3")
+            run.write_exit(
+                1,
+                {"dp": 0, "cp": 1},
+                error,
+                cause="hang",
+                waited_in="all_reduce over cp [#17]",
+                stack="File step.py, line 3",
+            )
         run.write_exit(0, {"cp": 0}, ConnectionError("closed"))
         assert one("cp2").failure["rank"] == 1
         main(["status", "cp2"])

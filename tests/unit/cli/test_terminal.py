@@ -10,18 +10,21 @@ import pytest
 from workbench.cli.terminal import safe, safe_lines, say, size, table, when, width
 
 
-@pytest.mark.parametrize(("hostile", "shown"), [
-    ("\x1b[2Jgone", r"\x1b[2Jgone"),
-    ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
-    ("over\rwritten", r"over\rwritten"),
-    ("\x9b31m", r"\x9b31m"),  # the same as ESC [ in one letter
-    ("a\u202eb", r"a\u202eb"),  # turns the reading direction
-    ("two\nlines", r"two\nlines"),
-    ("\x08\x7f\x00", r"\x08\x7f\x00"),
-    ("\ud800", r"\ud800"),
-    ("a\tb", "a\tb"),
-    ("grün 中 ∑", "grün 中 ∑"),
-])
+@pytest.mark.parametrize(
+    ("hostile", "shown"),
+    [
+        ("\x1b[2Jgone", r"\x1b[2Jgone"),
+        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+        ("over\rwritten", r"over\rwritten"),
+        ("\x9b31m", r"\x9b31m"),  # the same as ESC [ in one letter
+        ("a\u202eb", r"a\u202eb"),  # turns the reading direction
+        ("two\nlines", r"two\nlines"),
+        ("\x08\x7f\x00", r"\x08\x7f\x00"),
+        ("\ud800", r"\ud800"),
+        ("a\tb", "a\tb"),
+        ("grün 中 ∑", "grün 中 ∑"),
+    ],
+)
 def test_what_a_terminal_would_obey_is_written_out(hostile, shown):
     assert safe(hostile) == shown
 
@@ -31,8 +34,7 @@ def test_lines_stay_lines():
 
 
 def test_columns_stand_and_empty_ones_go():
-    assert table([["a", "", "bb"], ["ccc", "", "d\x1b"]], ("X", "Y", "Z")) == [
-        "X    Z", "a    bb", "ccc  d\\x1b"]
+    assert table([["a", "", "bb"], ["ccc", "", "d\x1b"]], ("X", "Y", "Z")) == ["X    Z", "a    bb", "ccc  d\\x1b"]
     assert table([]) == []
 
 

@@ -11,22 +11,34 @@ from workbench.runs.store import RunDirectory
 
 def gradient(scale=1.0, noise=0.0, small=1e-9):
     g = torch.Generator().manual_seed(0)
-    base = {"big": torch.randn(50, generator=g, dtype=torch.float64),
-            "small": small * torch.randn(50, generator=g, dtype=torch.float64)}
-    return {name: scale * (value + noise * torch.randn(50, generator=g, dtype=torch.float64))
-            for name, value in base.items()}
+    base = {
+        "big": torch.randn(50, generator=g, dtype=torch.float64),
+        "small": small * torch.randn(50, generator=g, dtype=torch.float64),
+    }
+    return {
+        name: scale * (value + noise * torch.randn(50, generator=g, dtype=torch.float64))
+        for name, value in base.items()
+    }
 
 
-def run(root, name, gradients, *, precision="float64", state="succeeded", flips=False, norm=1.0, others_from=99,
-        **settings):
+def run(
+    root, name, gradients, *, precision="float64", state="succeeded", flips=False, norm=1.0, others_from=99, **settings
+):
     directory = RunDirectory.create(root, name, RunSpec(precision=precision, steps=len(gradients), **settings))
     directory.set_state("running")
     for step, values in enumerate(gradients):
         directory.write_tensors(f"step{step:04d}.gradients", values)
-        directory.write_tensors(f"step{step:04d}.tokens", {
-            "clipped": torch.tensor([step == 1, False]), "would_clip": torch.tensor([step == 1, flips]),
-            "trained": torch.tensor([True, True]), "targets": torch.tensor([3, 4 if step < others_from else 5]),
-            "policy_logprobs": torch.tensor([-1.0, -2.0]), "old_logprobs": torch.tensor([-1.5, -2.0])})
+        directory.write_tensors(
+            f"step{step:04d}.tokens",
+            {
+                "clipped": torch.tensor([step == 1, False]),
+                "would_clip": torch.tensor([step == 1, flips]),
+                "trained": torch.tensor([True, True]),
+                "targets": torch.tensor([3, 4 if step < others_from else 5]),
+                "policy_logprobs": torch.tensor([-1.0, -2.0]),
+                "old_logprobs": torch.tensor([-1.5, -2.0]),
+            },
+        )
         directory.append_step({"step": step, "loss/total/sum": 0.5, "gradient/norm/global": norm})
     directory.set_state(state)
     return directory
@@ -34,8 +46,10 @@ def run(root, name, gradients, *, precision="float64", state="succeeded", flips=
 
 def judged(tmp_path, gradients, *, reference=None, **settings):
     reference = reference or [gradient(), gradient()]
-    subjects = [Subject("ref", run(tmp_path, "ref", reference)),
-                Subject("mine", run(tmp_path, "mine", gradients, **settings), "ref", "ref")]
+    subjects = [
+        Subject("ref", run(tmp_path, "ref", reference)),
+        Subject("mine", run(tmp_path, "mine", gradients, **settings), "ref", "ref"),
+    ]
     return compare_runs(subjects, experiment="demo", question="?")["mine"]
 
 
@@ -60,15 +74,25 @@ def test_a_tiny_gradient_is_judged_by_the_floor_and_listed(tmp_path):
     assert "1 parameter(s) judged by the floor" in found.why
 
 
-@pytest.mark.parametrize(("precision", "scale", "words"), [
-    ("float64", 1 + 4e-13, "the nearest to its bar is at 0.4 of it"),
-    ("float32", 1 + 2e-6, "at most 0.8 of the budget")])
+@pytest.mark.parametrize(
+    ("precision", "scale", "words"),
+    [
+        ("float64", 1 + 4e-13, "the nearest to its bar is at 0.4 of it"),
+        ("float32", 1 + 2e-6, "at most 0.8 of the budget"),
+    ],
+)
 def test_a_step_whose_gradient_is_0_in_both_takes_no_share_of_its_budget(tmp_path, precision, scale, words):
     zero = gradient(0.0)
-    subjects = [Subject("truth", run(tmp_path, "truth", [zero, gradient()])),
-                Subject("plain", run(tmp_path, "plain", [zero, gradient(1 + 1e-6)], precision="float32"), "", "truth"),
-                Subject("mine", run(tmp_path, "mine", [zero, gradient(scale)], precision=precision),
-                        "truth" if precision == "float64" else "plain", "truth")]
+    subjects = [
+        Subject("truth", run(tmp_path, "truth", [zero, gradient()])),
+        Subject("plain", run(tmp_path, "plain", [zero, gradient(1 + 1e-6)], precision="float32"), "", "truth"),
+        Subject(
+            "mine",
+            run(tmp_path, "mine", [zero, gradient(scale)], precision=precision),
+            "truth" if precision == "float64" else "plain",
+            "truth",
+        ),
+    ]
     found = compare_runs(subjects, experiment="demo", question="?")["mine"]
     assert words in found.why
     assert [row.relative_l2 for row in found.parameters if row.step == 0] == [0.0, 0.0]
@@ -80,27 +104,31 @@ def test_a_half_gradient_is_named_after_cp(tmp_path):
     assert (found.verdict, found.factor, found.factor_meaning) == ("different", pytest.approx(0.5), "1 / cp")
 
 
-@pytest.mark.parametrize(("noise", "verdict"), [
-    (1e-6, "within budget"), (4.9e-6, "within budget"), (5.2e-6, "different"), (8e-6, "different")])
+@pytest.mark.parametrize(
+    ("noise", "verdict"),
+    [(1e-6, "within budget"), (4.9e-6, "within budget"), (5.2e-6, "different"), (8e-6, "different")],
+)
 def test_float32_is_held_to_the_references_own_error(tmp_path, noise, verdict):
     truth = [gradient(small=1.0)]
     # The float32 reference is 2e-6 from the truth; what is compared may be 2.5 times that (3.5 for one parameter).
-    subjects = [Subject("truth", run(tmp_path, "truth", truth)),
-                Subject("ref", run(tmp_path, "ref", [gradient(noise=2e-6, small=1.0)], precision="float32"), "",
-                        "truth"),
-                Subject("mine", run(tmp_path, "mine", [gradient(noise=noise, small=1.0)], precision="float32"),
-                        "ref", "truth")]
+    subjects = [
+        Subject("truth", run(tmp_path, "truth", truth)),
+        Subject("ref", run(tmp_path, "ref", [gradient(noise=2e-6, small=1.0)], precision="float32"), "", "truth"),
+        Subject("mine", run(tmp_path, "mine", [gradient(noise=noise, small=1.0)], precision="float32"), "ref", "truth"),
+    ]
     found = compare_runs(subjects, experiment="demo", question="?")["mine"]
     assert found.verdict == verdict
 
 
 def test_below_float64_the_distance_is_to_the_truth_and_not_to_the_reference(tmp_path):
     # On the other side of the truth: 2.25 times as far from it as the reference, 3.25 times from the reference.
-    subjects = [Subject("truth", run(tmp_path, "truth", [gradient(small=1.0)])),
-                Subject("ref", run(tmp_path, "ref", [gradient(noise=2e-6, small=1.0)], precision="float32"), "",
-                        "truth"),
-                Subject("mine", run(tmp_path, "mine", [gradient(noise=-4.5e-6, small=1.0)], precision="float32"),
-                        "ref", "truth")]
+    subjects = [
+        Subject("truth", run(tmp_path, "truth", [gradient(small=1.0)])),
+        Subject("ref", run(tmp_path, "ref", [gradient(noise=2e-6, small=1.0)], precision="float32"), "", "truth"),
+        Subject(
+            "mine", run(tmp_path, "mine", [gradient(noise=-4.5e-6, small=1.0)], precision="float32"), "ref", "truth"
+        ),
+    ]
     found = compare_runs(subjects, experiment="demo", question="?")["mine"]
     assert found.verdict == "within budget"
 
@@ -109,9 +137,11 @@ def test_one_parameter_may_be_further_from_the_truth_by_its_own_factor_and_no_mo
     truth, reference = gradient(small=0.01), gradient(noise=2e-6, small=0.01)
     for factor, verdict in ((3.4, "within budget"), (3.6, "different")):
         mine = {"big": truth["big"], "small": truth["small"] + factor * (reference["small"] - truth["small"])}
-        subjects = [Subject("truth", run(tmp_path / verdict, "truth", [truth])),
-                    Subject("ref", run(tmp_path / verdict, "ref", [reference], precision="float32"), "", "truth"),
-                    Subject("mine", run(tmp_path / verdict, "mine", [mine], precision="float32"), "ref", "truth")]
+        subjects = [
+            Subject("truth", run(tmp_path / verdict, "truth", [truth])),
+            Subject("ref", run(tmp_path / verdict, "ref", [reference], precision="float32"), "", "truth"),
+            Subject("mine", run(tmp_path / verdict, "mine", [mine], precision="float32"), "ref", "truth"),
+        ]
         found = compare_runs(subjects, experiment="demo", question="?")["mine"]
         assert [w["distance"] <= w["budget"] for w in found.whole_gradient] == [True], "the whole is not what decides"
         assert found.verdict == verdict
@@ -122,21 +152,23 @@ def test_a_lucky_reference_does_not_set_the_bar(tmp_path):
     lucky["small"] = truth["small"] * (1 + 1e-9)
     mine = gradient(noise=2e-6, small=0.01)
     mine["small"] = truth["small"] * (1 + 2e-6)
-    subjects = [Subject("truth", run(tmp_path, "truth", [truth])),
-                Subject("ref", run(tmp_path, "ref", [lucky], precision="float32"), "", "truth"),
-                Subject("mine", run(tmp_path, "mine", [mine], precision="float32"), "ref", "truth")]
+    subjects = [
+        Subject("truth", run(tmp_path, "truth", [truth])),
+        Subject("ref", run(tmp_path, "ref", [lucky], precision="float32"), "", "truth"),
+        Subject("mine", run(tmp_path, "mine", [mine], precision="float32"), "ref", "truth"),
+    ]
     found = compare_runs(subjects, experiment="demo", question="?")["mine"]
     assert found.verdict == "within budget"
-    assert {row.parameter: row.judged_by for row in found.parameters} == {
-        "big": "gradient", "small": "whole gradient"}
+    assert {row.parameter: row.judged_by for row in found.parameters} == {"big": "gradient", "small": "whole gradient"}
 
 
 def test_tokens_that_do_not_train_have_no_ratio(tmp_path):
     reference, mine = (run(tmp_path, name, [gradient()]) for name in ("ref", "mine"))
     tokens = mine.read_tensors("step0000.tokens") | {"trained": torch.tensor([True, False])}
     mine.write_tensors("step0000.tokens", tokens)
-    found = compare_runs([Subject("ref", reference), Subject("mine", mine, "ref", "ref")],
-                         experiment="demo", question="?")
+    found = compare_runs(
+        [Subject("ref", reference), Subject("mine", mine, "ref", "ref")], experiment="demo", question="?"
+    )
     assert {c.name: sum(c.ratios["0"]["counts"]) for c in found.configurations} == {"ref": 2, "mine": 1}
 
 
@@ -157,7 +189,8 @@ def test_a_difference_says_where_how_much_and_in_which_direction(tmp_path):
     turned["big"] = -2 * turned["big"]
     turned["small"] = turned["small"] - 1e-24 * turned["big"]  # the median of the two cosines is 0, but for rounding
     assert judged(tmp_path, [turned, gradient()]).why == (
-        "step 0: 1 of 2 parameters over budget, first big; gradient norms 2 times the reference's, cosine 0.0000")
+        "step 0: 1 of 2 parameters over budget, first big; gradient norms 2 times the reference's, cosine 0.0000"
+    )
 
 
 def test_a_failed_run_is_reported_with_rank_and_traceback(tmp_path):
@@ -171,8 +204,10 @@ def test_a_failed_run_is_reported_with_rank_and_traceback(tmp_path):
 
 
 def test_what_has_no_reference_left_is_not_called_equal(tmp_path):
-    subjects = [Subject("ref", run(tmp_path, "ref", [gradient()], state="failed")),
-                Subject("mine", run(tmp_path, "mine", [gradient()]), "ref", "ref")]
+    subjects = [
+        Subject("ref", run(tmp_path, "ref", [gradient()], state="failed")),
+        Subject("mine", run(tmp_path, "mine", [gradient()]), "ref", "ref"),
+    ]
     assert compare_runs(subjects, experiment="demo", question="?")["mine"].verdict == "failed"
 
 
@@ -189,8 +224,10 @@ def test_ratios_are_counted_from_trained_tokens(tmp_path):
 
 
 def pair(tmp_path, mine, reference, *, truth="", **settings):
-    subjects = [Subject("ref", run(tmp_path, "ref", reference[0], **reference[1])),
-                Subject("mine", run(tmp_path, "mine", mine, **settings), "ref", truth)]
+    subjects = [
+        Subject("ref", run(tmp_path, "ref", reference[0], **reference[1])),
+        Subject("mine", run(tmp_path, "mine", mine, **settings), "ref", truth),
+    ]
     return compare_runs(subjects, experiment="demo", question="?")["mine"]
 
 
@@ -235,10 +272,12 @@ def test_numbers_that_stopped_being_numbers_are_named(tmp_path):
 
 def test_a_truth_of_another_model_stops_no_other_verdict(tmp_path):
     other = {"big": torch.ones(50, dtype=torch.float64)}
-    subjects = [Subject("truth", run(tmp_path, "truth", [other])),
-                Subject("ref", run(tmp_path, "ref", [gradient()], precision="float32"), "", "truth"),
-                Subject("mine", run(tmp_path, "mine", [gradient()], precision="float32"), "ref", "truth"),
-                Subject("again", run(tmp_path, "again", [other]), "truth", "truth")]
+    subjects = [
+        Subject("truth", run(tmp_path, "truth", [other])),
+        Subject("ref", run(tmp_path, "ref", [gradient()], precision="float32"), "", "truth"),
+        Subject("mine", run(tmp_path, "mine", [gradient()], precision="float32"), "ref", "truth"),
+        Subject("again", run(tmp_path, "again", [other]), "truth", "truth"),
+    ]
     found = compare_runs(subjects, experiment="demo", question="?")
     assert (found["mine"].verdict, found["again"].verdict) == ("failed", "equal")
     assert "small is only in this one" in found["mine"].why
@@ -248,8 +287,9 @@ class TestRunsThatSampled:
     """Runs that sample their own rollouts: from some step on they may train on other tokens."""
 
     def test_a_step_on_other_tokens_is_named_and_not_measured(self, tmp_path):
-        found = judged(tmp_path, [gradient(), gradient(), gradient(scale=3.0)], others_from=2,
-                       reference=[gradient()] * 3)
+        found = judged(
+            tmp_path, [gradient(), gradient(), gradient(scale=3.0)], others_from=2, reference=[gradient()] * 3
+        )
         assert (found.verdict, found.first_step, found.factor) == ("different", 2, None)
         assert found.why == "step 2: it trains on other tokens than the reference, and agrees in the 2 before"
         assert [w["step"] for w in found.whole_gradient] == [0, 1]
@@ -263,8 +303,10 @@ class TestRunsThatSampled:
         assert (found.first_step, found.factor_meaning) == (0, "1 / cp")
 
     def test_a_truth_on_other_tokens_measures_nothing(self, tmp_path):
-        subjects = [Subject("truth", run(tmp_path, "truth", [gradient()] * 2, others_from=1)),
-                    Subject("ref", run(tmp_path, "ref", [gradient()] * 2, precision="float32"), "", "truth"),
-                    Subject("mine", run(tmp_path, "mine", [gradient()] * 2, precision="float32"), "ref", "truth")]
+        subjects = [
+            Subject("truth", run(tmp_path, "truth", [gradient()] * 2, others_from=1)),
+            Subject("ref", run(tmp_path, "ref", [gradient()] * 2, precision="float32"), "", "truth"),
+            Subject("mine", run(tmp_path, "mine", [gradient()] * 2, precision="float32"), "ref", "truth"),
+        ]
         found = compare_runs(subjects, experiment="demo", question="?")["mine"]
         assert found.why == "step 1: it trains on other tokens than the truth, and agrees in the 1 before"

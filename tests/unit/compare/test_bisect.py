@@ -17,9 +17,14 @@ from workbench.runs.trace import INPUT
 from workbench.runs.worker import run_here
 
 PROJECT = Path(__file__).parents[3]
-BASE = RunSpec.model_validate({
-    "model": {"source": "tiny-qwen3"}, "data": {"documents_per_step": 6, "micro_batches": 2},
-    "optimizer": {"learning_rate": 1e-3}, "loss": {"entropy_coefficient": 0.01}})
+BASE = RunSpec.model_validate(
+    {
+        "model": {"source": "tiny-qwen3"},
+        "data": {"documents_per_step": 6, "micro_batches": 2},
+        "optimizer": {"learning_rate": 1e-3},
+        "loss": {"entropy_coefficient": 0.01},
+    }
+)
 EXACT = BASE.merged({"reproducible": {"block_tokens": 8, "weight_chunks": 2}})
 UP = "model.layers.1.mlp.up_proj"
 
@@ -66,12 +71,16 @@ class TestPlanted:
 
 
 class TestSettings:
-    @pytest.mark.parametrize(("changes", "way", "tensor"), [
-        ({"policy": {"temperature": 0.9}}, "forward", "logprobs"),
-        ({"loss": {"entropy_coefficient": 0.02}}, "loss", "entropy"),
-        ({"optimizer": {"learning_rate": 2e-3}}, "weights", "model.embed_tokens.weight"),
-        ({"precision": "bfloat16"}, "forward", "model.embed_tokens"),
-        ({"faults": ["entropy_without_gradient"]}, "backward", "model.norm")])
+    @pytest.mark.parametrize(
+        ("changes", "way", "tensor"),
+        [
+            ({"policy": {"temperature": 0.9}}, "forward", "logprobs"),
+            ({"loss": {"entropy_coefficient": 0.02}}, "loss", "entropy"),
+            ({"optimizer": {"learning_rate": 2e-3}}, "weights", "model.embed_tokens.weight"),
+            ({"precision": "bfloat16"}, "forward", "model.embed_tokens"),
+            ({"faults": ["entropy_without_gradient"]}, "backward", "model.norm"),
+        ],
+    )
     def test_each_parts_where_it_acts(self, changes, way, tensor):
         found = parted(BASE, BASE.merged(changes))
         assert (found.way, found.tensor) == (way, tensor)
@@ -100,8 +109,9 @@ class TestEqual:
     def test_layouts_of_the_reproducible_mode(self):
         found = bisect(EXACT, EXACT.merged({"layout": {"dp": 2, "tp": 2}}), names=("one", "four"), project=PROJECT)
         assert found.equal
-        assert str(found).splitlines()[1] == ("  one was run with data.micro_batches = 4, so that both have the same "
-                                              "rows")
+        assert str(found).splitlines()[1] == (
+            "  one was run with data.micro_batches = 4, so that both have the same rows"
+        )
 
     @pytest.mark.parametrize("case", ["advantages of zero", "empty loss mask", "equal rewards"])
     def test_the_same_bits_of_nothing_are_vacuous(self, case, tmp_path):
@@ -172,5 +182,7 @@ class TestRows:
 
     def test_inputs_are_said_as_such(self):
         words = module.Parting(0, "forward", f"x{INPUT}", 1, 0, (0, 8), 1, 2, "y").words
-        assert words == ("step 0, forward: what goes into x (made by attention, a sum or a product before it), row 1, "
-                         "tokens 0 to 7 (block 0); 1 of its 2 blocks differ; the same until y")
+        assert words == (
+            "step 0, forward: what goes into x (made by attention, a sum or a product before it), row 1, "
+            "tokens 0 to 7 (block 0); 1 of its 2 blocks differ; the same until y"
+        )

@@ -19,9 +19,14 @@ EXACT = {"reproducible": {"block_tokens": 8}}
 def tensors(**changed):
     """What one step came to; the names are those of a certificate."""
     drawn = torch.Generator().manual_seed(0)
-    made = {"logprobs": torch.randn(6, generator=drawn), "loss/total/sum": torch.tensor(0.5, dtype=torch.float64),
-            "gradient/head": torch.randn(3, 2, generator=drawn), "gradient/embedding": torch.randn(4, generator=drawn),
-            "weight/embedding": torch.randn(4, generator=drawn), "weight/head": torch.randn(3, 2, generator=drawn)}
+    made = {
+        "logprobs": torch.randn(6, generator=drawn),
+        "loss/total/sum": torch.tensor(0.5, dtype=torch.float64),
+        "gradient/head": torch.randn(3, 2, generator=drawn),
+        "gradient/embedding": torch.randn(4, generator=drawn),
+        "weight/embedding": torch.randn(4, generator=drawn),
+        "weight/head": torch.randn(3, 2, generator=drawn),
+    }
     return made | {name.replace("__", "/"): value for name, value in changed.items()}
 
 
@@ -32,23 +37,35 @@ def ulp(name, place):
 
 
 def run(root, name, steps, *, kept=("gradients", "tokens"), certified=True, **settings):
-    spec = RunSpec(steps=len(steps), record={"certificate": certified, "gradients": "full" if "gradients" in kept else
-                                             "none", "tokens": "tokens" in kept}, **settings)
+    spec = RunSpec(
+        steps=len(steps),
+        record={
+            "certificate": certified,
+            "gradients": "full" if "gradients" in kept else "none",
+            "tokens": "tokens" in kept,
+        },
+        **settings,
+    )
     directory = RunDirectory.create(root, name, spec)
     directory.set_state("running")
     for number, said in enumerate(steps):
         unlike, numbers = said.pop("unlike", ()), said.pop("numbers", {})
         line = {"step": number, "loss/total/sum": float(said["loss/total/sum"]), "gradient/norm/global": 1.0} | numbers
         if "gradients" in kept:
-            directory.write_tensors(f"step{number:04d}.gradients", {
-                name.removeprefix("gradient/"): value for name, value in said.items() if name.startswith("gradient/")})
+            directory.write_tensors(
+                f"step{number:04d}.gradients",
+                {name.removeprefix("gradient/"): value for name, value in said.items() if name.startswith("gradient/")},
+            )
         if "tokens" in kept:
             flags = {name: torch.zeros(6, dtype=torch.bool) for name in ("clipped", "would_clip", "trained")}
-            directory.write_tensors(f"step{number:04d}.tokens", {
-                "policy_logprobs": said["logprobs"], "old_logprobs": said["logprobs"], **flags})
+            directory.write_tensors(
+                f"step{number:04d}.tokens",
+                {"policy_logprobs": said["logprobs"], "old_logprobs": said["logprobs"], **flags},
+            )
         if certified:
-            certificate = Certificate({name: f"{value.dtype} {fingerprint(value):016x}"
-                                       for name, value in said.items()}, unlike)
+            certificate = Certificate(
+                {name: f"{value.dtype} {fingerprint(value):016x}" for name, value in said.items()}, unlike
+            )
             write_certificate(directory, number, certificate)
             line["certificate"] = certificate.hash
         directory.append_step(line)
@@ -59,8 +76,9 @@ def run(root, name, steps, *, kept=("gradients", "tokens"), certified=True, **se
 @pytest.fixture
 def compared(tmp_path):
     def compare(*mine, reference=None, **settings):
-        return compare_certificates(run(tmp_path, "mine", list(mine), **settings),
-                                    run(tmp_path, "ref", reference or [tensors() for _ in mine]))
+        return compare_certificates(
+            run(tmp_path, "mine", list(mine), **settings), run(tmp_path, "ref", reference or [tensors() for _ in mine])
+        )
 
     return compare
 
@@ -69,8 +87,10 @@ class TestTheFirstThatDiffers:
     def test_nothing_does(self, compared):
         found = compared(tensors(), tensors())
         assert found.equal
-        assert str(found) == ("mine against ref: the certificate of all 2 steps is the reference's: loss, "
-                              "log-probabilities, gradients and weights are the same bits")
+        assert str(found) == (
+            "mine against ref: the certificate of all 2 steps is the reference's: loss, "
+            "log-probabilities, gradients and weights are the same bits"
+        )
 
     def test_is_named_with_its_element(self, compared):
         wrong = tensors(**ulp("gradient/head", (1, 1)), **ulp("weight/head", (0, 0)), **ulp("gradient/embedding", 2))
@@ -104,8 +124,12 @@ class TestTheFirstThatDiffers:
         assert "ranks hold different replicas of weight/head" in found.why
 
 
-COUNTED = {"evidence/documents/sum": 4.0, "evidence/gradient_documents/sum": 1.0, "evidence/trained_tokens/sum": 6.0,
-           "evidence/gradient_tokens/sum": 2.0}
+COUNTED = {
+    "evidence/documents/sum": 4.0,
+    "evidence/gradient_documents/sum": 1.0,
+    "evidence/trained_tokens/sum": 6.0,
+    "evidence/gradient_tokens/sum": 2.0,
+}
 
 
 class TestVerdicts:
@@ -121,12 +145,18 @@ class TestVerdicts:
         assert found.evidence.gradient_documents == 1
         assert found.evidence.warnings
 
-    @pytest.mark.parametrize(("numbers", "reason"), [
-        (COUNTED | {"evidence/trained_tokens/sum": 0.0}, "no token is trained"),
-        (COUNTED | {"evidence/gradient_documents/sum": 0.0, "evidence/gradient_tokens/sum": 0.0},
-         "no document has a gradient"),
-        (COUNTED | {"gradient/norm/global": 0.0}, "every gradient is zero"),
-        ({"gradient/norm/global": 0.0}, "every gradient is zero")])
+    @pytest.mark.parametrize(
+        ("numbers", "reason"),
+        [
+            (COUNTED | {"evidence/trained_tokens/sum": 0.0}, "no token is trained"),
+            (
+                COUNTED | {"evidence/gradient_documents/sum": 0.0, "evidence/gradient_tokens/sum": 0.0},
+                "no document has a gradient",
+            ),
+            (COUNTED | {"gradient/norm/global": 0.0}, "every gradient is zero"),
+            ({"gradient/norm/global": 0.0}, "every gradient is zero"),
+        ],
+    )
     def test_the_same_bits_of_nothing_are_vacuous(self, compared, numbers, reason):
         found = self.judged(compared, numbers)
         assert (found.verdict, found.equal) == ("vacuous", True)
@@ -173,8 +203,10 @@ class TestInAnAblation:
     @pytest.fixture
     def judged(self, tmp_path):
         def judge(mine, *, kept=(), truth="", **settings):
-            subjects = [Subject("ref", run(tmp_path, "ref", [tensors(), tensors()], kept=kept, **settings)),
-                        Subject("mine", run(tmp_path, "mine", mine, kept=kept, **settings), "ref", truth)]
+            subjects = [
+                Subject("ref", run(tmp_path, "ref", [tensors(), tensors()], kept=kept, **settings)),
+                Subject("mine", run(tmp_path, "mine", mine, kept=kept, **settings), "ref", truth),
+            ]
             return compare_runs(subjects, experiment="demo", question="?")["mine"]
 
         return judge
@@ -201,7 +233,8 @@ class TestInAnAblation:
         assert "float64 truth" in found.why
 
     def test_in_the_ordinary_mode_budgets_decide_and_the_certificate_is_told(self, judged):
-        found = judged([tensors(), tensors(**ulp("weight/head", (0, 0)))], kept=("gradients", "tokens"),
-                       precision="float64")
+        found = judged(
+            [tensors(), tensors(**ulp("weight/head", (0, 0)))], kept=("gradients", "tokens"), precision="float64"
+        )
         assert found.verdict == "equal"
         assert found.why.endswith("certificates part at weight/head, alone of 6 tensors")

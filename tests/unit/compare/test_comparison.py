@@ -58,8 +58,10 @@ def test_tables_have_a_row_for_everything():
 
 
 def test_the_table_tells_the_worst_step():
-    steps = [{"step": step, "distance": distance, "budget": 2.0, "relative_l2": distance / 10}
-             for step, distance in enumerate((1.0, 3.0, 0.5))]
+    steps = [
+        {"step": step, "distance": distance, "budget": 2.0, "relative_l2": distance / 10}
+        for step, distance in enumerate((1.0, 3.0, 0.5))
+    ]
     comparison = layout_parity()
     judged = replace(comparison.configurations[1], whole_gradient=steps)
     row = replace(comparison, configurations=[judged]).table().loc[judged.name]

@@ -22,8 +22,10 @@ def test_losses_that_break_an_invariant_by_definition_are_told():
         assert declared_note({"loss": {"name": name}}).startswith(f"{name} declares")
 
 
-@pytest.mark.parametrize("settings", [{}, {"loss": None}, {"loss": {"name": "no such loss"}}, {"loss": "own.py:mine"},
-                                      {"loss": {"no_such_key": 1}}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"loss": None}, {"loss": {"name": "no such loss"}}, {"loss": "own.py:mine"}, {"loss": {"no_such_key": 1}}],
+)
 def test_a_loss_that_cannot_be_read_declares_nothing(settings):
     assert declared_breaks(settings) == ()
     assert declared_note(settings) == ""

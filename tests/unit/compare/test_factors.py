@@ -4,8 +4,10 @@ from workbench.runs.spec import RunSpec
 
 
 def rows(*ratios):
-    return [ParameterDifference(0, f"p{i}", r, 1.0, r, abs(r - 1), 1.0, 1.0, 0.1, "gradient", False)
-            for i, r in enumerate(ratios)]
+    return [
+        ParameterDifference(0, f"p{i}", r, 1.0, r, abs(r - 1), 1.0, 1.0, 0.1, "gradient", False)
+        for i, r in enumerate(ratios)
+    ]
 
 
 def test_one_factor_everywhere_gets_its_name():

@@ -59,10 +59,17 @@ def test_a_record_that_was_cut_is_named(tmp_path, keep):
 
 def test_ratios_that_are_not_finite_are_left_out_of_the_histogram(tmp_path):
     run = record(tmp_path, "run", [of()])
-    run.write_tensors("step0000.tokens", {
-        "policy_logprobs": torch.tensor([-1.0, math.nan, -math.inf, -2.0]), "old_logprobs": torch.full((4,), -1.0),
-        "trained": torch.ones(4, dtype=torch.bool), "targets": torch.arange(4),
-        "clipped": torch.zeros(4, dtype=torch.bool), "would_clip": torch.zeros(4, dtype=torch.bool)})
+    run.write_tensors(
+        "step0000.tokens",
+        {
+            "policy_logprobs": torch.tensor([-1.0, math.nan, -math.inf, -2.0]),
+            "old_logprobs": torch.full((4,), -1.0),
+            "trained": torch.ones(4, dtype=torch.bool),
+            "targets": torch.arange(4),
+            "clipped": torch.zeros(4, dtype=torch.bool),
+            "would_clip": torch.zeros(4, dtype=torch.bool),
+        },
+    )
     histogram = compare_runs([Subject("run", run)], experiment="demo", question="?")["run"].ratios["0"]
     assert sum(histogram["counts"]) == 3, "the ratio that is no number has no place in it"
     assert all(map(math.isfinite, histogram["edges"]))
@@ -70,10 +77,17 @@ def test_ratios_that_are_not_finite_are_left_out_of_the_histogram(tmp_path):
 
 def test_edges_of_a_histogram_are_numbers_however_far_a_policy_moved(tmp_path):
     run = record(tmp_path, "run", [of()])
-    run.write_tensors("step0000.tokens", {
-        "policy_logprobs": torch.tensor([-5000.0, -1.0]), "old_logprobs": torch.tensor([-1.0, -9000.0]),
-        "trained": torch.ones(2, dtype=torch.bool), "targets": torch.arange(2),
-        "clipped": torch.zeros(2, dtype=torch.bool), "would_clip": torch.zeros(2, dtype=torch.bool)})
+    run.write_tensors(
+        "step0000.tokens",
+        {
+            "policy_logprobs": torch.tensor([-5000.0, -1.0]),
+            "old_logprobs": torch.tensor([-1.0, -9000.0]),
+            "trained": torch.ones(2, dtype=torch.bool),
+            "targets": torch.arange(2),
+            "clipped": torch.zeros(2, dtype=torch.bool),
+            "would_clip": torch.zeros(2, dtype=torch.bool),
+        },
+    )
     histogram = compare_runs([Subject("run", run)], experiment="demo", question="?")["run"].ratios["0"]
     assert all(math.isfinite(edge) and edge > 0 for edge in histogram["edges"])
     assert (histogram["counts"][0], histogram["counts"][-1]) == (1, 1)
@@ -95,7 +109,11 @@ def test_a_gradient_that_was_not_recorded_says_what_to_record(tmp_path):
 
 
 def test_counts_are_json(tmp_path):
-    counts = {"evidence/trained_tokens/sum": 10.0, "evidence/gradient_tokens/sum": 10.0,
-              "evidence/documents/sum": 5.0, "evidence/gradient_documents/sum": 5.0}
+    counts = {
+        "evidence/trained_tokens/sum": 10.0,
+        "evidence/gradient_tokens/sum": 10.0,
+        "evidence/documents/sum": 5.0,
+        "evidence/gradient_documents/sum": 5.0,
+    }
     reader = RunReader(record(tmp_path, "run", [of()], counts=counts))
     assert json.loads(json.dumps(reader.evidence.as_json()))["policy_token_share"] is None

@@ -11,8 +11,11 @@ from workbench.runs.spec import RunSpec
 
 
 def configuration(name, *, losses=(1.0, 2.0), **settings):
-    return Configuration(name, RunSpec(**settings).model_dump(mode="json"),
-                         steps=[{"step": step, "loss/total/sum": loss} for step, loss in enumerate(losses)])
+    return Configuration(
+        name,
+        RunSpec(**settings).model_dump(mode="json"),
+        steps=[{"step": step, "loss/total/sum": loss} for step, loss in enumerate(losses)],
+    )
 
 
 def comparison(*configurations):
@@ -20,17 +23,29 @@ def comparison(*configurations):
 
 
 def test_what_differs_only_in_a_seed_belongs_together():
-    found = seed_groups(comparison(
-        configuration("a-0", seed=0), configuration("a-1", seed=1), configuration("b-0", seed=0, layout={"cp": 2}),
-        configuration("a-2", seed=2), configuration("b-1", seed=1, layout={"cp": 2}), configuration("c", steps=3)))
+    found = seed_groups(
+        comparison(
+            configuration("a-0", seed=0),
+            configuration("a-1", seed=1),
+            configuration("b-0", seed=0, layout={"cp": 2}),
+            configuration("a-2", seed=2),
+            configuration("b-1", seed=1, layout={"cp": 2}),
+            configuration("c", steps=3),
+        )
+    )
     assert [(group.name, [c.name for c in group.members], group.seeds) for group in found] == [
-        ("a", ["a-0", "a-1", "a-2"], ["0", "1", "2"]), ("b", ["b-0", "b-1"], ["0", "1"])]
+        ("a", ["a-0", "a-1", "a-2"], ["0", "1", "2"]),
+        ("b", ["b-0", "b-1"], ["0", "1"]),
+    ]
 
 
 def test_weights_of_the_model_are_a_draw_too_and_clip_decisions_of_the_same_draw_do_not_count():
-    [group] = seed_groups(comparison(
-        configuration("f32-0", model={"seed": 0}, frozen_clip="f64-0"),
-        configuration("f32-1", model={"seed": 1}, frozen_clip="f64-1")))
+    [group] = seed_groups(
+        comparison(
+            configuration("f32-0", model={"seed": 0}, frozen_clip="f64-0"),
+            configuration("f32-1", model={"seed": 1}, frozen_clip="f64-1"),
+        )
+    )
     assert (group.name, group.seeds) == ("f32", ["0", "1"])
 
 
@@ -39,8 +54,9 @@ def test_the_same_settings_twice_are_no_seeds():
 
 
 def test_mean_and_deviation_are_taken_by_step_over_those_that_recorded_it():
-    [group] = seed_groups(comparison(configuration("a-0", losses=(1.0, 5.0)),
-                                     configuration("a-1", seed=1, losses=(4.0,))))
+    [group] = seed_groups(
+        comparison(configuration("a-0", losses=(1.0, 5.0)), configuration("a-1", seed=1, losses=(4.0,)))
+    )
     by_step = group.by_step("loss/total/sum")
     assert by_step[0] == Spread(2, 2.5, pytest.approx(math.sqrt(4.5)), 1.0, 4.0)
     assert (by_step[1].count, by_step[1].mean, math.isnan(by_step[1].deviation)) == (1, 5.0, True)
@@ -58,22 +74,26 @@ def test_a_name_shared_by_nothing_is_the_first(tmp_path):
 
 
 def drawn(name, seed, *losses, **costs):
-    steps = [{"step": step, "loss/total/sum": loss, "time/step_ms": seed * 7.0} | costs
-             for step, loss in enumerate(losses)]
+    steps = [
+        {"step": step, "loss/total/sum": loss, "time/step_ms": seed * 7.0} | costs for step, loss in enumerate(losses)
+    ]
     return replace(configuration(name, model={"seed": seed}), steps=steps)
 
 
 def test_members_of_which_every_recorded_bit_is_the_same_are_identical():
-    [group] = seed_groups(comparison(drawn("a-0", 0, 1.0, 2.0), drawn("a-1", 1, 1.0, 2.0),
-                                     drawn("a-2", 2, 1.0, math.nextafter(2.0, 3.0))))
+    [group] = seed_groups(
+        comparison(drawn("a-0", 0, 1.0, 2.0), drawn("a-1", 1, 1.0, 2.0), drawn("a-2", 2, 1.0, math.nextafter(2.0, 3.0)))
+    )
     assert group.identical == (("a-0", "a-1"),)
     assert not group.all_identical
-    assert group.identical_note() == ("seeds 0 and 1 gave identical runs: model.seed draws nothing where weights are "
-                                      "loaded from a checkpoint")
+    assert group.identical_note() == (
+        "seeds 0 and 1 gave identical runs: model.seed draws nothing where weights are loaded from a checkpoint"
+    )
 
 
-@pytest.mark.parametrize(("other", "same"), [
-    ((1.0, math.nan), True), ((1.0,), False), ((1.0, math.inf), False), ((-1.0, math.nan), False)])
+@pytest.mark.parametrize(
+    ("other", "same"), [((1.0, math.nan), True), ((1.0,), False), ((1.0, math.inf), False), ((-1.0, math.nan), False)]
+)
 def test_what_is_not_a_number_is_identical_to_itself_and_a_shorter_run_is_not(other, same):
     [group] = seed_groups(comparison(drawn("a-0", 0, 1.0, math.nan), drawn("a-1", 1, *other)))
     assert group.all_identical == same
@@ -92,9 +112,16 @@ def test_runs_that_recorded_nothing_are_not_identical():
 
 
 def test_identical_runs_of_several_configurations_are_told_in_one_sentence():
-    both = comparison(*(replace(drawn(f"{name}-{seed}", seed, 1.0), settings=RunSpec(
-        model={"seed": seed}, layout=layout).model_dump(mode="json"))
-        for name, layout in (("a", {}), ("b", {"cp": 2})) for seed in (0, 1)))
+    both = comparison(
+        *(
+            replace(
+                drawn(f"{name}-{seed}", seed, 1.0),
+                settings=RunSpec(model={"seed": seed}, layout=layout).model_dump(mode="json"),
+            )
+            for name, layout in (("a", {}), ("b", {"cp": 2}))
+            for seed in (0, 1)
+        )
+    )
     [note] = identical_notes(both)
     assert note.startswith("a, b: seeds 0 and 1 gave identical runs: model.seed")
     assert identical_notes(comparison(drawn("a-0", 0, 1.0), drawn("a-1", 1, 2.0))) == []

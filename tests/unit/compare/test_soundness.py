@@ -27,11 +27,16 @@ def batch(advantages, *, mask=True, lengths=LENGTHS, rewards=None, groups=None):
     ids_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     positions_T = torch.cat([torch.arange(length) for length in lengths])
     return RolloutBatch(
-        tokens_T=torch.randint(0, 19, (len(ids_T),), generator=draw), positions_T=positions_T, document_ids_T=ids_T,
-        loss_mask_T=(positions_T >= 2) & mask, advantages_T=torch.tensor(advantages, dtype=torch.float64)[ids_T],
+        tokens_T=torch.randint(0, 19, (len(ids_T),), generator=draw),
+        positions_T=positions_T,
+        document_ids_T=ids_T,
+        loss_mask_T=(positions_T >= 2) & mask,
+        advantages_T=torch.tensor(advantages, dtype=torch.float64)[ids_T],
         old_logprobs_T=-4 + 0.1 * torch.randn(len(ids_T), generator=draw, dtype=torch.float64),
         rewards_N=None if rewards is None else torch.tensor(rewards, dtype=torch.float64),
-        group_ids_N=None if groups is None else torch.tensor(groups), temperature=1.0)
+        group_ids_N=None if groups is None else torch.tensor(groups),
+        temperature=1.0,
+    )
 
 
 SIGNS = [1.0, -1.0] * 4
@@ -39,8 +44,10 @@ EMPTY = {
     "all advantages are 0": ({}, batch([0.0] * 8)),
     "the loss mask is empty": ({}, batch(SIGNS, mask=False)),
     "every document is one token": ({}, batch(SIGNS, lengths=(1,) * 8)),
-    "grpo on groups of one": ({"data": {"advantages": {"name": "grpo"}}},
-                              batch(SIGNS, rewards=SIGNS, groups=list(range(8)))),
+    "grpo on groups of one": (
+        {"data": {"advantages": {"name": "grpo"}}},
+        batch(SIGNS, rewards=SIGNS, groups=list(range(8))),
+    ),
     "equal rewards": ({"data": {"advantages": {"name": "rloo"}}}, batch(SIGNS, rewards=[1.0] * 8, groups=[0, 1] * 4)),
 }
 
@@ -50,8 +57,13 @@ def compared(tmp_path, rollouts, settings) -> Comparison:
     save(rollouts, tmp_path / "rollouts", provenance={"made_by": "a test"})
     base = RunSpec(model={"source": "tiny-qwen3"}, precision="float64", data={"path": str(tmp_path / "rollouts")})
     subjects = []
-    for name, more in {"one_rank": {}, **{fault: {"layout": {"cp": 2, "order": "zigzag"}, "faults": [fault]}
-                                          for fault in ("missing_cp_factor", "local_denominator")}}.items():
+    for name, more in {
+        "one_rank": {},
+        **{
+            fault: {"layout": {"cp": 2, "order": "zigzag"}, "faults": [fault]}
+            for fault in ("missing_cp_factor", "local_denominator")
+        },
+    }.items():
         run = RunDirectory.create(tmp_path / "runs", name, base.merged(settings).merged(more))
         run_here(run, Path.cwd())
         subjects.append(Subject(name, run, "one_rank" if more else "", "one_rank"))
@@ -63,7 +75,8 @@ def test_faults_in_a_step_that_trains_nothing_are_vacuous_and_not_equal(tmp_path
     settings, rollouts = EMPTY[why]
     comparison = compared(tmp_path, rollouts, settings)
     assert {c.name: c.verdict for c in comparison.configurations} == dict.fromkeys(
-        ("one_rank", "missing_cp_factor", "local_denominator"), "vacuous")
+        ("one_rank", "missing_cp_factor", "local_denominator"), "vacuous"
+    )
     assert exit_code(comparison) == 1
     with pytest.raises(VerdictError, match="vacuous"):
         comparison.check()
@@ -102,8 +115,15 @@ def record(root, name, gradients, *, precision="float64", loss=0.5, counts=None)
     for step, values in enumerate(gradients):
         run.write_tensors(f"step{step:04d}.gradients", values)
         norms = {name: float(value.norm()) for name, value in values.items()}
-        run.append_step({"step": step, "loss/total/sum": loss, "gradient/norm/global": math.hypot(*norms.values()),
-                         "gradient_norms": norms} | (counts or {}))
+        run.append_step(
+            {
+                "step": step,
+                "loss/total/sum": loss,
+                "gradient/norm/global": math.hypot(*norms.values()),
+                "gradient_norms": norms,
+            }
+            | (counts or {})
+        )
     run.set_state("succeeded")
     return run
 
@@ -115,9 +135,11 @@ def of(scale=1.0, noise=0.0):
 
 
 def against(tmp_path, truth, baseline, run, precision="float32"):
-    subjects = [Subject("truth", record(tmp_path, "truth", truth)),
-                Subject("base", record(tmp_path, "base", baseline, precision=precision), "", "truth"),
-                Subject("run", record(tmp_path, "run", run, precision=precision), "base", "truth")]
+    subjects = [
+        Subject("truth", record(tmp_path, "truth", truth)),
+        Subject("base", record(tmp_path, "base", baseline, precision=precision), "", "truth"),
+        Subject("run", record(tmp_path, "run", run, precision=precision), "base", "truth"),
+    ]
     return compare_runs(subjects, experiment="demo", question="?")
 
 
@@ -137,9 +159,15 @@ def test_bits_of_nan_are_not_equal(tmp_path):
     assert {c.verdict for c in found.configurations} == {"unsound baseline"}
 
 
-@pytest.mark.parametrize(("precision", "error", "verdict"), [
-    ("float32", 1e-4, "within budget"), ("float32", 1e-3, "unsound baseline"),
-    ("bfloat16", 5e-2, "within budget"), ("bfloat16", 0.5, "unsound baseline")])
+@pytest.mark.parametrize(
+    ("precision", "error", "verdict"),
+    [
+        ("float32", 1e-4, "within budget"),
+        ("float32", 1e-3, "unsound baseline"),
+        ("bfloat16", 5e-2, "within budget"),
+        ("bfloat16", 0.5, "unsound baseline"),
+    ],
+)
 def test_a_baseline_further_from_the_truth_than_its_precision_explains_is_unsound(tmp_path, precision, error, verdict):
     found = against(tmp_path, [of()], [of(1 + error)], [of(1 + 0.9 * error)], precision)
     assert found["run"].verdict == verdict
@@ -175,15 +203,22 @@ def test_records_without_counts_are_vacuous_where_every_gradient_is_zero(tmp_pat
 
 
 def test_a_comparison_keeps_its_evidence_on_disk(tmp_path):
-    counts = {"evidence/trained_tokens/sum": 10.0, "evidence/gradient_tokens/sum": 4.0, "evidence/documents/sum": 5.0,
-              "evidence/gradient_documents/sum": 4.0, "evidence/clipped_tokens/sum": 6.0}
+    counts = {
+        "evidence/trained_tokens/sum": 10.0,
+        "evidence/gradient_tokens/sum": 4.0,
+        "evidence/documents/sum": 5.0,
+        "evidence/gradient_documents/sum": 4.0,
+        "evidence/clipped_tokens/sum": 6.0,
+    }
     subjects = [Subject("one", record(tmp_path, "one", [of()], counts=counts))]
     compare_runs(subjects, experiment="demo", question="?").save(tmp_path / "comparison.json")
     loaded = Comparison.load(tmp_path / "comparison.json")["one"]
     assert loaded.evidence == Evidence(1, 5, 4, 10, 4, None, 6).as_json()
-    assert loaded.notes == ("could have seen: gradient on 4 of 5 documents (80.0%), 4 of 10 trained tokens (40.0%); "
-                            "clipped 60.0%", "weak evidence: 60.0% of the trained tokens are clipped",
-                            "weak evidence: only 40.0% of the trained tokens have a gradient")
+    assert loaded.notes == (
+        "could have seen: gradient on 4 of 5 documents (80.0%), 4 of 10 trained tokens (40.0%); clipped 60.0%",
+        "weak evidence: 60.0% of the trained tokens are clipped",
+        "weak evidence: only 40.0% of the trained tokens have a gradient",
+    )
 
 
 def test_a_gradient_whose_squares_underflow_is_not_zero(tmp_path):

@@ -28,6 +28,7 @@ def write(tmp_path):
         path = tmp_path / name
         path.write_text(text)
         return path
+
     return write
 
 
@@ -52,35 +53,52 @@ class TestExpansion:
 
     def test_a_configuration_has_the_last_word_over_the_base(self):
         ablation = AblationSpec(
-            reference="a", base={"steps": 4, "loss": {"surrogate": {"clip_low": 0.1}}}, truth="t",
+            reference="a",
+            base={"steps": 4, "loss": {"surrogate": {"clip_low": 0.1}}},
+            truth="t",
             configurations={"a": {}, "b": {"seed": 2, "loss": {"surrogate": {"clip_low": 0.3}}}},
-            extra={"t": {"precision": "float64"}})
+            extra={"t": {"precision": "float64"}},
+        )
         runs = {run.name: run.spec for run in ablation.expand()}
         assert [(runs[name].seed, runs[name].loss.surrogate.clip_low) for name in "ab"] == [(0, 0.1), (2, 0.3)]
 
     def test_references_and_truth_come_first_wherever_they_stand(self):
-        ablation = AblationSpec(reference="z", truth="exact", base={"precision": "float64"},
-                                configurations={"a": {}, "z": {}}, extra={"exact": {}})
+        ablation = AblationSpec(
+            reference="z",
+            truth="exact",
+            base={"precision": "float64"},
+            configurations={"a": {}, "z": {}},
+            extra={"exact": {}},
+        )
         assert [run.name for run in ablation.expand()] == ["z", "exact", "a"]
 
     @pytest.mark.parametrize("axes", [{}, {"precision": ["float32", "bfloat16"]}])
     def test_a_truth_without_a_reference_of_its_precision_has_none(self, axes):
-        ablation = AblationSpec(reference="a", truth="exact", configurations={"a": {}, "b": {"seed": 1}}, axes=axes,
-                                extra={"exact": {"precision": "float64"}})
+        ablation = AblationSpec(
+            reference="a",
+            truth="exact",
+            configurations={"a": {}, "b": {"seed": 1}},
+            axes=axes,
+            extra={"exact": {"precision": "float64"}},
+        )
         runs = {run.name: run for run in ablation.expand()}
         assert (runs["exact"].reference, runs["exact"].truth) == ("", "")
         assert {run.truth for run in runs.values()} == {"", "exact"}
 
     def test_without_a_run_below_float64_no_truth_is_needed(self):
-        ablation = AblationSpec(reference="a", base={"precision": "float64"},
-                                configurations={"a": {}, "b": {"seed": 1}})
+        ablation = AblationSpec(
+            reference="a", base={"precision": "float64"}, configurations={"a": {}, "b": {"seed": 1}}
+        )
         assert [(run.reference, run.truth) for run in ablation.expand()] == [("", ""), ("a", "")]
 
     def test_two_axes_one_of_them_nested(self):
-        ablation = AblationSpec(reference="a", configurations={"a": {}, "b": {"seed": 2}}, truth="a-float64-0.001",
-                                axes={"precision": ["float64", "float32"],
-                                      "optimizer.learning_rate": [0.001, 0.01]},
-                                extra={"c": {"optimizer": {"learning_rate": 0.01}}})
+        ablation = AblationSpec(
+            reference="a",
+            configurations={"a": {}, "b": {"seed": 2}},
+            truth="a-float64-0.001",
+            axes={"precision": ["float64", "float32"], "optimizer.learning_rate": [0.001, 0.01]},
+            extra={"c": {"optimizer": {"learning_rate": 0.01}}},
+        )
         runs = {run.name: run for run in ablation.expand()}
         assert len(runs) == 9
         assert runs["b-float32-0.01"].reference == "a-float32-0.01"
@@ -146,8 +164,9 @@ class TestRefusals:
     def test_an_axis_without_values(self, write):
         assert "has no values" in self.refused(write(TEXT.replace("[float64, float32]", "[]")))
 
-    @pytest.mark.parametrize(("text", "words"), [
-        ("", "a NoneType"), ("- a\n- b", "a list"), ("a: [1,\nb: 2", "valid YAML")])
+    @pytest.mark.parametrize(
+        ("text", "words"), [("", "a NoneType"), ("- a\n- b", "a list"), ("a: [1,\nb: 2", "valid YAML")]
+    )
     def test_what_is_no_ablation(self, write, text, words):
         assert words in self.refused(write(text))
 
@@ -172,50 +191,81 @@ class TestRefusals:
         message = self.refused(write(TEXT.replace("truth: one_rank-float64", "truth: one_rank-float32")))
         assert "truth 'one_rank-float32'\n  found: one_rank-float32 is not a float64 run" in message
 
-    @pytest.mark.parametrize(("changes", "found"), [
-        ("precision: float64", "precision float64 against float32"),
-        ("precision: bfloat16", "precision bfloat16 against float32"),
-        ("steps: 2", "steps 2 against 1"),
-        ("record: {gradients: norms}", "record.gradients norms against full")])
+    @pytest.mark.parametrize(
+        ("changes", "found"),
+        [
+            ("precision: float64", "precision float64 against float32"),
+            ("precision: bfloat16", "precision bfloat16 against float32"),
+            ("steps: 2", "steps 2 against 1"),
+            ("record: {gradients: norms}", "record.gradients norms against full"),
+        ],
+    )
     def test_what_cannot_be_laid_beside_its_reference(self, write, changes, found):
-        message = self.refused(write("reference: a\ntruth: t\nextra: {t: {precision: float64}}\n"
-                                     f"configurations: {{a: {{}}, b: {{{changes}}}}}\n"))
+        message = self.refused(
+            write(
+                "reference: a\ntruth: t\nextra: {t: {precision: float64}}\n"
+                f"configurations: {{a: {{}}, b: {{{changes}}}}}\n"
+            )
+        )
         assert f"hold 'b' against its reference 'a'\n  found: {found}\n" in message
 
-    @pytest.mark.parametrize(("changes", "found"), [
-        ("steps: 2", "steps 1 against 2"), ("record: {gradients: none}", "record.gradients full against none")])
+    @pytest.mark.parametrize(
+        ("changes", "found"),
+        [("steps: 2", "steps 1 against 2"), ("record: {gradients: none}", "record.gradients full against none")],
+    )
     def test_what_cannot_be_laid_beside_the_truth(self, write, changes, found):
-        message = self.refused(write(f"reference: a\ntruth: t\nextra: {{t: {{precision: float64, {changes}}}}}\n"
-                                     "configurations: {a: {}, b: {seed: 1}}\n"))
+        message = self.refused(
+            write(
+                f"reference: a\ntruth: t\nextra: {{t: {{precision: float64, {changes}}}}}\n"
+                "configurations: {a: {}, b: {seed: 1}}\n"
+            )
+        )
         assert f"hold 'b' against its truth 't'\n  found: {found}\n" in message
 
     def test_gradients_that_neither_keeps(self, write):
-        message = self.refused(write("base: {precision: float64, record: {gradients: norms}}\nreference: a\n"
-                                     "configurations: {a: {}, b: {seed: 1}}\n"))
+        message = self.refused(
+            write(
+                "base: {precision: float64, record: {gradients: norms}}\nreference: a\n"
+                "configurations: {a: {}, b: {seed: 1}}\n"
+            )
+        )
         assert "record.gradients norms against norms" in message
 
     def test_two_reproducible_runs_are_held_by_bits_and_need_neither_truth_nor_gradients(self, write):
-        text = ("base: {record: {gradients: none}, reproducible: {block_tokens: 8}}\nreference: a\n"
-                "configurations: {a: {}, b: {layout: {cp: 2}}}\n")
+        text = (
+            "base: {record: {gradients: none}, reproducible: {block_tokens: 8}}\nreference: a\n"
+            "configurations: {a: {}, b: {layout: {cp: 2}}}\n"
+        )
         planned = load_ablation(write(text)).expand()
         assert [(run.name, run.reference, run.truth) for run in planned] == [("a", "", ""), ("b", "a", "")]
         message = self.refused(write(text.replace("cp: 2}", "cp: 2}, record: {certificate: false}")))
         assert "record.gradients none against none" in message
         assert "steps 2 against 1" in self.refused(write(text.replace("cp: 2}", "cp: 2}, steps: 2")))
 
-    @pytest.mark.parametrize(("changes", "found"), [
-        ("layout: {dp: 2}", "rows 2 (dp * data.micro_batches) against 1 (dp * data.micro_batches)"),
-        ("data: {micro_batch_tokens: 64}", "rows of 64 tokens against 1 (dp * data.micro_batches)"),
-        ("reproducible: {bits: 40}", "reproducible block_tokens=8 bits=40 against block_tokens=8")])
+    @pytest.mark.parametrize(
+        ("changes", "found"),
+        [
+            ("layout: {dp: 2}", "rows 2 (dp * data.micro_batches) against 1 (dp * data.micro_batches)"),
+            ("data: {micro_batch_tokens: 64}", "rows of 64 tokens against 1 (dp * data.micro_batches)"),
+            ("reproducible: {bits: 40}", "reproducible block_tokens=8 bits=40 against block_tokens=8"),
+        ],
+    )
     def test_what_cannot_have_the_bits_of_its_reference(self, write, changes, found):
-        message = self.refused(write("base: {reproducible: {block_tokens: 8}}\nreference: a\n"
-                                     f"configurations: {{a: {{}}, b: {{{changes}}}}}\n"))
+        message = self.refused(
+            write(
+                "base: {reproducible: {block_tokens: 8}}\nreference: a\n"
+                f"configurations: {{a: {{}}, b: {{{changes}}}}}\n"
+            )
+        )
         assert f"hold 'b' against its reference 'a'\n  found: {found}" in message
 
     def test_rows_that_lie_otherwise_are_the_same_rows(self, write):
-        planned = load_ablation(write(
-            "base: {reproducible: {block_tokens: 8}, data: {micro_batches: 2}}\nreference: a\n"
-            "configurations: {a: {}, b: {layout: {dp: 2}, data: {micro_batches: 1}}}\n"))
+        planned = load_ablation(
+            write(
+                "base: {reproducible: {block_tokens: 8}, data: {micro_batches: 2}}\nreference: a\n"
+                "configurations: {a: {}, b: {layout: {dp: 2}, data: {micro_batches: 1}}}\n"
+            )
+        )
         assert [run.name for run in planned.expand()] == ["a", "b"]
 
     def test_one_spec_alone_may_record_what_it_likes(self, write):
@@ -246,25 +296,34 @@ class TestSelection:
 
     def test_takes_what_the_chosen_are_held_against(self, write):
         planned = load_ablation(write(TEXT)).expand()
-        assert self.names(select(planned, ["cp2-float32"])) == [
-            "one_rank-float64", "one_rank-float32", "cp2-float32"]
+        assert self.names(select(planned, ["cp2-float32"])) == ["one_rank-float64", "one_rank-float32", "cp2-float32"]
 
     def test_a_configuration_means_all_its_runs(self, write):
         planned = load_ablation(write(TEXT)).expand()
         assert self.names(select(planned, ["cp2"])) == [
-            "one_rank-float64", "one_rank-float32", "cp2-float64", "cp2-float32"]
+            "one_rank-float64",
+            "one_rank-float32",
+            "cp2-float64",
+            "cp2-float32",
+        ]
 
     def test_an_unknown_name_is_refused(self, write):
         with pytest.raises(SpecError, match="did you mean 'fault'"):
             select(load_ablation(write(TEXT)).expand(), ["fualt"])
 
     def test_takes_the_run_whose_clip_decisions_are_needed(self):
-        planned = AblationSpec(reference="a", base={"precision": "float64"}, configurations={
-            "a": {}, "b": {"seed": 2}, "other": {}, "c": {"frozen_clip": "b"}}).expand()
+        planned = AblationSpec(
+            reference="a",
+            base={"precision": "float64"},
+            configurations={"a": {}, "b": {"seed": 2}, "other": {}, "c": {"frozen_clip": "b"}},
+        ).expand()
         assert self.names(select(planned, ["c"])) == ["a", "b", "c"]
 
     def test_takes_what_the_needed_need(self):
         """The chosen run has a reference, which takes the clip decisions of a third, which takes those of a fourth."""
-        planned = AblationSpec(reference="a", base={"precision": "float64"}, configurations={
-            "a": {"frozen_clip": "b"}, "b": {"frozen_clip": "c"}, "c": {}, "d": {}, "other": {}}).expand()
+        planned = AblationSpec(
+            reference="a",
+            base={"precision": "float64"},
+            configurations={"a": {"frozen_clip": "b"}, "b": {"frozen_clip": "c"}, "c": {}, "d": {}, "other": {}},
+        ).expand()
         assert self.names(select(planned, ["d"])) == ["a", "b", "c", "d"]

@@ -69,10 +69,25 @@ def job(folder, *faults, hang_s=2.0, **settings):
     run = RunDirectory.create(folder, "job", RunSpec.model_validate(spec))
     output = run.path / "torchx/app/1/trainer/0"
     output.mkdir(parents=True)
-    environment = os.environ | {"WB_RUN_DIR": str(run.path), "WB_HANG_S": str(hang_s), "OMP_NUM_THREADS": "1",
-                                "PYTHONPATH": str(project_root()), "WB_PARENT_PID": str(os.getpid())}
-    command = [sys.executable, "-m", "workbench.launch.agent", "--standalone", "--nnodes=1", "--nproc-per-node=2",
-               "--max-restarts=0", "-m", watched_worker.__name__, str(run.path)]
+    environment = os.environ | {
+        "WB_RUN_DIR": str(run.path),
+        "WB_HANG_S": str(hang_s),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(project_root()),
+        "WB_PARENT_PID": str(os.getpid()),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "workbench.launch.agent",
+        "--standalone",
+        "--nnodes=1",
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "-m",
+        watched_worker.__name__,
+        str(run.path),
+    ]
     with (output / "stderr.log").open("w") as errors:
         agent = subprocess.Popen(command, env=environment, stderr=errors, start_new_session=True)
     try:
@@ -96,8 +111,10 @@ def test_a_rank_that_skipped_a_collective_is_named_long_before_any_time_is_over(
     assert (failure["rank"], failure["cause"]) == (1, "hang")
     message = failure["message"]
     assert message.startswith("rank 1 has not come to all_gather of lengths over cp [#10, helpers/watched_worker.py:")
-    assert ("it skipped that all_gather of lengths of 1 int64 and 1 more, and went on to all_sum of 4 float32 "
-            "[helpers/watched_worker.py:") in message
+    assert (
+        "it skipped that all_gather of lengths of 1 int64 and 1 more, and went on to all_sum of 4 float32 "
+        "[helpers/watched_worker.py:"
+    ) in message
     assert "  found: it was at tests/helpers/watched_worker.py:" in message
     assert " in train\n" in failure["stack"]
     assert failure["waited_in"].startswith("all_sum over cp [#10, ")
@@ -126,8 +143,10 @@ def test_a_rank_that_hangs_outside_is_named_while_it_hangs_and_after_the_time_ou
     assert "all_gather of lengths over cp [#10," in failure["also"][0]
 
 
-@pytest.mark.parametrize(("fault", "cause", "words"), [
-    ("kill", "killed", "rank 1 was killed by SIGKILL"), ("memory", "out of memory", "no room for the batch")])
+@pytest.mark.parametrize(
+    ("fault", "cause", "words"),
+    [("kill", "killed", "rank 1 was killed by SIGKILL"), ("memory", "out of memory", "no room for the batch")],
+)
 def test_a_rank_that_died_is_the_cause_and_the_other_says_where_it_waited(tmp_path, fault, cause, words):
     with job(tmp_path, fault) as (run, agent):
         ended(run, agent)
@@ -170,10 +189,17 @@ def test_ranks_are_children_of_this_process_and_those_that_ended(tmp_path):
         flight.start(flight_path(run, rank), rank)
         flight.stop()
     assert own_ranks(run) == {}, "this process is not its own child"
-    script = ("import sys; from pathlib import Path; from workbench.sharding import flight; "
-              "flight.start(Path(sys.argv[1]), 1); print(1, flush=True); sys.stdin.read()")
-    with subprocess.Popen([sys.executable, "-c", script, str(flight_path(run, 1))], text=True, cwd=project_root(),
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    script = (
+        "import sys; from pathlib import Path; from workbench.sharding import flight; "
+        "flight.start(Path(sys.argv[1]), 1); print(1, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(flight_path(run, 1))],
+        text=True,
+        cwd=project_root(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
         child.stdout.readline()
         assert own_ranks(run) == {1: child.pid}
         child.stdin.close()

@@ -68,9 +68,11 @@ def test_what_a_launcher_of_another_machine_submitted_is_cancelled_at_the_cluste
 
 
 def test_without_a_launcher_the_processes_are_stopped_from_here_with_their_children(run):
-    stubborn = ("import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-                "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
-                "print(child.pid, flush=True); time.sleep(60)")
+    stubborn = (
+        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
     with subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE, text=True) as agent:
         child = psutil.Process(int(agent.stdout.readline()))
         family = [(agent.pid, described(agent)["create_time"]), (child.pid, child.create_time())]

@@ -27,17 +27,31 @@ def test_the_command():
     role = role_of()
     assert role.entrypoint == sys.executable
     here = Path.cwd()
-    assert role.args == ["-m", "workbench.launch.agent", "--standalone", "--nnodes=1", "--nproc-per-node=2",
-                         "--max-restarts=0", "-m", "workbench.runs.worker", str(here / "runs/cp2-0"),
-                         "--project", str(here / "proj")]
+    assert role.args == [
+        "-m",
+        "workbench.launch.agent",
+        "--standalone",
+        "--nnodes=1",
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+        "-m",
+        "workbench.runs.worker",
+        str(here / "runs/cp2-0"),
+        "--project",
+        str(here / "proj"),
+    ]
     assert role.num_replicas == 1
 
 
 def test_the_environment_on_cpu(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     assert role_of().env == {
-        "OMP_NUM_THREADS": "1", "WORKBENCH_DEVICE": "cpu", "WB_PARENT_PID": str(os.getpid()),
-        "WB_RUN_DIR": str(Path.cwd() / "runs/cp2-0"), "PYTHONPATH": f"{project_root()}{os.pathsep}/elsewhere"}
+        "OMP_NUM_THREADS": "1",
+        "WORKBENCH_DEVICE": "cpu",
+        "WB_PARENT_PID": str(os.getpid()),
+        "WB_RUN_DIR": str(Path.cwd() / "runs/cp2-0"),
+        "PYTHONPATH": f"{project_root()}{os.pathsep}/elsewhere",
+    }
 
 
 def test_gpus_are_given_out_by_us():
@@ -62,8 +76,10 @@ class TestOnACluster:
         assert role.entrypoint == "python"
         assert role.resource.gpu == 2
 
-    @pytest.mark.parametrize(("placement", "memory_mb", "expected"), [
-        (CPU, None, 2 * 4096), (GPUS, None, 2 * 16384), (CPU, 500, 1000), (CPU, 0, 0)])
+    @pytest.mark.parametrize(
+        ("placement", "memory_mb", "expected"),
+        [(CPU, None, 2 * 4096), (GPUS, None, 2 * 16384), (CPU, 500, 1000), (CPU, 0, 0)],
+    )
     def test_memory_is_asked_for_by_rank(self, placement, memory_mb, expected):
         assert role_of(placement, cluster=Cluster(memory_mb=memory_mb)).resource.memMB == expected
 

@@ -102,13 +102,22 @@ class TestException:
         assert failure["also"] == {0: "a over dp_cp [#1, runs/step.py:9]"}
         stopped = run.exits()[0]
         assert (stopped["cause"], stopped["message"].splitlines()[:2]) == (
-            "peer", ["rank 0 was stopped", "  found: rank 1 had failed"])
+            "peer",
+            ["rank 0 was stopped", "  found: rank 1 had failed"],
+        )
         assert "in sum_gradients" in stopped["stack"]
 
-    @pytest.mark.parametrize("error", [
-        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"), MemoryError(),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
-                     "you tried to allocate 99999 bytes")])
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+            MemoryError(),
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                "you tried to allocate 99999 bytes"
+            ),
+        ],
+    )
     def test_memory_that_a_rank_asked_for_in_vain(self, run, error):
         run.write_exit(2, {}, error)
         codes(run, r2=1)
@@ -119,7 +128,9 @@ class TestException:
         codes(run, r3=3)
         settle(run, "failed")
         assert (run.failure()["cause"], run.failure()["message"].splitlines()[0]) == (
-            "exception", "rank 3 ended with exit code 3")
+            "exception",
+            "rank 3 ended with exit code 3",
+        )
 
 
 class TestKilled:
@@ -131,7 +142,10 @@ class TestKilled:
         settle(run, "failed")
         failure = run.failure()
         assert (failure["rank"], failure["cause"], failure["waited_in"]) == (
-            2, "killed", "b over dp_cp [#2, runs/step.py:9]")
+            2,
+            "killed",
+            "b over dp_cp [#2, runs/step.py:9]",
+        )
         assert failure["coordinates"] == {"dp": 0, "cp": 1, "tp": 0}
         assert failure["message"].startswith("rank 2 was killed by SIGKILL\n  found: its last lines: step 3 | reading ")
         assert str(run.path) not in failure["message"]
@@ -183,8 +197,10 @@ class TestHang:
         settle(run, "failed")
         failure = run.failure()
         assert (failure["rank"], failure["cause"], failure["waited_in"]) == (1, "hang", "")
-        assert failure["message"].startswith("rank 1 has not come to b over dp_cp [#2, runs/step.py:9], in which "
-                                             "ranks 0, 2 and 3 have waited for 0 s; its last was a over dp_cp [#1")
+        assert failure["message"].startswith(
+            "rank 1 has not come to b over dp_cp [#2, runs/step.py:9], in which "
+            "ranks 0, 2 and 3 have waited for 0 s; its last was a over dp_cp [#1"
+        )
         assert "  found: it was at workbench/sharding/gradients.py:28 in sum_gradients" in failure["message"]
         assert "if it was only slow, raise timeout_s" in failure["message"]
         assert "in run_step" in failure["stack"]
@@ -241,8 +257,14 @@ class TestHang:
         assert run.failure()["cause"] == "peer"
 
     def late(self, run, key="was"):
-        run.write_json("ranks/waiting.json", {"looked_ns": 0, "waiting": [], key: [
-            {"rank": 1, "words": "rank 1 has not come to b", "stack": own_threads(STACK)}]})
+        run.write_json(
+            "ranks/waiting.json",
+            {
+                "looked_ns": 0,
+                "waiting": [],
+                key: [{"rank": 1, "words": "rank 1 has not come to b", "stack": own_threads(STACK)}],
+            },
+        )
         for rank in range(4):
             flew(run, rank, "a", "b", stays=True)
 
@@ -264,14 +286,18 @@ class TestHang:
 
     def test_the_abort_of_a_rank_that_gave_up_waiting_is_an_echo(self, run):
         self.late(run)
-        run.log_path(0).write_text("[rank0]:[E ProcessGroupNCCL.cpp:690] Watchdog caught collective operation timeout: "
-                                   "WorkNCCL(SeqNum=67, OpType=ALLREDUCE)\nframe #0: c10::Error")
+        run.log_path(0).write_text(
+            "[rank0]:[E ProcessGroupNCCL.cpp:690] Watchdog caught collective operation timeout: "
+            "WorkNCCL(SeqNum=67, OpType=ALLREDUCE)\nframe #0: c10::Error"
+        )
         codes(run, r0=-6, r1=-15)
         settle(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
         assert run.exits()[0]["cause"] == "peer"
-        assert "when it had waited too long: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=67" in (
-            run.exits()[0]["message"])
+        assert (
+            "when it had waited too long: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=67"
+            in (run.exits()[0]["message"])
+        )
 
     def test_on_the_device_a_rank_waits_though_its_host_has_gone_on(self, run):
         for rank in (0, 2, 3):
@@ -289,7 +315,11 @@ class TestHang:
         settle(run, "failed")
         assert run.failure()["message"] == "said by the watchdog"
         assert {rank: record["cause"] for rank, record in run.exits().items()} == {
-            0: "hang", 1: "peer", 2: "peer", 3: "killed"}, "it stopped the others too"
+            0: "hang",
+            1: "peer",
+            2: "peer",
+            3: "killed",
+        }, "it stopped the others too"
 
     def test_whom_the_watchdog_stopped_first_was_not_killed_from_outside(self, run):
         self.skipped(run)
@@ -297,7 +327,11 @@ class TestHang:
         codes(run, r1=-15, r2=-15, r3=-9)
         settle(run, "failed")
         assert {rank: record["cause"] for rank, record in run.exits().items()} == {
-            0: "hang", 1: "peer", 2: "peer", 3: "peer"}
+            0: "hang",
+            1: "peer",
+            2: "peer",
+            3: "peer",
+        }
 
 
 class TestStopped:
@@ -317,8 +351,10 @@ class TestStopped:
         failure = run.failure()
         assert (failure["rank"], failure["cause"]) == (0, "hang")
         assert failure["message"].startswith("rank 0 was stopped: its process was in state T of /proc")
-        assert "rank 0 has not come to b over dp_cp [#2, runs/step.py:9], in which ranks 1, 2 and 3 have waited" in (
-            failure["message"])
+        assert (
+            "rank 0 has not come to b over dp_cp [#2, runs/step.py:9], in which ranks 1, 2 and 3 have waited"
+            in (failure["message"])
+        )
         assert "when the agent that started the ranks ended the job and killed rank 0" in failure["message"]
         assert "SIGKILL" not in failure["message"]
         assert [run.exits()[rank]["cause"] for rank in (1, 2, 3)] == ["peer"] * 3
@@ -378,9 +414,12 @@ class TestEarlyExit:
         assert (failure["rank"], failure["cause"]) == (1, "early exit")
         assert failure["message"].startswith(
             "rank 1 left with exit code 0 after a over dp_cp [#1, runs/step.py:9], while ranks 0, 2 and 3 waited for "
-            "it in b over dp_cp [#2, runs/step.py:9]; its process is gone\n")
-        assert "found: it wrote no exit record, so it left on the way; its last lines: no more data" in (
-            failure["message"])
+            "it in b over dp_cp [#2, runs/step.py:9]; its process is gone\n"
+        )
+        assert (
+            "found: it wrote no exit record, so it left on the way; its last lines: no more data"
+            in (failure["message"])
+        )
         assert "timeout_s" not in failure["message"]
         assert failure["also_failed"] == [0, 2, 3]
 
@@ -445,11 +484,13 @@ def test_a_rank_has_a_place_on_the_mesh(tmp_path):
 
 
 def test_a_stack_says_where_it_stands():
-    assert place_of(STACK.replace("/usr/lib/python3.11/site-packages", "...")) .startswith("/work/somewhere")
+    assert place_of(STACK.replace("/usr/lib/python3.11/site-packages", "...")).startswith("/work/somewhere")
     assert place_of(own_threads(STACK).replace("/usr/lib/python3.11/site-packages", "...")) == (
-        "workbench/sharding/gradients.py:28 in sum_gradients")
+        "workbench/sharding/gradients.py:28 in sum_gradients"
+    )
     assert place_of('Traceback (most recent call last):\n  File "a.py", line 1, in f\n  File "b.py", line 2, in g') == (
-        "b.py:2 in g")
+        "b.py:2 in g"
+    )
     assert place_of("nothing") == "an unknown place"
 
 
@@ -465,11 +506,15 @@ def test_of_the_stacks_only_those_that_work_are_kept():
     assert own_threads("Thread 0x00007f0000000003 (most recent call first):\n  <no Python frame>\n") == ""
 
 
-@pytest.mark.parametrize(("cgroup", "file", "content"), [
-    ("0::/jobs/one\n", "sys/fs/cgroup/jobs/one/memory.events", "low 0\noom 9\noom_kill 4\noom_group_kill 0\n"),
-    ("0::/\n", "sys/fs/cgroup/memory.events", "oom_kill 4\n"),
-    ("9:x:/\n4:memory:/a\n0::/\n", "sys/fs/cgroup/memory/a/memory.oom_control", "under_oom 0\noom_kill 4\n"),
-    ("0::/none\n", "proc/vmstat", "pgfault 12\noom_kill 4\n")])
+@pytest.mark.parametrize(
+    ("cgroup", "file", "content"),
+    [
+        ("0::/jobs/one\n", "sys/fs/cgroup/jobs/one/memory.events", "low 0\noom 9\noom_kill 4\noom_group_kill 0\n"),
+        ("0::/\n", "sys/fs/cgroup/memory.events", "oom_kill 4\n"),
+        ("9:x:/\n4:memory:/a\n0::/\n", "sys/fs/cgroup/memory/a/memory.oom_control", "under_oom 0\noom_kill 4\n"),
+        ("0::/none\n", "proc/vmstat", "pgfault 12\noom_kill 4\n"),
+    ],
+)
 def test_kills_for_memory_are_counted_where_the_system_counts_them(tmp_path, cgroup, file, content):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(cgroup)
@@ -485,8 +530,10 @@ def test_codes_are_read_in_the_order_in_which_ranks_ended(run):
     assert run.failure()["rank"] == 3
 
 
-@pytest.mark.parametrize(("backend", "log"), [("processes", "ranks/agent.log"), ("slurm", "torchx/slurm-*.err"),
-                                              ("torchx", "torchx/*/*/trainer/0/stderr.log")])
+@pytest.mark.parametrize(
+    ("backend", "log"),
+    [("processes", "ranks/agent.log"), ("slurm", "torchx/slurm-*.err"), ("torchx", "torchx/*/*/trainer/0/stderr.log")],
+)
 def test_who_never_spoke_is_looked_for_where_this_backend_writes(tmp_path, backend, log):
     run = RunDirectory.create(tmp_path, "cp2", RunSpec(), backend=backend)
     assert settle(run, "failed") == "failed"

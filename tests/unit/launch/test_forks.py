@@ -18,12 +18,21 @@ def worker_that(ends):
     def main():
         if isinstance(ends, BaseException):
             raise ends
+
     return types.SimpleNamespace(main=main)
 
 
-@pytest.mark.parametrize(("ends", "code"), [
-    (None, 0), (SystemExit(), 0), (SystemExit(7), 7), (SystemExit("no"), 1), (ValueError("no"), 1),
-    (KeyboardInterrupt(), 1)])
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (None, 0),
+        (SystemExit(), 0),
+        (SystemExit(7), 7),
+        (SystemExit("no"), 1),
+        (ValueError("no"), 1),
+        (KeyboardInterrupt(), 1),
+    ],
+)
 def test_a_rank_ends_as_the_interpreter_would_have(ends, code, capsys):
     assert forks._exit_code(worker_that(ends)) == code
     assert ("no" in capsys.readouterr().err) == ("no" in str(ends))
@@ -45,4 +54,3 @@ def test_signals_of_the_agent_are_not_for_ranks():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-

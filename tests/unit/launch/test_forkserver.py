@@ -29,8 +29,13 @@ def server():
     def start(*preload):
         here, there = socket.socketpair()
         with there:
-            process = subprocess.Popen([*INTERRUPTIBLE, sys.executable, "-P", str(PROGRAM), *preload], stdin=there,
-                                       stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+            process = subprocess.Popen(
+                [*INTERRUPTIBLE, sys.executable, "-P", str(PROGRAM), *preload],
+                stdin=there,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
         here.settimeout(120)
         started.append((process, here))
         return process, here
@@ -79,7 +84,8 @@ def test_a_copy_imports_from_where_it_is_told_and_leaves_no_zombie(server, tmp_p
     (tmp_path / "workbench" / "launch" / "forks.py").write_text(
         "import os, sys\n"
         "def serve(peer):\n"
-        "    peer.sendall(f'{os.getpid()} {sys.path[0]} {peer.recv(99).decode()}'.encode())\n")
+        "    peer.sendall(f'{os.getpid()} {sys.path[0]} {peer.recv(99).decode()}'.encode())\n"
+    )
     process, control = server("json")
     assert control.recv(1) == forkserver.READY
     here, there = socket.socketpair()
@@ -128,7 +134,11 @@ time.sleep(60)
 
 def test_neither_the_program_nor_what_it_loads_is_of_the_workbench():
     """Copies would not see edits of it."""
-    imported = [alias.name for node in ast.walk(ast.parse(PROGRAM.read_text())) for alias in getattr(node, "names", [])
-                if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = [
+        alias.name
+        for node in ast.walk(ast.parse(PROGRAM.read_text()))
+        for alias in getattr(node, "names", [])
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     assert imported
     assert not [name for name in [*imported, *PRELOAD] if name.startswith("workbench")]

@@ -17,8 +17,11 @@ SPEC = RunSpec(data={"path": "data/own"}, model={"source": "models/own"})
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A project with a recording and a checkpoint, and a current folder elsewhere."""
-    for name, text in {"data/own/manifest.json": "{}", "models/own/config.json": "{}",
-                       "models/own/model.safetensors": "weights"}.items():
+    for name, text in {
+        "data/own/manifest.json": "{}",
+        "models/own/config.json": "{}",
+        "models/own/model.safetensors": "weights",
+    }.items():
         path = tmp_path / "project" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -31,8 +34,10 @@ def identity(project, spec=SPEC):
     return identify([spec], project)[0]
 
 
-@pytest.mark.parametrize("name", ["data/own/manifest.json", "models/own/config.json", "models/own/model.safetensors",
-                                  "models/own/more.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    ["data/own/manifest.json", "models/own/config.json", "models/own/model.safetensors", "models/own/more.safetensors"],
+)
 def test_another_content_is_another_identity(project, name):
     before = identity(project)
     (project / name).write_text("changed")
@@ -99,8 +104,9 @@ def test_a_folder_without_a_configuration_is_no_checkpoint(project):
 
 
 class TestTask:
-    SPEC = RunSpec(model={"source": "models/own"}, data={"advantages": {"name": "grpo"}},
-                   online={"task": "tasks/own.py:Own"})
+    SPEC = RunSpec(
+        model={"source": "models/own"}, data={"advantages": {"name": "grpo"}}, online={"task": "tasks/own.py:Own"}
+    )
 
     @pytest.fixture
     def project(self, project):

@@ -28,8 +28,19 @@ from workbench.runs.store import RunDirectory, process_alive, project_root
 
 CPU, GPUS = Placement("cpu"), Placement("cuda", gpus=("0", "1"))
 RUN, PROJECT = Path("/shared/runs/cp2-0a1b2c3d"), Path("/shared/project")
-COMMAND = ["-m", "workbench.launch.agent", "--standalone", "--nnodes=1", "--nproc-per-node=2", "--max-restarts=0",
-           "-m", "workbench.runs.worker", str(RUN), "--project", str(PROJECT)]
+COMMAND = [
+    "-m",
+    "workbench.launch.agent",
+    "--standalone",
+    "--nnodes=1",
+    "--nproc-per-node=2",
+    "--max-restarts=0",
+    "-m",
+    "workbench.runs.worker",
+    str(RUN),
+    "--project",
+    str(PROJECT),
+]
 WAITING = "tests.helpers.acting_worker"
 NEEDED = {"queue": "default", "image": "registry/workbench:1"}
 
@@ -62,29 +73,45 @@ class TestDryRun:
         monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
         words = shlex.split(described("local_cwd").replace("\\\n", " "))
         assert words[0] == "env"
-        assert words[1:9] == ["OMP_NUM_THREADS=1", "WORKBENCH_DEVICE=cuda", f"WB_RUN_DIR={RUN}",
-                              f"PYTHONPATH={project_root()}", "CUDA_VISIBLE_DEVICES=0,1",
-                              "CUDA_DEVICE_ORDER=PCI_BUS_ID", "WB_PARENT_PID=$$", sys.executable]
+        assert words[1:9] == [
+            "OMP_NUM_THREADS=1",
+            "WORKBENCH_DEVICE=cuda",
+            f"WB_RUN_DIR={RUN}",
+            f"PYTHONPATH={project_root()}",
+            "CUDA_VISIBLE_DEVICES=0,1",
+            "CUDA_DEVICE_ORDER=PCI_BUS_ID",
+            "WB_PARENT_PID=$$",
+            sys.executable,
+        ]
         assert words[9:] == COMMAND
 
     def test_the_slurm_job_is_an_sbatch_script(self, monkeypatch):
         monkeypatch.delenv("PYTHONPATH", raising=False)
         text = described("slurm", partition="gpu", time="60", comment="for the paper")
         command, *script = text.splitlines()
-        assert shlex.split(command)[:-1] == ["sbatch", "--parsable", "--comment=for the paper",
-                                             f"--chdir={RUN}/torchx"]
+        assert shlex.split(command)[:-1] == ["sbatch", "--parsable", "--comment=for the paper", f"--chdir={RUN}/torchx"]
         assert script[0] == "#!/bin/bash"
         assert script[-1] == "SBATCH"
         [request] = [line for line in script if line.startswith("#SBATCH")]
         assert set(request.split()[1:]) == {
-            "--job-name=cp2_zigzag-float64-0", "--no-requeue", "--nodes=1", "--ntasks=1", "--partition=gpu",
-            "--time=60", "--cpus-per-task=2", "--mem=32768", "--gpus-per-task=2"}
+            "--job-name=cp2_zigzag-float64-0",
+            "--no-requeue",
+            "--nodes=1",
+            "--ntasks=1",
+            "--partition=gpu",
+            "--time=60",
+            "--cpus-per-task=2",
+            "--mem=32768",
+            "--gpus-per-task=2",
+        }
         [step] = [shlex.split(line) for line in script if line.startswith("srun ")]
-        assert step[-len(COMMAND) - 1:] == ["python", *COMMAND]
+        assert step[-len(COMMAND) - 1 :] == ["python", *COMMAND]
         assert "--cpus-per-task=2" in step  # Slurm since 22.05 would give the step one core
         [exported] = [word for word in step if word.startswith("--export=")]
-        assert exported == (f"--export=ALL,OMP_NUM_THREADS=1,WORKBENCH_DEVICE=cuda,WB_RUN_DIR={RUN},"
-                            f"PYTHONPATH={project_root()},TORCHX_JOB_ID=slurm://torchx/$SLURM_JOB_ID")
+        assert exported == (
+            f"--export=ALL,OMP_NUM_THREADS=1,WORKBENCH_DEVICE=cuda,WB_RUN_DIR={RUN},"
+            f"PYTHONPATH={project_root()},TORCHX_JOB_ID=slurm://torchx/$SLURM_JOB_ID"
+        )
 
     def test_a_slurm_job_on_cpu_asks_for_no_gpu(self):
         text = described("slurm", CPU, memory_mb="500", python="/shared/venv/bin/python")
@@ -108,12 +135,16 @@ class TestDryRun:
         environment = {each["name"]: each["value"] for each in container["env"]}
         assert environment["TORCHX_JOB_ID"] == f"kubernetes://torchx/{name}"
         assert {key: value for key, value in environment.items() if not key.startswith("TORCHX_")} == {
-            "OMP_NUM_THREADS": "1", "WORKBENCH_DEVICE": "cuda", "WB_RUN_DIR": str(RUN),
-            "PYTHONPATH": str(project_root())}
+            "OMP_NUM_THREADS": "1",
+            "WORKBENCH_DEVICE": "cuda",
+            "WB_RUN_DIR": str(RUN),
+            "PYTHONPATH": str(project_root()),
+        }
         assert container["resources"]["limits"] == {"cpu": "2000m", "memory": "32768M", "nvidia.com/gpu": "2"}
         assert {"mountPath": "/shared", "name": "mount-0", "readOnly": False} in container["volumeMounts"]
-        assert {"name": "mount-0", "persistentVolumeClaim": {"claimName": "claim"}} in \
-            task["template"]["spec"]["volumes"]
+        assert {"name": "mount-0", "persistentVolumeClaim": {"claimName": "claim"}} in task["template"]["spec"][
+            "volumes"
+        ]
         assert task["template"]["spec"]["restartPolicy"] == "Never"
 
     @pytest.mark.parametrize("scheduler", jobs.SCHEDULERS)
@@ -141,16 +172,19 @@ class TestDryRun:
 
 
 class TestOptions:
-    @pytest.mark.parametrize(("scheduler", "options", "said"), [
-        ("slurm", {"partion": "gpu"}, "options of slurm: partion"),
-        ("slurm", {"job_dir": "/x"}, "options of slurm: job_dir"),
-        ("local_cwd", {"partition": "gpu"}, "it takes none"),
-        ("kubernetes", {"image": "x"}, "a kubernetes job without queue"),
-        ("kubernetes", {}, "a kubernetes job without queue and image"),
-        ("kubernetes", {**NEEDED, "mounts": "src=x"}, "option mounts = 'src=x'"),
-        ("slurm", {"memory_mb": "much"}, "option memory_mb = 'much'"),
-        ("lsf", {}, "one of local_cwd, slurm, kubernetes"),
-    ])
+    @pytest.mark.parametrize(
+        ("scheduler", "options", "said"),
+        [
+            ("slurm", {"partion": "gpu"}, "options of slurm: partion"),
+            ("slurm", {"job_dir": "/x"}, "options of slurm: job_dir"),
+            ("local_cwd", {"partition": "gpu"}, "it takes none"),
+            ("kubernetes", {"image": "x"}, "a kubernetes job without queue"),
+            ("kubernetes", {}, "a kubernetes job without queue and image"),
+            ("kubernetes", {**NEEDED, "mounts": "src=x"}, "option mounts = 'src=x'"),
+            ("slurm", {"memory_mb": "much"}, "option memory_mb = 'much'"),
+            ("lsf", {}, "one of local_cwd, slurm, kubernetes"),
+        ],
+    )
     def test_what_is_unknown_missing_or_wrong_is_named(self, scheduler, options, said):
         with pytest.raises(LaunchError) as caught:
             described(scheduler, **options)
@@ -159,8 +193,9 @@ class TestOptions:
     def test_every_option_says_what_it_means(self):
         assert jobs.options_of("local_cwd") == {}
         slurm = jobs.options_of("slurm")
-        assert {"partition", "time", "comment", "constraint", "mail-user", "mail-type", "python",
-                "memory_mb"} <= set(slurm)
+        assert {"partition", "time", "comment", "constraint", "mail-user", "mail-type", "python", "memory_mb"} <= set(
+            slurm
+        )
         kubernetes = jobs.options_of("kubernetes")
         assert {name for name, meaning in kubernetes.items() if meaning.endswith("(needed)")} == {"queue", "image"}
         assert all({**slurm, **kubernetes}.values())
@@ -180,8 +215,14 @@ class TestOptions:
 
 
 def request(*command):
-    role = specs.Role(name="trainer", image="", entrypoint=command[0], args=list(command[1:]), num_replicas=1,
-                      resource=specs.Resource(cpu=1, gpu=0, memMB=64))
+    role = specs.Role(
+        name="trainer",
+        image="",
+        entrypoint=command[0],
+        args=list(command[1:]),
+        num_replicas=1,
+        resource=specs.Resource(cpu=1, gpu=0, memMB=64),
+    )
     return specs.AppDef(name="job", roles=[role])
 
 
@@ -327,8 +368,9 @@ def run(tmp_path):
 
 
 def submit(run, worker="tests.helpers.fake_worker", **options):
-    return jobs.start(run, 2, CPU, project=run.path, worker=worker, scheduler="slurm",
-                      options={"python": sys.executable, **options})
+    return jobs.start(
+        run, 2, CPU, project=run.path, worker=worker, scheduler="slurm", options={"python": sys.executable, **options}
+    )
 
 
 class TestSlurm:
@@ -343,8 +385,9 @@ class TestSlurm:
         assert jobs.job_of(job.handle).poll() == "succeeded"  # as another process asks
 
     def test_what_was_shown_is_what_was_submitted(self, slurm, run):
-        shown = jobs.describe("cp2", run.path, 2, CPU, project=run.path, worker="json.tool", scheduler="slurm",
-                              options={"python": "true"})
+        shown = jobs.describe(
+            "cp2", run.path, 2, CPU, project=run.path, worker="json.tool", scheduler="slurm", options={"python": "true"}
+        )
         submit(run, "json.tool", python="true")
         script = [line for line in shown.splitlines()[1:-1] if not line.startswith("# Run with")]
         submitted = (slurm / "1000.sh").read_text().splitlines()
@@ -363,8 +406,9 @@ class TestSlurm:
         other.cancel()
         assert other.poll() == "cancelled"
         assert wait(job) == "cancelled"  # although Slurm says "CANCELLED by 1000", which torchx 0.7 does not know
-        assert [process for process in psutil.wait_procs(family, timeout=120)[1]
-                if process.status() != psutil.STATUS_ZOMBIE] == []
+        assert [
+            process for process in psutil.wait_procs(family, timeout=120)[1] if process.status() != psutil.STATUS_ZOMBIE
+        ] == []
 
     def test_a_job_that_ends_badly_failed(self, slurm, run):
         job = submit(run, "no.such.worker")

@@ -93,9 +93,16 @@ class TestARank:
         for rank in (0, 1):
             seen = told(run, f"seen{rank}")
             assert seen["argv"] == [str(run.path), "--project", str(tmp_path)]
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-                     "OMP_NUM_THREADS": "1", "WORKBENCH_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": "3,7",
-                     "WB_RUN_DIR": str(run.path)}
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "OMP_NUM_THREADS": "1",
+                "WORKBENCH_DEVICE": "cuda",
+                "CUDA_VISIBLE_DEVICES": "3,7",
+                "WB_RUN_DIR": str(run.path),
+            }
             assert {key: seen["environment"].get(key) for key in place} == place
             assert seen["environment"]["WB_AGENT_PID"] == str(job.agent["pid"])
             assert seen["threads"] == 1
@@ -167,8 +174,10 @@ class TestARank:
 
 
 class TestEnds:
-    @pytest.mark.parametrize(("act", "ranks", "state", "codes"), [
-        ("print", 2, "succeeded", {0: 0, 1: 0}), ("exit_3", 1, "failed", {0: 3}), ("say_no", 1, "failed", {0: 1})])
+    @pytest.mark.parametrize(
+        ("act", "ranks", "state", "codes"),
+        [("print", 2, "succeeded", {0: 0, 1: 0}), ("exit_3", 1, "failed", {0: 3}), ("say_no", 1, "failed", {0: 1})],
+    )
     def test_the_exit_codes_are_told_and_written(self, start, act, ranks, state, codes):
         job, run = start(act, ranks=ranks)
         assert wait(job) == state
@@ -184,8 +193,7 @@ class TestEnds:
         assert time.monotonic() - begin < 6.0
         assert next(iter(job.exit_codes.items())) == (1, code)
         assert job.exit_codes == {1: code, 0: -signal.SIGTERM, 2: -signal.SIGTERM}
-        assert list(json.loads((run.path / "ranks" / EXIT_CODES).read_text())) == \
-            [str(rank) for rank in job.exit_codes]
+        assert list(json.loads((run.path / "ranks" / EXIT_CODES).read_text())) == [str(rank) for rank in job.exit_codes]
 
     def test_an_exception_is_in_the_log(self, start):
         job, run = start("raise_1", ranks=2)
@@ -279,26 +287,37 @@ print(processes.server_process()["pid"], job.agent["pid"], *job.ranks.values(), 
 time.sleep({stay_s})
 """
 
-    @pytest.mark.parametrize("how", ["killed", "at its end", "interrupted", "told to stop",
-                                     "told to stop in the background"])
+    @pytest.mark.parametrize(
+        "how", ["killed", "at its end", "interrupted", "told to stop", "told to stop in the background"]
+    )
     def test_everything_leaves_with_the_launcher(self, tmp_path, how):
         """Also without a main guard: the launcher's own script is not run again."""
         act = "stubborn" if how == "killed" else "wait"
         run = RunDirectory.create(tmp_path / "runs", "x", RunSpec(layout={"cp": 2}, faults=[act]))
         script = tmp_path / "launcher.py"
-        script.write_text(self.LAUNCHER.format(root=str(project_root()), worker=ACTING,
-                                               stay_s=1 if how == "at its end" else 300))
+        script.write_text(
+            self.LAUNCHER.format(root=str(project_root()), worker=ACTING, stay_s=1 if how == "at its end" else 300)
+        )
         prefix = UNINTERRUPTIBLE if how.endswith("background") else INTERRUPTIBLE
-        with subprocess.Popen([*prefix, sys.executable, str(script), str(run.path)], stdout=subprocess.PIPE, text=True,
-                              stderr=subprocess.DEVNULL, start_new_session=True) as launcher:
+        with subprocess.Popen(
+            [*prefix, sys.executable, str(script), str(run.path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as launcher:
             try:
                 pids = [int(pid) for pid in launcher.stdout.readline().split()]
                 family = [(pid, psutil.Process(pid).create_time()) for pid in pids]
                 assert len(family) == 4
                 told(run, "waiting0"), told(run, "waiting1")
                 assert all(process_alive(*process) for process in family)
-                number = {"killed": signal.SIGKILL, "interrupted": signal.SIGINT, "told to stop": signal.SIGTERM,
-                          "told to stop in the background": signal.SIGTERM}
+                number = {
+                    "killed": signal.SIGKILL,
+                    "interrupted": signal.SIGINT,
+                    "told to stop": signal.SIGTERM,
+                    "told to stop in the background": signal.SIGTERM,
+                }
                 if how in number:
                     launcher.send_signal(number[how])
                 launcher.wait(120)

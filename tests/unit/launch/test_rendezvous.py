@@ -27,6 +27,7 @@ class TestWithoutLuck:
     @pytest.fixture
     def rank(self, monkeypatch):
         """In place of a rank, a little program of ours; gives the processes that were started."""
+
         def replace(program):
             started = []
 
@@ -37,11 +38,11 @@ class TestWithoutLuck:
 
             monkeypatch.setattr(rendezvous, "subprocess", stand_in(subprocess, Popen=start))
             return started
+
         return replace
 
     def test_the_last_line_of_each_rank_is_said(self, rank):
-        started = rank("import os, sys; print('much')\n"
-                       "sys.exit('/home/me/lib.py: no interface ' + os.environ['RANK'])")
+        started = rank("import os, sys; print('much')\nsys.exit('/home/me/lib.py: no interface ' + os.environ['RANK'])")
         with pytest.raises(LaunchError, match=r"rank 0: \.\.\./lib\.py: no interface 0; rank 1: ") as caught:
             meet(timeout_s=120)
         assert "GLOO_SOCKET_IFNAME" in caught.value.parts["fix"]

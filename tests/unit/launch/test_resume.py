@@ -70,8 +70,9 @@ class TestReusable:
         made(tmp_path, plan("a"), "failed")
         assert reusable(tmp_path, plan("a"), IDENTITY) is None
 
-    @pytest.mark.parametrize("other", [{"device": "cuda"}, {"inputs": INPUTS | {"code": "other"}},
-                                       {"frozen_clip_run": "b-1"}])
+    @pytest.mark.parametrize(
+        "other", [{"device": "cuda"}, {"inputs": INPUTS | {"code": "other"}}, {"frozen_clip_run": "b-1"}]
+    )
     def test_another_device_or_input_is_another_run(self, tmp_path, other):
         made(tmp_path, plan("a"))
         assert reusable(tmp_path, plan("a"), IDENTITY | other) is None
@@ -199,9 +200,14 @@ class TestInterrupted:
         self.kept(made(tmp_path, plan("a"), "running"), 20)
         assert interrupted(tmp_path, plan("a"), IDENTITY) == (None, "")
 
-    @pytest.mark.parametrize(("other", "what"), [
-        ({"device": "cuda"}, "another device"), ({"inputs": INPUTS | {"code": "o"}}, "another code"),
-        ({"device": "cuda", "inputs": INPUTS | {"task": "t"}}, "another device, another task")])
+    @pytest.mark.parametrize(
+        ("other", "what"),
+        [
+            ({"device": "cuda"}, "another device"),
+            ({"inputs": INPUTS | {"code": "o"}}, "another code"),
+            ({"device": "cuda", "inputs": INPUTS | {"task": "t"}}, "another device, another task"),
+        ],
+    )
     def test_another_device_or_input_is_another_run_and_that_is_said(self, tmp_path, other, what):
         run = self.kept(made(tmp_path, plan("a"), "failed"), 20)
         found, said = interrupted(tmp_path, plan("a"), IDENTITY | other)

@@ -43,8 +43,11 @@ def project(tmp_path):
 def jobs(tmp_path_factory):
     """An ablation of three jobs of two ranks each: (runs by name, events)."""
     base = {"steps": 2, "precision": "float64", "layout": {"cp": 2}}
-    ablation = AblationSpec(reference="good", base=base, configurations={
-        "raises": {"faults": ["raise_on_1"]}, "killed": {"faults": ["kill_1"]}, "good": {}})
+    ablation = AblationSpec(
+        reference="good",
+        base=base,
+        configurations={"raises": {"faults": ["raise_on_1"]}, "killed": {"faults": ["kill_1"]}, "good": {}},
+    )
     events = []
     sweep = launch(ablation, tmp_path_factory.mktemp("experiment"), worker=FAKE).follow(events.append)
     return {run.name: run for run in sweep}, events
@@ -77,7 +80,10 @@ class TestJobs:
     def test_the_reference_ran_first_and_the_others_ran_all_the_same(self, jobs):
         ended = [event for event in jobs[1] if event.number]
         assert [(event.number, event.name, event.state) for event in ended] == [
-            (1, "good", "succeeded"), (2, "raises", "failed"), (3, "killed", "failed")]
+            (1, "good", "succeeded"),
+            (2, "raises", "failed"),
+            (3, "killed", "failed"),
+        ]
         assert ended[1].why == "rank 1 ValueError: the second rank had enough"
 
     def test_events_read_as_lines(self, jobs):
@@ -85,13 +91,19 @@ class TestJobs:
         assert re.search(r"^\[1/3\] good +2 ranks cpu  2/2 steps  succeeded \d+\.\d s", line)
 
 
-BASE = {"steps": 2, "device": "cpu", "precision": "float64", "model": {"source": "tiny-qwen3"},
-        "data": {"path": "data/own"}}
+BASE = {
+    "steps": 2,
+    "device": "cpu",
+    "precision": "float64",
+    "model": {"source": "tiny-qwen3"},
+    "data": {"path": "data/own"},
+}
 
 
 class TestHere:
-    ABLATION = AblationSpec(reference="a", base=BASE, configurations={
-        "a": {}, "bad": {"faults": ["raise_here"]}, "c": {}})
+    ABLATION = AblationSpec(
+        reference="a", base=BASE, configurations={"a": {}, "bad": {"faults": ["raise_here"]}, "c": {}}
+    )
 
     def test_one_failure_does_not_stop_the_rest(self, tmp_path, project):
         events = []
@@ -113,8 +125,15 @@ class TestHere:
         assert events[-1].why == "rank 0 ShapeError: split 7 tokens; found: an odd row"
 
     def test_several_ranks_are_simulated_but_not_those_of_sharded_parameters(self, tmp_path):
-        ablation = AblationSpec(reference="a", base={"precision": "float64"}, configurations={
-            "a": {}, "cp2": {"layout": {"cp": 2}}, "dp2": {"layout": {"dp": 2, "shard_parameters": True}}})
+        ablation = AblationSpec(
+            reference="a",
+            base={"precision": "float64"},
+            configurations={
+                "a": {},
+                "cp2": {"layout": {"cp": 2}},
+                "dp2": {"layout": {"dp": 2, "shard_parameters": True}},
+            },
+        )
         with pytest.raises(LaunchError, match=r"found: shard_parameters in dp2 \(2 ranks\)\n"):
             launch(ablation, tmp_path, where="here", worker=FAKE)
         assert list(tmp_path.iterdir()) == []
@@ -137,8 +156,14 @@ class TestHere:
             launch(self.ABLATION, tmp_path, where="here", worker=FAKE, project=tmp_path)
         assert list(tmp_path.iterdir()) == []
 
-    @pytest.mark.parametrize(("name", "number", "left"), [
-        ("a", 0, {"a": "cancelled"}), ("a", 1, {"a": "succeeded"}), ("bad", 0, {"a": "succeeded", "bad": "cancelled"})])
+    @pytest.mark.parametrize(
+        ("name", "number", "left"),
+        [
+            ("a", 0, {"a": "cancelled"}),
+            ("a", 1, {"a": "succeeded"}),
+            ("bad", 0, {"a": "succeeded", "bad": "cancelled"}),
+        ],
+    )
     def test_interrupting_leaves_no_folder_of_what_never_started(self, tmp_path, project, name, number, left):
         def interrupt(event):
             if (event.name, event.number) == (name, number):
@@ -170,8 +195,7 @@ class TestHere:
 
     @pytest.mark.parametrize("damage", ["cut", "missing"])
     def test_a_run_whose_record_is_damaged_stands_for_nothing_and_is_run_again(self, tmp_path, project, damage):
-        ablation = AblationSpec(reference="a", base=BASE,
-                                configurations={"a": {}, "b": {"seed": 1}})
+        ablation = AblationSpec(reference="a", base=BASE, configurations={"a": {}, "b": {"seed": 1}})
         first = launch(ablation, tmp_path, where="here", project=project, worker=FAKE)
         path = first.runs[1].path / "metrics.jsonl"
         path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:-10])
@@ -181,10 +205,12 @@ class TestHere:
         assert again.runs[1].path != first.runs[1].path
         assert len(again.runs[1].steps()) == 2
         [said] = {event.device_note for event in events if event.name == "b"}
-        assert said.startswith("runs again, because the record of the earlier run is damaged: "
-                               f"{first.runs[1].path.name}/metrics.jsonl: ")
-        assert said.endswith("no such file" if damage == "missing" else
-                             "1 whole records; the last line is cut or damaged")
+        assert said.startswith(
+            f"runs again, because the record of the earlier run is damaged: {first.runs[1].path.name}/metrics.jsonl: "
+        )
+        assert said.endswith(
+            "no such file" if damage == "missing" else "1 whole records; the last line is cut or damaged"
+        )
         assert path.parent.is_dir(), "the damaged one is kept"
 
     def test_what_was_interrupted_goes_on_where_its_checkpoint_stands_unless_all_is_fresh(self, tmp_path, project):
@@ -237,16 +263,25 @@ class TestHere:
         third = launch(self.ABLATION, tmp_path, **options).runs
         assert (first[0].path == second[0].path, second[0].path == third[0].path) == (False, True)
 
-    FROZEN = AblationSpec(reference="a", base=BASE, configurations={
-        "a": {"frozen_clip": "b"}, "b": {"frozen_clip": "c"}, "c": {}})
+    FROZEN = AblationSpec(
+        reference="a", base=BASE, configurations={"a": {"frozen_clip": "b"}, "b": {"frozen_clip": "c"}, "c": {}}
+    )
 
     def test_a_run_knows_the_very_run_whose_clip_decisions_it_takes(self, tmp_path, project):
         """Also here they run in that order, whatever the order of the ablation, and older runs do not count."""
         events = []
         for seed in (0, 1, 0):
             again = self.FROZEN.model_copy(update={"base": BASE | {"seed": seed}})
-            a, b, c = launch(again, tmp_path, where="here", worker=FAKE, project=project, fresh=True, force=True,
-                             on_event=events.append)
+            a, b, c = launch(
+                again,
+                tmp_path,
+                where="here",
+                worker=FAKE,
+                project=project,
+                fresh=True,
+                force=True,
+                on_event=events.append,
+            )
             assert (a.state["frozen_clip_run"], b.state["frozen_clip_run"]) == (b.path.name, c.path.name)
             assert "frozen_clip_run" not in c.state
         assert [event.name for event in events if event.number] == ["c", "b", "a"] * 3

@@ -35,10 +35,12 @@ def other():
     started = []
 
     def other(wanted, kind="core", of=tuple(CORES), then="time.sleep(60)"):
-        script = (f"import sys, time\nsys.path.insert(0, {str(project_root())!r})\n"
-                  f"from workbench.launch.slots import take\n"
-                  f"lease = take({kind!r}, {wanted}, {list(of)!r})\n"
-                  f"print(','.join(lease.ids) if lease else 'none', flush=True)\n{then}\n")
+        script = (
+            f"import sys, time\nsys.path.insert(0, {str(project_root())!r})\n"
+            f"from workbench.launch.slots import take\n"
+            f"lease = take({kind!r}, {wanted}, {list(of)!r})\n"
+            f"print(','.join(lease.ids) if lease else 'none', flush=True)\n{then}\n"
+        )
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         started.append((process, psutil.Process(process.pid).create_time()))
         return process, process.stdout.readline().strip()
@@ -109,10 +111,12 @@ class TestBetweenProcesses:
 
     def test_a_slot_is_not_free_before_the_process_noted_in_it_is_gone(self, other):
         """A job may outlive the launcher that was killed."""
-        note = ("import subprocess, psutil\n"
-                "job = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], stdout=-3)\n"
-                "lease.note(job.pid, psutil.Process(job.pid).create_time())\n"
-                "print(job.pid, flush=True)\ntime.sleep(60)")
+        note = (
+            "import subprocess, psutil\n"
+            "job = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], stdout=-3)\n"
+            "lease.note(job.pid, psutil.Process(job.pid).create_time())\n"
+            "print(job.pid, flush=True)\ntime.sleep(60)"
+        )
         process, got = other(2, then=note)
         job = psutil.Process(int(process.stdout.readline()))
         try:
@@ -187,8 +191,11 @@ while done < 15:
 class TestTheWaitingList:
     def test_a_stream_of_small_runs_does_not_starve_a_large_one(self, other):
         small = take("core", 1, CORES)
-        _, got = other(4, then="while lease is None: lease = take('core', 4, ['0', '1', '2', '3']); time.sleep(0.05)\n"
-                                "print('at last', flush=True); time.sleep(60)")
+        _, got = other(
+            4,
+            then="while lease is None: lease = take('core', 4, ['0', '1', '2', '3']); time.sleep(0.05)\n"
+            "print('at last', flush=True); time.sleep(60)",
+        )
         assert got == "none"
         for _ in range(3):  # three cores are free, and the large run came first
             assert take("core", 1, CORES) is None

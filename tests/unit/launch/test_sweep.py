@@ -144,7 +144,6 @@ class TestOrder:
             job.end("succeeded")
         sweep.wait(10)
 
-
     def test_devices_stay_taken_while_the_agent_lives(self, tmp_path, leases):
         sweep, jobs = begin([task(tmp_path, "a")], tmp_path)
         until(lambda: "a" in jobs)
@@ -301,8 +300,7 @@ def test_events_come_on_the_thread_of_who_follows(tmp_path):
     until(lambda: "a" in jobs)
     sweep.follow(listen)
     assert threads == {threading.current_thread()}
-    assert [(event.state, event.steps_done) for event in events] == [
-        ("running", 0), ("running", 1), ("succeeded", 1)]
+    assert [(event.state, event.steps_done) for event in events] == [("running", 0), ("running", 1), ("succeeded", 1)]
     assert str(sweep).splitlines()[1].split() == ["a", "succeeded", "1/2", "steps"]
 
 

@@ -16,12 +16,25 @@ def record(rank, *collectives, members=(0, 1), waits=False, begun=0, ended=False
     waits."""
     entries, seqs = [], {}
     for index, each in enumerate(collectives):
-        name, shape, axis = (each.split() + ["2", "cp"][len(each.split()) - 1:])[:3]
+        name, shape, axis = (each.split() + ["2", "cp"][len(each.split()) - 1 :])[:3]
         seqs[axis] = seqs.get(axis, before) + 1
         entered = (begun + index) * SECOND
         last = index == len(collectives) - 1
-        entries.append(Entry(before + index + 1, seqs[axis], AXES[axis], name, axis, members, shape, "float32",
-                             f"step.py:{len(name)}", entered, None if waits and last else entered + 1))
+        entries.append(
+            Entry(
+                before + index + 1,
+                seqs[axis],
+                AXES[axis],
+                name,
+                axis,
+                members,
+                shape,
+                "float32",
+                f"step.py:{len(name)}",
+                entered,
+                None if waits and last else entered + 1,
+            )
+        )
     return FlightView(rank, 100 + rank, before + len(entries), 0, ended, tuple(entries))
 
 
@@ -39,7 +52,8 @@ def test_a_rank_that_has_not_come_is_named_but_nothing_is_certain():
     assert (wait.rank, wait.kind, wait.certain, wait.waiting) == (1, "behind", False, (0,))
     assert wait.in_words(22 * SECOND) == (
         "rank 1 has not come to b over cp [#2, step.py:1], in which rank 0 has waited for 21 s; "
-        "its last was a over cp [#1, step.py:1]")
+        "its last was a over cp [#1, step.py:1]"
+    )
 
 
 def test_a_rank_that_has_not_begun_is_named():
@@ -57,15 +71,18 @@ def test_where_the_host_runs_ahead_the_counts_decide():
 
 def test_who_waits_itself_is_not_to_blame():
     """Rank 1 has not come to rank 0's collective, because rank 2 has not come to its own."""
-    waits = found(record(0, "a", waits=True), record(1, "x 2 tp", members=(1, 2), waits=True),
-                  record(2, members=(1, 2)))
+    waits = found(
+        record(0, "a", waits=True), record(1, "x 2 tp", members=(1, 2), waits=True), record(2, members=(1, 2))
+    )
     assert [(wait.rank, wait.entry.name, wait.waiting) for wait in waits] == [(2, "x", (1,))]
 
 
 def test_several_wait_for_one():
     four = (0, 1, 2, 3)
-    [wait] = found(*(record(rank, "a", "b", members=four, waits=True, begun=rank) for rank in (0, 1, 3)),
-                   record(2, "a", members=four))
+    [wait] = found(
+        *(record(rank, "a", "b", members=four, waits=True, begun=rank) for rank in (0, 1, 3)),
+        record(2, "a", members=four),
+    )
     assert (wait.rank, wait.waiting, wait.entry.entered_ns) == (2, (0, 1, 3), SECOND)
     assert "ranks 0, 1 and 3 have waited" in wait.in_words(0)
 
@@ -105,6 +122,7 @@ def test_the_rank_that_left_its_habit_skipped_a_collective():
 
 def test_a_habit_is_of_calls_where_rows_change_their_length():
     """Three like calls in a row say nothing of what follows them; the step before does, though its rows were longer."""
+
     def step(tokens):
         return f"q {tokens}", f"q {tokens}", f"q {tokens}", f"q {tokens}", "sum 99", "loss 1"
 
@@ -141,8 +159,9 @@ def test_without_a_habit_most_ranks_are_right():
 def test_where_nothing_decides_that_is_said():
     [wait] = found(record(0, "a"), record(1, "b"))
     assert (wait.rank, wait.certain) == (1, True)
-    assert wait.why == ("it came to b of 2 float32 as #1 and rank 0 to a of 2 float32, and nothing before says which "
-                        "of them is wrong")
+    assert wait.why == (
+        "it came to b of 2 float32 as #1 and rank 0 to a of 2 float32, and nothing before says which of them is wrong"
+    )
 
 
 @pytest.mark.parametrize("other", ["a 3", "b 2"])
@@ -151,8 +170,9 @@ def test_shapes_and_names_must_agree(other):
 
 
 def test_a_mismatch_hides_what_follows_from_it():
-    waits = found(record(0, *STEP, *STEP, "q 4", "k 2", waits=True),
-                  record(1, *STEP, *STEP, "q 4", "v 2", "o 4", waits=True))
+    waits = found(
+        record(0, *STEP, *STEP, "q 4", "k 2", waits=True), record(1, *STEP, *STEP, "q 4", "v 2", "o 4", waits=True)
+    )
     assert [wait.kind for wait in waits] == ["skipped"]
 
 
@@ -165,8 +185,9 @@ class TestRing:
     def test_ranks_that_wait_for_each_other_never_go_on(self):
         [wait] = found(*self.two())
         assert (wait.kind, wait.rank, wait.waiting) == ("deadlock", 1, (0,)), "rank 1 left its habit"
-        assert wait.why == ("they wait for each other: rank 0 is in a over cp [#4, step.py:1]; "
-                            "rank 1 is in b over tp [#4, step.py:1]")
+        assert wait.why == (
+            "they wait for each other: rank 0 is in a over cp [#4, step.py:1]; rank 1 is in b over tp [#4, step.py:1]"
+        )
 
     def test_nothing_is_certain_where_the_host_only_ran_ahead(self):
         [wait] = found(*self.two(waits=False))
@@ -175,8 +196,13 @@ class TestRing:
 
 def test_certain_ones_come_first():
     four = (0, 1, 2, 3)
-    waits = found(record(0, "a", "b", members=four, waits=True), record(1, "a", members=four),
-                  record(2, "a", members=four), record(3, "a", "b", members=four, waits=True), ended={2})
+    waits = found(
+        record(0, "a", "b", members=four, waits=True),
+        record(1, "a", members=four),
+        record(2, "a", members=four),
+        record(3, "a", "b", members=four, waits=True),
+        ended={2},
+    )
     assert [(wait.rank, wait.kind) for wait in waits] == [(2, "ended"), (1, "behind")]
 
 

@@ -33,8 +33,12 @@ def test_grpo_is_the_clipped_surrogate_and_the_penalty():
 
 def test_terms_with_a_coefficient_of_0_are_absent_and_the_others_have_names():
     size = given().policy_logprobs_T.shape
-    spec = LossSpec(entropy_coefficient=0.01, squared_logit_coefficient=0.02, positive_nll_coefficient=0.03,
-                    kl={"coefficient": 0.04})
+    spec = LossSpec(
+        entropy_coefficient=0.01,
+        squared_logit_coefficient=0.02,
+        positive_nll_coefficient=0.03,
+        kl={"coefficient": 0.04},
+    )
     terms = make_loss(spec)(given(entropy_T=torch.ones(size), logsumexp_T=torch.ones(size)))
     assert list(terms) == ["policy", "kl", "entropy", "logit", "positive_nll"]
     assert [term.weight for term in terms.values()] == ["policy", *["penalty"] * 3, "positive_token"]
@@ -60,9 +64,15 @@ def test_a_correction_multiplies_the_surrogate_and_keeps_its_clip_decisions():
     assert "applied_weight" in corrected.extras
 
 
-@pytest.mark.parametrize(("settings", "missing"), [
-    ({"kl": {"coefficient": 0.1}}, "no ref_logprobs"), ({"name": "prime_rl"}, "no sampler_logprobs"),
-    ({"positive_nll_coefficient": 0.1}, "no rewards"), ({"name": "dpo"}, "no ref_logprobs")])
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        ({"kl": {"coefficient": 0.1}}, "no ref_logprobs"),
+        ({"name": "prime_rl"}, "no sampler_logprobs"),
+        ({"positive_nll_coefficient": 0.1}, "no rewards"),
+        ({"name": "dpo"}, "no ref_logprobs"),
+    ],
+)
 def test_what_a_loss_needs_and_does_not_get_is_named(settings, missing):
     zero_T = torch.zeros(2)
     with pytest.raises(SpecError, match=missing):
@@ -120,10 +130,15 @@ def test_rewards_that_are_not_there_drive_nothing():
 def test_a_ratio_of_documents_may_be_one_of_the_tokens_that_a_correction_keeps():
     zero = torch.zeros(4, dtype=torch.float64)
     policy_T = torch.tensor([0.1, 0.4, -0.2, 0.3], dtype=torch.float64, requires_grad=True)
-    inputs = LossInputs(policy_T, zero, torch.tensor([1.0, 5.0, 3.0, 1.0], dtype=torch.float64),
-                        sampler_logprobs_T=torch.tensor([0.0, -2.0, 0.0, -2.0], dtype=torch.float64),
-                        document_ids_T=torch.tensor([0, 0, 0, 1]), lengths_T=torch.tensor([3.0, 3.0, 3.0, 1.0]),
-                        sums=LocalSums(torch.tensor([0, 0, 0, 1]), torch.ones(4, dtype=torch.bool)))
+    inputs = LossInputs(
+        policy_T,
+        zero,
+        torch.tensor([1.0, 5.0, 3.0, 1.0], dtype=torch.float64),
+        sampler_logprobs_T=torch.tensor([0.0, -2.0, 0.0, -2.0], dtype=torch.float64),
+        document_ids_T=torch.tensor([0, 0, 0, 1]),
+        lengths_T=torch.tensor([3.0, 3.0, 3.0, 1.0]),
+        sums=LocalSums(torch.tensor([0, 0, 0, 1]), torch.ones(4, dtype=torch.bool)),
+    )
     gate = {"gate": "ratio", "gate_high": 1.5, "ratio": "token"}
     surrogate = {"kind": "gspo", "advantage_level": "document", "clip_low": 0.9, "clip_high": 9.0}
     spec = LossSpec(surrogate=surrogate, correction={**gate, "surrogate_over": "kept"})
@@ -140,9 +155,11 @@ def test_a_ratio_of_documents_may_be_one_of_the_tokens_that_a_correction_keeps()
 def test_the_ratio_of_a_surrogate_is_that_of_its_level_and_anchor():
     inputs = given()
     counts_T = inputs.counts_T
-    for settings, expected_T in ((LossSpec(), inputs.log_ratio("old")),
-                                 (LossSpec(surrogate={"anchor": "sampler"}), inputs.log_ratio("sampler")),
-                                 (LossSpec(name="gspo"), inputs.document_mean(inputs.log_ratio("old")))):
+    for settings, expected_T in (
+        (LossSpec(), inputs.log_ratio("old")),
+        (LossSpec(surrogate={"anchor": "sampler"}), inputs.log_ratio("sampler")),
+        (LossSpec(name="gspo"), inputs.document_mean(inputs.log_ratio("old"))),
+    ):
         found_T = surrogate_ratio(inputs, settings)
         torch.testing.assert_close(found_T[counts_T], expected_T.detach().exp()[counts_T])
         assert (found_T[~counts_T] == 0).all()

@@ -22,17 +22,21 @@ def test_every_loss_has_a_curve_whose_slope_is_its_coefficient(name, advantage):
     assert coefficient_T[3].item() == pytest.approx({"sft": -1.0, "ref_kl": 0.0}.get(name, -advantage), abs=1e-12)
 
 
-@pytest.mark.parametrize(("settings", "advantage", "expected"), [
-    ({"name": "dapo"}, 1.0, [-0.5, -1.0, 0.0]), ({"name": "dapo"}, -1.0, [0.0, 1.0, 1.5]),
-    ({"name": "dual_clip", "surrogate": {"dual_clip": 1.2}}, -1.0, [0.0, 1.0, 0.0]),
-    ({"name": "cispo", "surrogate": {"clip_high": 0.2}}, 1.0, [-0.5, -1.0, -1.2]),
-    ({"name": "reinforce"}, 2.0, [-2.0, -2.0, -2.0]),
-    ({"name": "gspo"}, 1.0, [-0.5, -1.0, 0.0]),
-    ({"name": "dro", "surrogate": {"beta": 0.0}}, 1.0, [-1.0, -1.0, -1.0]),
-    ({"surrogate": {"coefficient": 2.0}}, 1.0, [-1.0, -2.0, 0.0]),
-    # Reference = start: the k3 penalty pulls back with 1 - 1 / ratio.
-    ({"name": "importance_sampling", "kl": {"coefficient": 3.0}}, 1.0, [-0.5 - 3.0, -1.0, -1.5 + 1.0]),
-])
+@pytest.mark.parametrize(
+    ("settings", "advantage", "expected"),
+    [
+        ({"name": "dapo"}, 1.0, [-0.5, -1.0, 0.0]),
+        ({"name": "dapo"}, -1.0, [0.0, 1.0, 1.5]),
+        ({"name": "dual_clip", "surrogate": {"dual_clip": 1.2}}, -1.0, [0.0, 1.0, 0.0]),
+        ({"name": "cispo", "surrogate": {"clip_high": 0.2}}, 1.0, [-0.5, -1.0, -1.2]),
+        ({"name": "reinforce"}, 2.0, [-2.0, -2.0, -2.0]),
+        ({"name": "gspo"}, 1.0, [-0.5, -1.0, 0.0]),
+        ({"name": "dro", "surrogate": {"beta": 0.0}}, 1.0, [-1.0, -1.0, -1.0]),
+        ({"surrogate": {"coefficient": 2.0}}, 1.0, [-1.0, -2.0, 0.0]),
+        # Reference = start: the k3 penalty pulls back with 1 - 1 / ratio.
+        ({"name": "importance_sampling", "kl": {"coefficient": 3.0}}, 1.0, [-0.5 - 3.0, -1.0, -1.5 + 1.0]),
+    ],
+)
 def test_coefficients_by_hand(settings, advantage, expected):
     _, coefficient_T = ratio_curves(LossSpec(**settings), torch.tensor([0.5, 1.0, 1.5]), advantage)
     assert coefficient_T.tolist() == pytest.approx(expected, abs=1e-12)
@@ -45,8 +49,9 @@ def test_losses_by_hand():
 
 def test_a_trust_region_in_probability_needs_to_know_where_the_token_starts():
     ratios_T = torch.tensor([1.5], dtype=torch.float64)
-    likely, rare = (ratio_curves(LossSpec(name="dppo_tv"), ratios_T, anchor_probability=p)[1].item()
-                    for p in (0.5, 0.01))
+    likely, rare = (
+        ratio_curves(LossSpec(name="dppo_tv"), ratios_T, anchor_probability=p)[1].item() for p in (0.5, 0.01)
+    )
     assert likely == 0.0
     assert rare == pytest.approx(-1.5)
 
@@ -63,9 +68,14 @@ def test_each_point_is_a_micro_batch_of_its_own_where_that_matters():
     torch.testing.assert_close(together, alone)
 
 
-@pytest.mark.parametrize(("settings", "ratios", "more", "words"), [
-    ({"name": "dpo"}, [1.0], {}, "looks at no pair"), ({}, [0.0, 1.0], {}, "ratios above 0"),
-    ({}, [3.0], {"anchor_probability": 0.5}, "no probability above 1")])
+@pytest.mark.parametrize(
+    ("settings", "ratios", "more", "words"),
+    [
+        ({"name": "dpo"}, [1.0], {}, "looks at no pair"),
+        ({}, [0.0, 1.0], {}, "ratios above 0"),
+        ({}, [3.0], {"anchor_probability": 0.5}, "no probability above 1"),
+    ],
+)
 def test_what_has_no_curve_is_refused(settings, ratios, more, words):
     with pytest.raises(SpecError, match=words):
         ratio_curves(LossSpec(**settings), torch.tensor(ratios), **more)

@@ -42,8 +42,16 @@ def given(form):
 
 @pytest.mark.parametrize(("kind", "form"), list(itertools.product(DIVERGENCES, TARGETS)))
 def test_each_divergence_is_its_formula_and_0_where_nothing_counts(kind, form):
-    term = divergence(LOGITS, given(form), kind=kind, target_format=form, loss_mask_T=MASK, logit_scale=1.3,
-                      target_scale=0.6, label_floor=FLOOR)
+    term = divergence(
+        LOGITS,
+        given(form),
+        kind=kind,
+        target_format=form,
+        loss_mask_T=MASK,
+        logit_scale=1.3,
+        target_scale=0.6,
+        label_floor=FLOOR,
+    )
     counted = [0] if form == "labels" else [0, 1]
     expected = [by_hand(t, kind, form, 1.3, 0.6) if t in counted else 0.0 for t in range(3)]
     assert term.values_T.tolist() == pytest.approx(expected, rel=1e-13)
@@ -54,8 +62,9 @@ def test_each_divergence_is_its_formula_and_0_where_nothing_counts(kind, form):
 @pytest.mark.parametrize(("kind", "form"), list(itertools.product(DIVERGENCES, TARGETS)))
 def test_gradients_agree_with_finite_differences(kind, form):
     def total(logits):
-        return divergence(logits, given(form), kind=kind, target_format=form, logit_scale=0.7, label_floor=FLOOR
-                          ).values_T.sum()
+        return divergence(
+            logits, given(form), kind=kind, target_format=form, logit_scale=0.7, label_floor=FLOOR
+        ).values_T.sum()
 
     assert torch.autograd.gradcheck(total, (LOGITS.clone().requires_grad_(),))
 
@@ -77,8 +86,9 @@ def test_rubbish_where_nothing_counts_reaches_no_gradient(form):
         target[2] = math.inf
     logits.requires_grad_()
     for kind in DIVERGENCES:
-        divergence(logits, target, kind=kind, target_format=form, loss_mask_T=MASK, label_floor=FLOOR
-                   ).values_T.sum().backward()
+        divergence(
+            logits, target, kind=kind, target_format=form, loss_mask_T=MASK, label_floor=FLOOR
+        ).values_T.sum().backward()
     assert torch.isfinite(logits.grad).all()
     assert logits.grad[2].tolist() == [0.0, 0.0, 0.0]
 

@@ -19,15 +19,21 @@ from workbench.losses.document_sums import (
 
 def row(documents):
     _, inputs = packed(documents)
-    return LocalSums(inputs.document_ids_T, inputs.loss_mask_T, group_ids_T=inputs.group_ids_T,
-                     rewards_T=inputs.rewards_T)
+    return LocalSums(
+        inputs.document_ids_T, inputs.loss_mask_T, group_ids_T=inputs.group_ids_T, rewards_T=inputs.rewards_T
+    )
 
 
 def noise(documents, seed=0):
     """Random values, NaN where nothing counts; per document and as a row."""
     generator = torch.Generator().manual_seed(seed)
-    lists = [[torch.randn((), generator=generator, dtype=torch.float64).item() if on else math.nan
-              for on in document["mask"]] for document in documents]
+    lists = [
+        [
+            torch.randn((), generator=generator, dtype=torch.float64).item() if on else math.nan
+            for on in document["mask"]
+        ]
+        for document in documents
+    ]
     return lists, torch.tensor([v for one in lists for v in one] + [math.nan] * 3, dtype=torch.float64)
 
 
@@ -53,8 +59,9 @@ def test_sum_and_adjoint(level):
         places = [starts[d] + t for d, t in part]
         seen.update(places)
         assert sums_T[places].tolist() == pytest.approx([sum(values[d][t] for d, t in part)] * len(part), abs=1e-14)
-        assert values_T.grad[places].tolist() == pytest.approx([sum(wanted[d][t] for d, t in part)] * len(part),
-                                                               abs=1e-14)
+        assert values_T.grad[places].tolist() == pytest.approx(
+            [sum(wanted[d][t] for d, t in part)] * len(part), abs=1e-14
+        )
     others = [t for t in range(len(values_T)) if t not in seen]
     assert torch.equal(values_T.grad[others], torch.zeros(len(others), dtype=torch.float64))
 
@@ -80,8 +87,12 @@ def test_a_row_without_tokens():
 
 def pair(groups=(4, 4), rewards=(0.0, 1.0), mask=(1, 1, 1, 1)):
     ids_T = torch.tensor([0, 0, 1, 1])
-    return (ids_T, torch.tensor(groups)[ids_T], torch.tensor(rewards, dtype=torch.float64)[ids_T],
-            torch.tensor(mask).bool())
+    return (
+        ids_T,
+        torch.tensor(groups)[ids_T],
+        torch.tensor(rewards, dtype=torch.float64)[ids_T],
+        torch.tensor(mask).bool(),
+    )
 
 
 def test_a_pair_is_chosen_minus_rejected_on_both():
@@ -93,10 +104,14 @@ def test_a_pair_is_chosen_minus_rejected_on_both():
     assert values_T.grad.tolist() == [0.0, -1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(("changes", "found"), [
-    ({"rewards": (1.0, 1.0)}, r"2 document\(s\) with rewards \[1.0, 1.0\]"),
-    ({"groups": (4, 5)}, r"1 document\(s\)"),
-    ({"mask": (0, 0, 1, 1)}, r"1 document\(s\)")])
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"rewards": (1.0, 1.0)}, r"2 document\(s\) with rewards \[1.0, 1.0\]"),
+        ({"groups": (4, 5)}, r"1 document\(s\)"),
+        ({"mask": (0, 0, 1, 1)}, r"1 document\(s\)"),
+    ],
+)
 def test_what_is_no_pair_is_refused(changes, found):
     with pytest.raises(SpecError, match=found):
         pair_signs(*pair(**changes))

@@ -12,11 +12,16 @@ from workbench.policy.logprobs.reference import token_logprobs, token_logprobs_f
 def inputs_of(logits_TV, mask_T, temperature=1.0):
     """The head is the identity, so its hidden states are the logits."""
     size = logits_TV.shape[1]
-    said = token_logprobs(logits_TV, torch.eye(size, dtype=logits_TV.dtype),
-                          torch.zeros(len(logits_TV), dtype=torch.int64), temperature=temperature)
+    said = token_logprobs(
+        logits_TV,
+        torch.eye(size, dtype=logits_TV.dtype),
+        torch.zeros(len(logits_TV), dtype=torch.int64),
+        temperature=temperature,
+    )
     zero = torch.zeros(len(logits_TV), dtype=logits_TV.dtype)
-    return LossInputs(said.logprobs_T, zero, zero, entropy_T=said.entropy_T, logsumexp_T=said.logsumexp_T,
-                      loss_mask_T=mask_T)
+    return LossInputs(
+        said.logprobs_T, zero, zero, entropy_T=said.entropy_T, logsumexp_T=said.logsumexp_T, loss_mask_T=mask_T
+    )
 
 
 MASK = torch.tensor([True, False, True])
@@ -86,18 +91,24 @@ def test_a_bonus_for_chosen_tokens_is_their_mean_under_the_micro_batchs_own_weig
 
 def test_a_bonus_for_no_token_is_0():
     zero = torch.zeros(2)
-    term = entropy_bonus(LossInputs(zero, zero, zero, entropy_T=torch.ones(2)), 0.1, denominator="local_token",
-                         chosen_T=torch.zeros(2, dtype=torch.bool))
+    term = entropy_bonus(
+        LossInputs(zero, zero, zero, entropy_T=torch.ones(2)),
+        0.1,
+        denominator="local_token",
+        chosen_T=torch.zeros(2, dtype=torch.bool),
+    )
     assert term.values_T.tolist() == [0.0, 0.0]
 
 
 def test_the_size_of_logits_is_the_mean_of_their_squares_and_its_slope_pulls_them_in():
     logits = LOGITS.clone().requires_grad_()
-    said = token_logprobs_from_logits(logits, torch.zeros(3, dtype=torch.int64), temperature=0.5,
-                                      wanted=("mean_squared_logit",))
+    said = token_logprobs_from_logits(
+        logits, torch.zeros(3, dtype=torch.int64), temperature=0.5, wanted=("mean_squared_logit",)
+    )
     zero = torch.zeros(3, dtype=torch.float64)
-    term = mean_squared_logit(LossInputs(zero, zero, zero, mean_squared_logit_T=said.mean_squared_logit_T,
-                                         loss_mask_T=MASK), 0.3)
+    term = mean_squared_logit(
+        LossInputs(zero, zero, zero, mean_squared_logit_T=said.mean_squared_logit_T, loss_mask_T=MASK), 0.3
+    )
     expected = [sum((z / 0.5) ** 2 for z in row) / 3 for row in LOGITS.tolist()]
     assert term.values_T.tolist() == pytest.approx([expected[0], 0.0, expected[2]], rel=1e-14)
     assert (term.coefficient, term.weight) == (0.3, "penalty")

@@ -21,21 +21,40 @@ WIDE = {"clip_low": 0.2, "clip_high": 0.3}
 def step(lengths, *, kl=0.0, **loss):
     """Loss and gradient of one row of documents with ``lengths`` trained tokens each, two documents a prompt."""
     generator = torch.Generator().manual_seed(0)
-    batch = RolloutBatch.from_documents([
-        {"tokens": [1] * (n + 2), "loss_mask": [0, 0] + [1] * n, "advantages": (-1.0) ** d * (1 + d), "reward": 0.0,
-         "old_logprobs": [-2.0] * (n + 2), "ref_logprobs": [-1.9] * (n + 2), "group_id": d // 2}
-        for d, n in enumerate(lengths)])
-    row, = (shift_targets(packed) for packed in pack(batch, rows=1, multiple_of=1))
+    batch = RolloutBatch.from_documents(
+        [
+            {
+                "tokens": [1] * (n + 2),
+                "loss_mask": [0, 0] + [1] * n,
+                "advantages": (-1.0) ** d * (1 + d),
+                "reward": 0.0,
+                "old_logprobs": [-2.0] * (n + 2),
+                "ref_logprobs": [-1.9] * (n + 2),
+                "group_id": d // 2,
+            }
+            for d, n in enumerate(lengths)
+        ]
+    )
+    (row,) = (shift_targets(packed) for packed in pack(batch, rows=1, multiple_of=1))
     spec = LossSpec(kl={"coefficient": kl}, **loss)
     (weights,), _ = step_weights([row], spec)
     noise_T = 0.3 * torch.randn(len(row.tokens_T), generator=generator, dtype=torch.float64)
     policy_T = (row.old_logprobs_T.double() + noise_T).requires_grad_()
-    inputs = LossInputs(policy_T, row.old_logprobs_T.double(), row.advantages_T.double(), None,
-                        row.ref_logprobs_T.double(), loss_mask_T=row.loss_mask_T, document_ids_T=row.document_ids_T,
-                        lengths_T=row.lengths_T)
+    inputs = LossInputs(
+        policy_T,
+        row.old_logprobs_T.double(),
+        row.advantages_T.double(),
+        None,
+        row.ref_logprobs_T.double(),
+        loss_mask_T=row.loss_mask_T,
+        document_ids_T=row.document_ids_T,
+        lengths_T=row.lengths_T,
+    )
     terms = make_loss(spec)(inputs)
-    total = sum((term.coefficient * torch.where(row.loss_mask_T, term.values_T, 0.0) * weights["policy"].loss_T).sum()
-                for term in terms.values())
+    total = sum(
+        (term.coefficient * torch.where(row.loss_mask_T, term.values_T, 0.0) * weights["policy"].loss_T).sum()
+        for term in terms.values()
+    )
     total.backward()
     assert policy_T.grad.abs().max() > 1e-3
     return total.item(), policy_T.grad

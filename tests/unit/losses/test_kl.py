@@ -20,25 +20,48 @@ CLAMPS = ((None, None), (1.0, None), (None, 0.5), (0.7, 0.4))
 
 @pytest.mark.parametrize("estimator", ESTIMATES)
 @pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize(("against", "importance"), [("ref", "none"), ("ref", "old"), ("ref", "sampler"),
-                                                     ("sampler", "none"), ("sampler", "sampler"), ("old", "none")])
+@pytest.mark.parametrize(
+    ("against", "importance"),
+    [("ref", "none"), ("ref", "old"), ("ref", "sampler"), ("sampler", "none"), ("sampler", "sampler"), ("old", "none")],
+)
 def test_value_and_gradient_are_the_oracles(estimator, gradient, against, importance):
     for (input_clamp, output_clamp), seed in itertools.product(CLAMPS, (0, 1)):
-        spec = KLSpec(coefficient=0.3, estimator=estimator, gradient=gradient, against=against, importance=importance,
-                      input_clamp=input_clamp, output_clamp=output_clamp)
+        spec = KLSpec(
+            coefficient=0.3,
+            estimator=estimator,
+            gradient=gradient,
+            against=against,
+            importance=importance,
+            input_clamp=input_clamp,
+            output_clamp=output_clamp,
+        )
         documents = nasty_documents(seed)
         weights = random_weights(documents, seed)
         policy_T, inputs = packed(documents)
         term = kl_term(inputs, spec)
         assert term.coefficient == 0.3
         weighted_total(term, inputs, weights).backward()
-        expected = [[penalty(d["policy"][t], d[against][t], estimator=estimator, gradient=gradient,
-                             anchor=None if importance == "none" else d[importance][t], input_clamp=input_clamp,
-                             output_clamp=output_clamp) if counts else (0.0, 0.0)
-                     for t, counts in enumerate(d["mask"])] for d in documents]
+        expected = [
+            [
+                penalty(
+                    d["policy"][t],
+                    d[against][t],
+                    estimator=estimator,
+                    gradient=gradient,
+                    anchor=None if importance == "none" else d[importance][t],
+                    input_clamp=input_clamp,
+                    output_clamp=output_clamp,
+                )
+                if counts
+                else (0.0, 0.0)
+                for t, counts in enumerate(d["mask"])
+            ]
+            for d in documents
+        ]
         value_T = flat([[v for v, _ in one] for one in expected])
-        slope_T = flat([[g * w for (_, g), w in zip(one, row, strict=True)]
-                        for one, row in zip(expected, weights, strict=True)])
+        slope_T = flat(
+            [[g * w for (_, g), w in zip(one, row, strict=True)] for one, row in zip(expected, weights, strict=True)]
+        )
         torch.testing.assert_close(term.values_T.detach(), value_T, rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(policy_T.grad, slope_T, rtol=1e-12, atol=1e-13)
 
@@ -56,8 +79,10 @@ def test_the_oracles_derivatives_are_those_of_its_values():
 def slopes(policy_T, settings, **others):
     """(values, gradient of their sum) of a penalty on a fresh leaf."""
     leaf_T = policy_T.clone().requires_grad_()
-    term = kl_term(LossInputs(leaf_T, others.pop("old", policy_T), torch.ones_like(policy_T), **others),
-                   KLSpec(coefficient=1.0, **settings))
+    term = kl_term(
+        LossInputs(leaf_T, others.pop("old", policy_T), torch.ones_like(policy_T), **others),
+        KLSpec(coefficient=1.0, **settings),
+    )
     term.values_T.sum().backward()
     return term.values_T.detach(), leaf_T.grad
 
@@ -110,7 +135,7 @@ def test_in_expectation_k1_path_says_nothing_and_score_says_the_gradient_of_the_
     ref = torch.log_softmax(torch.randn(9, generator=g, dtype=torch.float64), -1)
     logprobs = torch.log_softmax(logits, -1)
     kl = (logprobs.exp() * (logprobs - ref)).sum()
-    truth, = torch.autograd.grad(kl, logits, retain_graph=True)
+    (truth,) = torch.autograd.grad(kl, logits, retain_graph=True)
 
     def expected(settings):
         inputs = LossInputs(logprobs, logprobs.detach(), torch.ones_like(ref), ref_logprobs_T=ref)
@@ -118,8 +143,12 @@ def test_in_expectation_k1_path_says_nothing_and_score_says_the_gradient_of_the_
         return torch.autograd.grad((logprobs.detach().exp() * term.values_T).sum(), logits, retain_graph=True)[0]
 
     torch.testing.assert_close(expected({"estimator": "k1"}), torch.zeros_like(truth), rtol=0, atol=1e-15)
-    for settings in ({"estimator": "k2"}, {"estimator": "k1", "gradient": "score"},
-                     {"estimator": "k3", "gradient": "score"}, {"estimator": "k1", "gradient": "straight_through"}):
+    for settings in (
+        {"estimator": "k2"},
+        {"estimator": "k1", "gradient": "score"},
+        {"estimator": "k3", "gradient": "score"},
+        {"estimator": "k1", "gradient": "straight_through"},
+    ):
         torch.testing.assert_close(expected(settings), truth, rtol=1e-12, atol=1e-14)
     assert (expected({"estimator": "k3"}) - truth).abs().max() > 0.01
 
@@ -169,12 +198,22 @@ def test_the_penalty_in_the_reward_is_the_oracles_estimate_of_old_against_ref(es
     documents = nasty_documents(8)
     _, inputs = packed(documents)
     for input_clamp, output_clamp in CLAMPS:
-        spec = KLSpec(coefficient=0.2, estimator=estimator, placement="reward", input_clamp=input_clamp,
-                      output_clamp=output_clamp)
+        spec = KLSpec(
+            coefficient=0.2, estimator=estimator, placement="reward", input_clamp=input_clamp, output_clamp=output_clamp
+        )
         found = kl_in_reward(inputs.old_logprobs_T.requires_grad_(), inputs.ref_logprobs_T, inputs.loss_mask_T, spec)
-        expected = [[0.2 * penalty(d["old"][t], d["ref"][t], estimator=estimator, input_clamp=input_clamp,
-                                   output_clamp=output_clamp)[0] if counts else 0.0
-                     for t, counts in enumerate(d["mask"])] for d in documents]
+        expected = [
+            [
+                0.2
+                * penalty(
+                    d["old"][t], d["ref"][t], estimator=estimator, input_clamp=input_clamp, output_clamp=output_clamp
+                )[0]
+                if counts
+                else 0.0
+                for t, counts in enumerate(d["mask"])
+            ]
+            for d in documents
+        ]
         torch.testing.assert_close(found, flat(expected), rtol=1e-12, atol=1e-14)
         assert not found.requires_grad
 
@@ -184,22 +223,50 @@ def test_the_penalty_in_the_reward_is_the_oracles_estimate_of_old_against_ref(es
 
 def test_nemo_rls_k3_with_tight_clamps():
     """NeMo-RL 7ea279ab, calculate_kl(k3, input clamp 0.7, output clamp 0.4): values, gradients under a cotangent."""
-    policy = torch.tensor([-0.369140625, -0.5947265625, -0.4951171875, -0.2265625, -0.498046875, -0.2998046875],
-                          dtype=torch.float64)
-    ref = torch.tensor([-0.166015625, -0.80078125, -0.5244140625, -0.65234375, -0.30078125, -0.8515625],
-                       dtype=torch.float64)
-    cotangent = torch.tensor([2.000405517620528, 0.3027029001722198, -0.525021947504684, -0.2987518081742905,
-                              -0.14914324514371294, -1.1120499742520669], dtype=torch.float64)
+    policy = torch.tensor(
+        [-0.369140625, -0.5947265625, -0.4951171875, -0.2265625, -0.498046875, -0.2998046875], dtype=torch.float64
+    )
+    ref = torch.tensor(
+        [-0.166015625, -0.80078125, -0.5244140625, -0.65234375, -0.30078125, -0.8515625], dtype=torch.float64
+    )
+    cotangent = torch.tensor(
+        [
+            2.000405517620528,
+            0.3027029001722198,
+            -0.525021947504684,
+            -0.2987518081742905,
+            -0.14914324514371294,
+            -1.1120499742520669,
+        ],
+        dtype=torch.float64,
+    )
     leaf = policy.clone().requires_grad_()
-    term = kl_term(LossInputs(leaf, policy, policy, ref_logprobs_T=ref),
-                   KLSpec(coefficient=1.0, input_clamp=0.7, output_clamp=0.4))
+    term = kl_term(
+        LossInputs(leaf, policy, policy, ref_logprobs_T=ref), KLSpec(coefficient=1.0, input_clamp=0.7, output_clamp=0.4)
+    )
     (term.values_T * cotangent).sum().backward()
     assert term.values_T.tolist() == pytest.approx(
-        [0.022100611877307497, 0.019843258503513872, 0.00042499300726162037, 0.07904047694797267,
-         0.02080192193048913, 0.12769434412986536], rel=1e-12)
+        [
+            0.022100611877307497,
+            0.019843258503513872,
+            0.00042499300726162037,
+            0.07904047694797267,
+            0.02080192193048913,
+            0.12769434412986536,
+        ],
+        rel=1e-12,
+    )
     assert leaf.grad.tolist() == pytest.approx(
-        [-0.45054255670882526, 0.05636673960244973, -0.01515837171195289, -0.10358943291704445,
-         0.03252330160974207, -0.4715797690822504], rel=1e-12)
+        [
+            -0.45054255670882526,
+            0.05636673960244973,
+            -0.01515837171195289,
+            -0.10358943291704445,
+            0.03252330160974207,
+            -0.4715797690822504,
+        ],
+        rel=1e-12,
+    )
 
 
 def test_nemo_rls_penalty_in_its_loss_carries_the_score_gradient_and_none_where_a_clamp_binds():
@@ -217,11 +284,14 @@ def test_nemo_rls_penalty_in_its_loss_carries_the_score_gradient_and_none_where_
 
 def test_verls_abs_plus_is_straight_through():
     """verl 1dda039b, kl_penalty "abs+", gradient of the token mean times the tokens."""
-    policy = torch.tensor([-2.0810546875, -0.90234375, -0.287109375, -0.052734375], dtype=torch.float64,
-                          requires_grad=True)
+    policy = torch.tensor(
+        [-2.0810546875, -0.90234375, -0.287109375, -0.052734375], dtype=torch.float64, requires_grad=True
+    )
     ref = torch.tensor([-3.818359375, -1.1044921875, -0.3818359375, -0.00390625], dtype=torch.float64)
-    term = kl_term(LossInputs(policy, policy.detach(), ref, ref_logprobs_T=ref),
-                   KLSpec(coefficient=1.0, estimator="abs", gradient="straight_through"))
+    term = kl_term(
+        LossInputs(policy, policy.detach(), ref, ref_logprobs_T=ref),
+        KLSpec(coefficient=1.0, estimator="abs", gradient="straight_through"),
+    )
     term.values_T.sum().backward()
     assert term.values_T.tolist() == pytest.approx([1.7373046875, 0.2021484375, 0.0947265625, 0.048828125], rel=1e-14)
     assert policy.grad.tolist() == pytest.approx([1.7373046875, 0.2021484375, 0.0947265625, -0.048828125], rel=1e-14)
@@ -268,11 +338,18 @@ def test_a_ratio_of_documents_is_the_geometric_mean_and_spreads_its_gradient(gra
         d = {t: document["ref"][t] - document["policy"][t] for t in at}
         k3 = {t: math.exp(d[t]) - 1 - d[t] for t in at}
         shared = math.fsum(own[t] * ratio * k3[t] for t in at) / max(1, len(at))
-        path = {"path": lambda t, d=d: 1 - math.exp(d[t]), "score": lambda t, d=d: 1 - math.exp(d[t]),
-                "straight_through": lambda t, d=d: -d[t]}[gradient]
+        path = {
+            "path": lambda t, d=d: 1 - math.exp(d[t]),
+            "score": lambda t, d=d: 1 - math.exp(d[t]),
+            "straight_through": lambda t, d=d: -d[t],
+        }[gradient]
         values.append([ratio * k3[t] if t in k3 else 0.0 for t in range(len(document["mask"]))])
-        slopes.append([own[t] * ratio * path(t) + (shared if gradient == "score" else 0.0) if t in k3 else 0.0
-                       for t in range(len(document["mask"]))])
+        slopes.append(
+            [
+                own[t] * ratio * path(t) + (shared if gradient == "score" else 0.0) if t in k3 else 0.0
+                for t in range(len(document["mask"]))
+            ]
+        )
     torch.testing.assert_close(term.values_T.detach(), flat(values), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(policy_T.grad, flat(slopes), rtol=1e-12, atol=1e-13)
 

@@ -36,8 +36,13 @@ def test_is_what_the_peer_computed(case):
     policy_T = row(case, "policy").requires_grad_()
     sampler_T = row(case, "sampler")
     old_T = row(case, "old") if "old" in case else sampler_T if sampler_T is not None else policy_T.detach()
-    inputs = LossInputs(policy_T, old_T, row(case, "advantages"), sampler_logprobs_T=sampler_T,
-                        document_ids_T=torch.tensor(case["documents"]))
+    inputs = LossInputs(
+        policy_T,
+        old_T,
+        row(case, "advantages"),
+        sampler_logprobs_T=sampler_T,
+        document_ids_T=torch.tensor(case["documents"]),
+    )
     values_T = case.get("coefficient", 1.0) * SURROGATES[case["kind"]](inputs, **case["parameters"]).values_T
     if "squared" in case:
         values_T = values_T + case["squared"] * inputs.log_ratio("sampler") ** 2
@@ -52,9 +57,15 @@ def test_dpo_of_rows_that_are_pairs(case):
     """Rows 2i and 2i + 1 are the chosen and the rejected document; the loss is divided by pairs + 1e-8."""
     policy_T = row(case, "policy").requires_grad_()
     documents_T = torch.tensor(case["documents"])
-    inputs = LossInputs(policy_T, policy_T.detach(), torch.zeros_like(policy_T, requires_grad=False),
-                        ref_logprobs_T=row(case, "ref"), document_ids_T=documents_T, group_ids_T=documents_T // 2,
-                        rewards_T=1.0 - documents_T % 2)
+    inputs = LossInputs(
+        policy_T,
+        policy_T.detach(),
+        torch.zeros_like(policy_T, requires_grad=False),
+        ref_logprobs_T=row(case, "ref"),
+        document_ids_T=documents_T,
+        group_ids_T=documents_T // 2,
+        rewards_T=1.0 - documents_T % 2,
+    )
     values_T = SURROGATES["dpo"](inputs, beta=0.05).values_T
     loss = (values_T / inputs.document_lengths_T).sum() / (2 * 3)
     loss.backward()
@@ -64,5 +75,18 @@ def test_dpo_of_rows_that_are_pairs(case):
 
 def test_there_are_cases_of_every_kind_that_a_peer_shares():
     assert len(CASES) == 19
-    assert {case["kind"] for case in CASES} >= {"ppo", "gspo", "luspo", "vespo", "sapo", "cispo", "dro", "gpg",
-                                                "reinforce", "dppo_tv", "clip_cov", "kl_cov", "dpo"}
+    assert {case["kind"] for case in CASES} >= {
+        "ppo",
+        "gspo",
+        "luspo",
+        "vespo",
+        "sapo",
+        "cispo",
+        "dro",
+        "gpg",
+        "reinforce",
+        "dppo_tv",
+        "clip_cov",
+        "kl_cov",
+        "dpo",
+    }

@@ -17,8 +17,9 @@ def pairs(seed, *, low=0.5, high=2.0):
     """Three pairs, the chosen one first or second, with an empty document in between."""
     trained = [d for d in nasty_documents(seed, low=low, high=high) if sum(d["mask"])][:6]
     order = [0, 1, 2, 1, 0, 2]
-    documents = [d | {"group": order[n], "reward": 1.0 if order.index(order[n]) == n else -0.5}
-                 for n, d in enumerate(trained)]
+    documents = [
+        d | {"group": order[n], "reward": 1.0 if order.index(order[n]) == n else -0.5} for n, d in enumerate(trained)
+    ]
     documents[5]["reward"], documents[2]["reward"] = 2.0, 1.0
     empty = documents[1] | {"mask": [0] * len(documents[1]["mask"]), "group": 9}
     return [*documents[:3], empty, *documents[3:]]
@@ -52,9 +53,17 @@ def test_a_margin_beyond_every_exponent_is_finite():
     for gap, slope in ((5e4, 0.0), (-5e4, -0.1)):
         policy_T = torch.tensor([gap, 0.0], requires_grad=True)
         zero_T = torch.zeros(2)
-        dpo(LossInputs(policy_T, zero_T, zero_T, ref_logprobs_T=zero_T, document_ids_T=documents_T,
-                       group_ids_T=torch.zeros(2, dtype=torch.long),
-                       rewards_T=torch.tensor([1.0, 0.0]))).values_T[0].backward()
+        dpo(
+            LossInputs(
+                policy_T,
+                zero_T,
+                zero_T,
+                ref_logprobs_T=zero_T,
+                document_ids_T=documents_T,
+                group_ids_T=torch.zeros(2, dtype=torch.long),
+                rewards_T=torch.tensor([1.0, 0.0]),
+            )
+        ).values_T[0].backward()
         assert policy_T.grad.tolist() == pytest.approx([slope, -slope], abs=1e-7)
 
 
@@ -79,19 +88,31 @@ def test_a_token_that_does_not_count_may_name_a_document_that_does_not_exist():
     """Padding has an id of its own, and every id is a place in the result."""
     policy_T, zero_T = torch.tensor([-1.0, -2.0, -4.0]), torch.zeros(3)
     for padding in (-1, 7):
-        inputs = LossInputs(policy_T, zero_T, zero_T, ref_logprobs_T=zero_T, loss_mask_T=torch.tensor([1, 1, 0]).bool(),
-                            document_ids_T=torch.tensor([0, 0, padding]))
+        inputs = LossInputs(
+            policy_T,
+            zero_T,
+            zero_T,
+            ref_logprobs_T=zero_T,
+            loss_mask_T=torch.tensor([1, 1, 0]).bool(),
+            document_ids_T=torch.tensor([0, 0, padding]),
+        )
         assert document_rewards(inputs, 1).tolist() == [-3.0]
         assert document_rewards(inputs, 1, average=True).tolist() == [-1.5]
 
 
-@pytest.mark.parametrize(("settings", "value", "slope"), [
-    ({}, lambda h: -math.log(sigmoid(h)), lambda h: -sigmoid(-h)),
-    ({"beta": 0.3}, lambda h: -math.log(sigmoid(0.3 * h)), lambda h: -0.3 * sigmoid(-0.3 * h)),
-    ({"beta": 0.3, "label_smoothing": 0.1},
-     lambda h: -0.9 * math.log(sigmoid(0.3 * h)) - 0.1 * math.log(sigmoid(-0.3 * h)),
-     lambda h: -0.27 * sigmoid(-0.3 * h) + 0.03 * sigmoid(0.3 * h)),
-    ({"beta": 0.2, "kind": "ipo"}, lambda h: (h - 2.5) ** 2, lambda h: 2 * (h - 2.5))])
+@pytest.mark.parametrize(
+    ("settings", "value", "slope"),
+    [
+        ({}, lambda h: -math.log(sigmoid(h)), lambda h: -sigmoid(-h)),
+        ({"beta": 0.3}, lambda h: -math.log(sigmoid(0.3 * h)), lambda h: -0.3 * sigmoid(-0.3 * h)),
+        (
+            {"beta": 0.3, "label_smoothing": 0.1},
+            lambda h: -0.9 * math.log(sigmoid(0.3 * h)) - 0.1 * math.log(sigmoid(-0.3 * h)),
+            lambda h: -0.27 * sigmoid(-0.3 * h) + 0.03 * sigmoid(0.3 * h),
+        ),
+        ({"beta": 0.2, "kind": "ipo"}, lambda h: (h - 2.5) ** 2, lambda h: 2 * (h - 2.5)),
+    ],
+)
 def test_the_loss_of_a_pair_and_its_slope(settings, value, slope):
     chosen_P = torch.tensor([1.0, -2.0, 0.5, 7.0], dtype=torch.float64, requires_grad=True)
     rejected_P = torch.tensor([0.25, 1.0, 0.5, -6.0], dtype=torch.float64, requires_grad=True)
@@ -124,10 +145,18 @@ def test_the_mean_over_pairs_leaves_out_those_that_do_not_count_and_takes_the_st
     assert mean_over_pairs(values_P[[0, 2]]).item() == 3.0
 
 
-@pytest.mark.parametrize("settings", [{"kind": "kto"}, {"kind": "exo_pair"}, {"kind": "hinge", "label_smoothing": 0.1},
-                                      {"kind": "sppo_hard", "beta": 0.0}, {"label_smoothing": 0.5},
-                                      {"kind": "ipo", "beta": 0.0},
-                                      {"kind": "ipo", "label_smoothing": 0.1}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "kto"},
+        {"kind": "exo_pair"},
+        {"kind": "hinge", "label_smoothing": 0.1},
+        {"kind": "sppo_hard", "beta": 0.0},
+        {"label_smoothing": 0.5},
+        {"kind": "ipo", "beta": 0.0},
+        {"kind": "ipo", "label_smoothing": 0.1},
+    ],
+)
 def test_losses_of_pairs_that_there_are_not_are_refused(settings):
     with pytest.raises(SpecError, match="kind is one of sigmoid, ipo"):
         pair_losses(torch.ones(1), torch.ones(1), **settings)
@@ -139,21 +168,37 @@ def test_rewards_of_documents_need_documents():
         document_rewards(LossInputs(zero_T, zero_T, zero_T, ref_logprobs_T=zero_T), 1)
 
 
-@pytest.mark.parametrize(("settings", "value"), [
-    ({"kind": "hinge"}, lambda c, r: max(0.0, 1 - c + r)),
-    ({"kind": "robust", "label_smoothing": 0.1},
-     lambda c, r: (-0.9 * math.log(sigmoid(c - r)) + 0.1 * math.log(sigmoid(r - c))) / 0.8),
-    ({"kind": "robust"}, lambda c, r: -math.log(sigmoid(c - r))),
-    ({"kind": "exo_pair", "label_smoothing": 0.2},
-     lambda c, r: sigmoid(c - r) * math.log(sigmoid(c - r) / 0.8) + sigmoid(r - c) * math.log(sigmoid(r - c) / 0.2)),
-    ({"kind": "nca_pair"},
-     lambda c, r: -math.log(sigmoid(c)) - math.log(sigmoid(-c)) / 2 - math.log(sigmoid(-r)) / 2),
-    ({"kind": "bco_pair"}, lambda c, r: -math.log(sigmoid(c)) - math.log(sigmoid(-r))),
-    ({"kind": "sppo_hard"}, lambda c, r: (c / 0.4 - 1.25) ** 2 + (r / 0.4 + 1.25) ** 2),
-    ({"kind": "apo_zero"}, lambda c, r: 1 - sigmoid(c) + sigmoid(r)),
-    ({"kind": "apo_down"}, lambda c, r: sigmoid(c) + 1 - sigmoid(c - r)),
-    ({"kind": "discopop", "modulation": 0.5},
-     lambda c, r: -math.log(sigmoid(c - r)) * (1 - sigmoid(2 * (c - r))) + math.exp(r - c) * sigmoid(2 * (c - r)))])
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        ({"kind": "hinge"}, lambda c, r: max(0.0, 1 - c + r)),
+        (
+            {"kind": "robust", "label_smoothing": 0.1},
+            lambda c, r: (-0.9 * math.log(sigmoid(c - r)) + 0.1 * math.log(sigmoid(r - c))) / 0.8,
+        ),
+        ({"kind": "robust"}, lambda c, r: -math.log(sigmoid(c - r))),
+        (
+            {"kind": "exo_pair", "label_smoothing": 0.2},
+            lambda c, r: (
+                sigmoid(c - r) * math.log(sigmoid(c - r) / 0.8) + sigmoid(r - c) * math.log(sigmoid(r - c) / 0.2)
+            ),
+        ),
+        (
+            {"kind": "nca_pair"},
+            lambda c, r: -math.log(sigmoid(c)) - math.log(sigmoid(-c)) / 2 - math.log(sigmoid(-r)) / 2,
+        ),
+        ({"kind": "bco_pair"}, lambda c, r: -math.log(sigmoid(c)) - math.log(sigmoid(-r))),
+        ({"kind": "sppo_hard"}, lambda c, r: (c / 0.4 - 1.25) ** 2 + (r / 0.4 + 1.25) ** 2),
+        ({"kind": "apo_zero"}, lambda c, r: 1 - sigmoid(c) + sigmoid(r)),
+        ({"kind": "apo_down"}, lambda c, r: sigmoid(c) + 1 - sigmoid(c - r)),
+        (
+            {"kind": "discopop", "modulation": 0.5},
+            lambda c, r: (
+                -math.log(sigmoid(c - r)) * (1 - sigmoid(2 * (c - r))) + math.exp(r - c) * sigmoid(2 * (c - r))
+            ),
+        ),
+    ],
+)
 def test_other_losses_of_a_pair_and_their_slopes(settings, value):
     chosen_P = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
     rejected_P = torch.tensor([0.25, 1.0, 0.5, -2.0], dtype=torch.float64, requires_grad=True)

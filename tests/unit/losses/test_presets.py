@@ -9,22 +9,25 @@ from workbench.losses.presets import PRESETS
 from workbench.losses.spec import PARAMETERS
 
 
-@pytest.mark.parametrize(("name", "surrogate", "others"), [
-    ("grpo", {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}, {"denominator": "token"}),
-    ("dapo", {"clip_low": 0.2, "clip_high": 0.28}, {"denominator": "token"}),
-    ("dr_grpo", {"clip_low": 0.2}, {"denominator": "constant"}),
-    ("dual_clip", {"dual_clip": 3.0}, {}),
-    ("two_sided", {"delta": 4.0}, {}),
-    ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, {"denominator": "document"}),
-    ("luspo", {"clip_low": 2e-3, "clip_high": 2.5e-3}, {"denominator": "document"}),
-    ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}, {"denominator": "document"}),
-    ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}, {"denominator": "document"}),
-    ("cispo_absolute", {"bounds": "absolute", "clip_low": None, "clip_high": 5.0}, {}),
-    ("dppo_tv", {"anchor": "sampler", "threshold_low": 0.15, "threshold_high": 0.15}, {}),
-    ("dppo_kl", {"anchor": "sampler", "threshold_low": 0.05, "threshold_high": 0.05}, {}),
-    ("prime_rl", {"kind": "dppo_tv", "anchor": "sampler", "threshold_low": 0.2, "threshold_high": 0.2}, {}),
-    ("vapo", {"clip_high": 0.28}, {"positive_nll_coefficient": 0.1}),
-])
+@pytest.mark.parametrize(
+    ("name", "surrogate", "others"),
+    [
+        ("grpo", {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}, {"denominator": "token"}),
+        ("dapo", {"clip_low": 0.2, "clip_high": 0.28}, {"denominator": "token"}),
+        ("dr_grpo", {"clip_low": 0.2}, {"denominator": "constant"}),
+        ("dual_clip", {"dual_clip": 3.0}, {}),
+        ("two_sided", {"delta": 4.0}, {}),
+        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, {"denominator": "document"}),
+        ("luspo", {"clip_low": 2e-3, "clip_high": 2.5e-3}, {"denominator": "document"}),
+        ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}, {"denominator": "document"}),
+        ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}, {"denominator": "document"}),
+        ("cispo_absolute", {"bounds": "absolute", "clip_low": None, "clip_high": 5.0}, {}),
+        ("dppo_tv", {"anchor": "sampler", "threshold_low": 0.15, "threshold_high": 0.15}, {}),
+        ("dppo_kl", {"anchor": "sampler", "threshold_low": 0.05, "threshold_high": 0.05}, {}),
+        ("prime_rl", {"kind": "dppo_tv", "anchor": "sampler", "threshold_low": 0.2, "threshold_high": 0.2}, {}),
+        ("vapo", {"clip_high": 0.28}, {"positive_nll_coefficient": 0.1}),
+    ],
+)
 def test_defaults_of_the_field(name, surrogate, others):
     spec = LossSpec(name=name)
     assert {key: getattr(spec.surrogate, key) for key in surrogate} == surrogate
@@ -48,8 +51,10 @@ def test_every_preset_is_finite_on_a_nasty_batch_and_moves_only_what_counts(name
         documents = [document for document in documents if sum(document["mask"])][:6]
         documents = [document | {"group": d // 2, "reward": float(d % 2)} for d, document in enumerate(documents)]
     policy_T, inputs = packed(documents, dtype=dtype)
-    total = sum(term.coefficient * weighted_total(term, inputs, random_weights(documents, 0))
-                for term in make_loss(LossSpec(name=name))(inputs).values())
+    total = sum(
+        term.coefficient * weighted_total(term, inputs, random_weights(documents, 0))
+        for term in make_loss(LossSpec(name=name))(inputs).values()
+    )
     total.backward()
     assert total.isfinite()
     assert policy_T.grad.isfinite().all()

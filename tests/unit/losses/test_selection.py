@@ -18,18 +18,27 @@ COUNTS = [True, True, False, True, True, True]
 def inputs_of(entropy=ENTROPY, counts=COUNTS):
     size = len(counts)
     logprobs_T = torch.linspace(-2, -1, size, dtype=torch.float64)
-    return LossInputs(logprobs_T.clone().requires_grad_(), logprobs_T, torch.ones(size, dtype=torch.float64),
-                      ref_logprobs_T=logprobs_T - 0.5, loss_mask_T=torch.tensor(counts),
-                      entropy_T=None if entropy is None else torch.tensor(entropy, dtype=torch.float64))
+    return LossInputs(
+        logprobs_T.clone().requires_grad_(),
+        logprobs_T,
+        torch.ones(size, dtype=torch.float64),
+        ref_logprobs_T=logprobs_T - 0.5,
+        loss_mask_T=torch.tensor(counts),
+        entropy_T=None if entropy is None else torch.tensor(entropy, dtype=torch.float64),
+    )
 
 
-@pytest.mark.parametrize(("share", "chosen"), [
-    (1.0, [0, 1, 3, 4, 5]),
-    (0.75, [1, 3, 4, 5]),  # the 1.0 lies on the threshold, and is in
-    (0.6, [1, 4, 5]),  # between 1.0 and 1.5
-    (0.5, [1, 4, 5]),  # the median
-    (0.3, [1, 4]),
-    (0.0, [4])])
+@pytest.mark.parametrize(
+    ("share", "chosen"),
+    [
+        (1.0, [0, 1, 3, 4, 5]),
+        (0.75, [1, 3, 4, 5]),  # the 1.0 lies on the threshold, and is in
+        (0.6, [1, 4, 5]),  # between 1.0 and 1.5
+        (0.5, [1, 4, 5]),  # the median
+        (0.3, [1, 4]),
+        (0.0, [4]),
+    ],
+)
 def test_the_share_of_highest_entropy(share, chosen):
     assert torch.nonzero(highest_entropy(inputs_of(), share)).squeeze(1).tolist() == chosen
 
@@ -69,4 +78,6 @@ def test_it_is_declared_that_the_share_is_of_what_a_rank_holds():
     assert LossSpec(top_entropy_share=1.0).breaks == ()
     local = LossSpec(entropy_denominator="local_token")
     assert (local.breaks, local.model_copy(update={"entropy_coefficient": 0.1}).breaks) == (
-        (), ("micro_batch", "packing", "dp"))
+        (),
+        ("micro_batch", "packing", "dp"),
+    )

@@ -19,7 +19,8 @@ VARIED = [{"name": name} for name in PRESETS] + [
     {"name": "dual_clip", "surrogate": {"dual_clip": None}},
     {"name": "prime_rl", "kl": {"coefficient": 0.0}, "surrogate": {"threshold_high": 0.3}},
     {"name": "dapo", "correction": {"kind": "tis", "ratio_high": None}},
-    {"name": "grpo", "denominator": "constant", "denominator_constant": 8.0, "entropy_coefficient": 0.1}]
+    {"name": "grpo", "denominator": "constant", "denominator_constant": 8.0, "entropy_coefficient": 0.1},
+]
 
 
 @pytest.mark.parametrize("kind", PARAMETERS)
@@ -35,23 +36,34 @@ def test_every_parameter_belongs_to_some_kind():
     assert used == set(SurrogateSpec.model_fields) - {"kind", "coefficient"}
 
 
-@pytest.mark.parametrize(("kind", "given", "users"), [
-    ("ppo", {"tau_positive": 1.0}, "sapo"), ("reinforce", {"clip_low": 0.1}, "ppo, cispo, gspo"),
-    ("gmpo", {"delta": 2.0}, "ppo, gspo, luspo"), ("sft", {"beta": 0.1}, "dro, dpo")])
+@pytest.mark.parametrize(
+    ("kind", "given", "users"),
+    [
+        ("ppo", {"tau_positive": 1.0}, "sapo"),
+        ("reinforce", {"clip_low": 0.1}, "ppo, cispo, gspo"),
+        ("gmpo", {"delta": 2.0}, "ppo, gspo, luspo"),
+        ("sft", {"beta": 0.1}, "dro, dpo"),
+    ],
+)
 def test_a_parameter_of_another_kind_is_refused_with_those_that_use_it(kind, given, users):
-    with pytest.raises(ValidationError, match=f"{next(iter(given))} is not used by the surrogate '{kind}'; it belongs "
-                                              f"to {users}"):
+    with pytest.raises(
+        ValidationError, match=f"{next(iter(given))} is not used by the surrogate '{kind}'; it belongs to {users}"
+    ):
         SurrogateSpec(kind=kind, **given)
 
 
-@pytest.mark.parametrize(("loss", "words"), [
-    ({"name": "grop"}, r"loss: no preset 'grop' \(did you mean 'grpo'\?\)"),
-    ({"surrogate": {"kind": "gmpo", "delta": 2.0}}, "loss.surrogate: delta is not used by the surrogate 'gmpo'"),
-    ({"surrogate": {"kind": "pop"}}, "loss.surrogate.kind = 'pop'"),
-    ({"surrogate": {"clip_hihg": 2.0}}, r"unknown key 'loss.surrogate.clip_hihg' \(did you mean 'clip_high'\?\)"),
-    ({"surrogate": {"dual_clip": 1.0}}, "loss.surrogate.dual_clip = 1.0: .*greater than 1"),
-    ({"surrogate": {"kind": "gspo", "level": "token"}}, "level 'token' is not used by the surrogate 'gspo'"),
-    ({"clip_low": 0.2}, "unknown key 'loss.clip_low'")])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ({"name": "grop"}, r"loss: no preset 'grop' \(did you mean 'grpo'\?\)"),
+        ({"surrogate": {"kind": "gmpo", "delta": 2.0}}, "loss.surrogate: delta is not used by the surrogate 'gmpo'"),
+        ({"surrogate": {"kind": "pop"}}, "loss.surrogate.kind = 'pop'"),
+        ({"surrogate": {"clip_hihg": 2.0}}, r"unknown key 'loss.surrogate.clip_hihg' \(did you mean 'clip_high'\?\)"),
+        ({"surrogate": {"dual_clip": 1.0}}, "loss.surrogate.dual_clip = 1.0: .*greater than 1"),
+        ({"surrogate": {"kind": "gspo", "level": "token"}}, "level 'token' is not used by the surrogate 'gspo'"),
+        ({"clip_low": 0.2}, "unknown key 'loss.clip_low'"),
+    ],
+)
 def test_mistakes_are_said_in_words(loss, words):
     with pytest.raises(SpecError, match=words):
         parse_spec(RunSpec, {"loss": loss}, where="here")
@@ -99,22 +111,37 @@ def test_a_change_that_the_new_name_cannot_use_is_refused_and_not_dropped():
         before.merged({"loss": {"name": "sapo"}})
 
 
-@pytest.mark.parametrize(("base", "changes", "stays"), [
-    ({"surrogate": {"clip_high": 0.28}}, {"name": "gspo"}, "clip_high = 0.28, said for 'ppo'"),
-    ({"surrogate": {"clip_high": 0.28}}, {"surrogate": {"kind": "cispo"}}, "the surrogate 'cispo' over 'ppo'"),
-    ({"name": "gspo", "surrogate": {"clip_low": 0.1, "clip_high": 0.2}},
-     {"name": "luspo", "surrogate": {"clip_low": 0.3}}, "clip_high = 0.2, said for 'gspo'"),
-    ({"correction": {"kind": "icepop", "ratio_low": 0.1}}, {"correction": {"kind": "tis"}},
-     "ratio_low = 0.1, said for 'icepop'")])
+@pytest.mark.parametrize(
+    ("base", "changes", "stays"),
+    [
+        ({"surrogate": {"clip_high": 0.28}}, {"name": "gspo"}, "clip_high = 0.28, said for 'ppo'"),
+        ({"surrogate": {"clip_high": 0.28}}, {"surrogate": {"kind": "cispo"}}, "the surrogate 'cispo' over 'ppo'"),
+        (
+            {"name": "gspo", "surrogate": {"clip_low": 0.1, "clip_high": 0.2}},
+            {"name": "luspo", "surrogate": {"clip_low": 0.3}},
+            "clip_high = 0.2, said for 'gspo'",
+        ),
+        (
+            {"correction": {"kind": "icepop", "ratio_low": 0.1}},
+            {"correction": {"kind": "tis"}},
+            "ratio_low = 0.1, said for 'icepop'",
+        ),
+    ],
+)
 def test_a_setting_meant_for_one_kind_does_not_slip_into_another(base, changes, stays):
     with pytest.raises(SpecError, match=stays):
         merge({"loss": base}, {"loss": changes})
 
 
-@pytest.mark.parametrize(("base", "changes"), [
-    ({"surrogate": {"clip_high": 0.28}}, {"name": "dapo"}),  # of the same kind
-    ({"surrogate": {"clip_high": 0.28}}, {"name": "gspo", "surrogate": {"clip_high": 4e-4}}),
-    ({"surrogate": {"coefficient": 2.0}}, {"name": "gspo"}), ({"denominator": "document"}, {"name": "gspo"})])
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [
+        ({"surrogate": {"clip_high": 0.28}}, {"name": "dapo"}),  # of the same kind
+        ({"surrogate": {"clip_high": 0.28}}, {"name": "gspo", "surrogate": {"clip_high": 4e-4}}),
+        ({"surrogate": {"coefficient": 2.0}}, {"name": "gspo"}),
+        ({"denominator": "document"}, {"name": "gspo"}),
+    ],
+)
 def test_what_means_the_same_or_is_given_anew_may_stay(base, changes):
     merged = merge({"loss": base}, {"loss": changes})["loss"]
     assert LossSpec(**merged).name == changes["name"]
@@ -145,12 +172,15 @@ def test_counting_all_documents_breaks_a_law_only_where_documents_are_counted():
     assert twice.breaks == ("masked_rows",)
 
 
-@pytest.mark.parametrize(("settings", "rule"), [
-    ({"kind": "ppo", "clip_high": None}, "clip_high of the surrogate 'ppo' cannot be None"),
-    ({"kind": "cispo", "clip_high": None}, "clip_high of the surrogate 'cispo' cannot be None"),
-    ({"kind": "cispo", "bounds": "absolute", "clip_low": 0.8, "clip_high": 0.2}, "clip_low is above clip_high"),
-    ({"kind": "clip_cov", "cov_low": 7.0}, "cov_low is above cov_high"),
-])
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"kind": "ppo", "clip_high": None}, "clip_high of the surrogate 'ppo' cannot be None"),
+        ({"kind": "cispo", "clip_high": None}, "clip_high of the surrogate 'cispo' cannot be None"),
+        ({"kind": "cispo", "bounds": "absolute", "clip_low": 0.8, "clip_high": 0.2}, "clip_low is above clip_high"),
+        ({"kind": "clip_cov", "cov_low": 7.0}, "cov_low is above cov_high"),
+    ],
+)
 def test_a_setting_that_would_be_replaced_or_do_nothing_is_refused(settings, rule):
     with pytest.raises(ValidationError, match=rule):
         SurrogateSpec(**settings)

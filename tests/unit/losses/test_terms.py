@@ -23,10 +23,14 @@ def test_inputs_of_other_lengths_are_refused():
         LossInputs(torch.zeros(3), torch.zeros(2), torch.zeros(3))
 
 
-@pytest.mark.parametrize(("view", "values", "slope"), [
-    (lambda i: i.log_ratio(), [0.5, 0.0, 0.0, -0.5], 1.0),
-    (lambda i: i.counted_logprobs_T, [-1.0, 0.0, -2.0, -3.0], 1.0),
-    (lambda i: i.counted_advantages_T, [1.0, 0.0, 2.0, 0.0], None)])
+@pytest.mark.parametrize(
+    ("view", "values", "slope"),
+    [
+        (lambda i: i.log_ratio(), [0.5, 0.0, 0.0, -0.5], 1.0),
+        (lambda i: i.counted_logprobs_T, [-1.0, 0.0, -2.0, -3.0], 1.0),
+        (lambda i: i.counted_advantages_T, [1.0, 0.0, 2.0, 0.0], None),
+    ],
+)
 def test_what_does_not_count_is_0_and_has_no_gradient(view, values, slope):
     policy_T, given = inputs()
     seen_T = view(given)

@@ -15,22 +15,34 @@ def critic(seed, size=40):
     rng = random.Random(seed)
     mask = [rng.random() < 0.7 for _ in range(size)]
     columns = [[rng.gauss(0, 2) if m else rng.choice((math.nan, math.inf, -math.inf)) for m in mask] for _ in range(3)]
-    columns[2] = [v if not m else columns[0][t] + rng.choice((0.0, 0.3, -0.3, 2.0, -2.0)) * rng.random()
-                  for t, (m, v) in enumerate(zip(mask, columns[2], strict=True))]
+    columns[2] = [
+        v if not m else columns[0][t] + rng.choice((0.0, 0.3, -0.3, 2.0, -2.0)) * rng.random()
+        for t, (m, v) in enumerate(zip(mask, columns[2], strict=True))
+    ]
     return mask, *columns
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip": 0.2}, {"clip": 1.0}, {"kind": "huber", "delta": 1.0},
-                                      {"kind": "huber", "delta": 0.5, "clip": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"clip": 0.2}, {"clip": 1.0}, {"kind": "huber", "delta": 1.0}, {"kind": "huber", "delta": 0.5, "clip": 0.2}],
+    ids=str,
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_is_the_oracle(settings, seed):
     mask, values, returns, old = critic(seed)
     mask_T = torch.tensor(mask)
     values_T = torch.tensor(values, dtype=torch.float64, requires_grad=True)
-    term = value_loss(values_T, torch.tensor(returns, dtype=torch.float64), mask_T,
-                      old_values_T=torch.tensor(old, dtype=torch.float64), **settings)
-    expected = [value_error(v, r, o, **settings) if m else (0.0, 0.0, False)
-                for m, v, r, o in zip(mask, values, returns, old, strict=True)]
+    term = value_loss(
+        values_T,
+        torch.tensor(returns, dtype=torch.float64),
+        mask_T,
+        old_values_T=torch.tensor(old, dtype=torch.float64),
+        **settings,
+    )
+    expected = [
+        value_error(v, r, o, **settings) if m else (0.0, 0.0, False)
+        for m, v, r, o in zip(mask, values, returns, old, strict=True)
+    ]
     term.values_T.sum().backward()
     assert term.values_T.tolist() == pytest.approx([e[0] for e in expected], rel=1e-13)
     assert values_T.grad.tolist() == pytest.approx([e[1] for e in expected], rel=1e-13)

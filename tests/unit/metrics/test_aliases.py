@@ -61,25 +61,39 @@ def spec_of(case):
     config, system = case["config"], case["system"]
     if system == "fast_llm":
         kind = "gspo" if "num_segments" in config else "ppo"
-        return LossSpec(surrogate={"kind": kind, "clip_low": config["epsilon_low"],
-                                   "clip_high": config["epsilon_high"]})
+        return LossSpec(
+            surrogate={"kind": kind, "clip_low": config["epsilon_low"], "clip_high": config["epsilon_high"]}
+        )
     if system == "nemo_rl":
         kind = "gspo" if config.get("sequence_level_importance_ratios") else "ppo"
-        return LossSpec(surrogate={"kind": kind, "clip_low": config.get("ratio_clip_min", 0.2),
-                                   "clip_high": config.get("ratio_clip_max", 0.2)},
-                        kl={"estimator": config.get("reference_policy_kl_type", "k3")})
+        return LossSpec(
+            surrogate={
+                "kind": kind,
+                "clip_low": config.get("ratio_clip_min", 0.2),
+                "clip_high": config.get("ratio_clip_max", 0.2),
+            },
+            kl={"estimator": config.get("reference_policy_kl_type", "k3")},
+        )
     if system == "trl":
         if config["loss_type"] == "cispo":
             return LossSpec(surrogate={"kind": "cispo", "bounds": "absolute", "clip_high": config["epsilon_high"]})
         kind = "gspo" if config["importance_sampling_level"] == "sequence" else "ppo"
-        return LossSpec(surrogate={"kind": kind, "clip_low": config["epsilon_low"],
-                                   "clip_high": config["epsilon_high"]})
+        return LossSpec(
+            surrogate={"kind": kind, "clip_low": config["epsilon_low"], "clip_high": config["epsilon_high"]}
+        )
     kind = next((k for k in ("gspo", "cispo") if k in case["id"]), "ppo")
     dual = {"dual_clip": config["clip_ratio_c"]} if kind == "ppo" and "clip_ratio_c" in config else {}
     weights = {"token": "token", "sequence": "document_sum", None: "none"}[config.get("rollout_is")]
     bound = {"ratio": weights, "ratio_high": config["rollout_is_threshold"]} if weights != "none" else {}
-    return LossSpec(surrogate={"kind": kind, "clip_low": config.get("clip_ratio_low", 0.2),
-                               "clip_high": config.get("clip_ratio_high", 0.2), **dual}, correction=bound)
+    return LossSpec(
+        surrogate={
+            "kind": kind,
+            "clip_low": config.get("clip_ratio_low", 0.2),
+            "clip_high": config.get("clip_ratio_high", 0.2),
+            **dual,
+        },
+        correction=bound,
+    )
 
 
 def documents_of(case):
@@ -87,9 +101,15 @@ def documents_of(case):
     documents = []
     for row in case["rows"]:
         length = len(row.get("policy", row["old"]))
-        documents.append({"mask": [1] * length, "policy": row.get("policy", row["old"]),
-                          "advantage": row.get("advantage", [0.0] * length),
-                          "entropy": row.get("entropy", [0.0] * length)} | row)
+        documents.append(
+            {
+                "mask": [1] * length,
+                "policy": row.get("policy", row["old"]),
+                "advantage": row.get("advantage", [0.0] * length),
+                "entropy": row.get("entropy", [0.0] * length),
+            }
+            | row
+        )
     return documents
 
 
@@ -129,8 +149,15 @@ def truncated(documents, config):
         raw += [math.exp(sum(gaps))] * len(gaps) if config["rollout_is"] == "sequence" else [math.exp(g) for g in gaps]
     raw_T = torch.tensor(raw, dtype=torch.float64)
     applied_T = raw_T.clamp(max=float(config["rollout_is_threshold"]))
-    return Term(raw_T, extras={"raw_weight": raw_T, "applied_weight": applied_T, "bounded_weight": applied_T,
-                               "kept": torch.ones_like(raw_T)})
+    return Term(
+        raw_T,
+        extras={
+            "raw_weight": raw_T,
+            "applied_weight": applied_T,
+            "bounded_weight": applied_T,
+            "kept": torch.ones_like(raw_T),
+        },
+    )
 
 
 # ---- what the table claims ---------------------------------------------------------------------------------
@@ -143,8 +170,11 @@ def test_a_canonical_key_is_the_same_number_and_no_other(system, spec):
     inputs, mask = inputs_of(documents)
     slots = DocumentSlots(0, len(documents))
     weights = torch.linspace(0.5, 3, len(mask), dtype=torch.float64)
-    terms = {"policy": Term(weights, extras={"raw_weight": weights, "applied_weight": weights.clamp(max=2.0),
-                                             "kept": weights < 2.8})}
+    terms = {
+        "policy": Term(
+            weights, extras={"raw_weight": weights, "applied_weight": weights.clamp(max=2.0), "kept": weights < 2.8}
+        )
+    }
     ours = finish_metrics([policy_metrics(inputs, terms, mask, "full", spec, slots)], ALONE)
     theirs = finish_metrics([as_named_by(system, inputs, mask, terms=terms, loss_spec=spec, slots=slots)], ALONE)
     claimed = 0
@@ -170,8 +200,10 @@ def test_weights_of_nemo_and_trl_are_those_after_truncation():
     term = Term(zeros, extras={"raw_weight": raw, "applied_weight": applied, "kept": applied > 0})
     inputs = LossInputs(zeros, zeros, zeros, sampler_logprobs_T=zeros)
     everywhere = torch.ones(3, dtype=torch.bool)
-    nemo, trl = (finish_metrics([as_named_by(system, inputs, everywhere, terms={"policy": term})], ALONE)
-                 for system in ("nemo_rl", "trl"))
+    nemo, trl = (
+        finish_metrics([as_named_by(system, inputs, everywhere, terms={"policy": term})], ALONE)
+        for system in ("nemo_rl", "trl")
+    )
     assert nemo["sampling_importance_ratio"] == pytest.approx(2.5 / 3)
     assert nemo["is_oob_ratio"] == pytest.approx(2 / 3)
     assert trl["sampling/importance_sampling_ratio/mean"] == pytest.approx(2.5 / 3)
@@ -183,8 +215,11 @@ def test_weights_of_nemo_and_trl_are_those_after_truncation():
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_table_says_every_definition(system):
-    for settings in (PeerSettings(ClipRule(0.8, 1.2, 3.0)), PeerSettings(None),
-                     PeerSettings(ClipRule(0.8, 1.2, None, True), "gspo", 4, "k2", True)):
+    for settings in (
+        PeerSettings(ClipRule(0.8, 1.2, 3.0)),
+        PeerSettings(None),
+        PeerSettings(ClipRule(0.8, 1.2, None, True), "gspo", 4, "k2", True),
+    ):
         table = alias_table(system, settings)
         assert table.index.is_unique
         assert (table[["meaning", "unit", "population", "weight", "reducer"]] != "").all().all()

@@ -56,8 +56,18 @@ def test_documents_are_read_from_their_tokens_and_sums():
     assert clip.read(tokens, log_ratios, torch.tensor([1.0, -4.0])) == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("sum", 5.0), ("squared_sum", 11.0), ("min", 1.0), ("max", 3.0),
-                                             ("mean", 5 / 3), ("effective_samples", 25 / 11), ("std", (8 / 9) ** 0.5)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sum", 5.0),
+        ("squared_sum", 11.0),
+        ("min", 1.0),
+        ("max", 3.0),
+        ("mean", 5 / 3),
+        ("effective_samples", 25 / 11),
+        ("std", (8 / 9) ** 0.5),
+    ],
+)
 def test_statistics_of_documents(name, value):
     """The standard deviation is the population's."""
     assert statistic(name, torch.tensor([1.0, 3.0, 1.0], dtype=torch.float64)) == pytest.approx(value)

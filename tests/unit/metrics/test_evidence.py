@@ -35,8 +35,12 @@ def rollouts(tmp_path_factory):
 
 
 def counted(tmp_path, rollouts, settings):
-    base = RunSpec(model={"source": "tiny-qwen3"}, precision="float64", data={"path": str(rollouts)},
-                   loss={"name": "grpo", "surrogate": {"clip_low": 0.3, "clip_high": 0.3}})
+    base = RunSpec(
+        model={"source": "tiny-qwen3"},
+        precision="float64",
+        data={"path": str(rollouts)},
+        loss={"name": "grpo", "surrogate": {"clip_low": 0.3, "clip_high": 0.3}},
+    )
     run = RunDirectory.create(tmp_path, "run", base.merged(settings))
     run_here(run, Path.cwd())
     return run, Evidence.of_steps(run.steps())
@@ -58,8 +62,15 @@ def test_counts_are_those_of_a_loop_over_tokens(tmp_path, rollouts, way):
             documents.add(int(source.document_ids_T[place]))
     assert 0 < clipped < trained
     assert 0 < len(documents) < 8
-    assert evidence == Evidence(steps=1, documents=8, gradient_documents=len(documents), trained_tokens=trained,
-                                gradient_tokens=reached, policy_gradient_tokens=reached, clipped_tokens=clipped)
+    assert evidence == Evidence(
+        steps=1,
+        documents=8,
+        gradient_documents=len(documents),
+        trained_tokens=trained,
+        gradient_tokens=reached,
+        policy_gradient_tokens=reached,
+        clipped_tokens=clipped,
+    )
 
 
 def test_a_gradient_of_the_entropy_alone_counts(tmp_path, rollouts):
@@ -67,27 +78,37 @@ def test_a_gradient_of_the_entropy_alone_counts(tmp_path, rollouts):
     assert evidence.gradient_tokens == evidence.trained_tokens > evidence.policy_gradient_tokens
 
 
-@pytest.mark.parametrize(("evidence", "nothing"), [
-    (Evidence(1, 8, 0, 0, 0), "no token is trained"),
-    (Evidence(1, 8, 0, 40, 0), "no document has a gradient"),
-    (Evidence(1, 8, 0, 40, 0, 0, 40), "every token that would have one is clipped"),
-    (Evidence(2, 8, 5, 40, 30, zero_steps=2), "every gradient is zero"),
-    (Evidence(2, 8, 5, 40, 30, zero_steps=1), ""),
-    (Evidence(1, 8, 1, 40, 1), "")])
+@pytest.mark.parametrize(
+    ("evidence", "nothing"),
+    [
+        (Evidence(1, 8, 0, 0, 0), "no token is trained"),
+        (Evidence(1, 8, 0, 40, 0), "no document has a gradient"),
+        (Evidence(1, 8, 0, 40, 0, 0, 40), "every token that would have one is clipped"),
+        (Evidence(2, 8, 5, 40, 30, zero_steps=2), "every gradient is zero"),
+        (Evidence(2, 8, 5, 40, 30, zero_steps=1), ""),
+        (Evidence(1, 8, 1, 40, 1), ""),
+    ],
+)
 def test_soundness_has_a_reason(evidence, nothing):
     assert nothing in evidence.nothing
     assert bool(evidence.nothing) == bool(nothing)
 
 
-@pytest.mark.parametrize(("evidence", "notes"), [
-    (Evidence(1, 8, 8, 40, 40, 40, 0), []),
-    (Evidence(1, 8, 4, 40, 20, 20, 20), []),
-    (Evidence(1, 8, 3, 40, 30), ["only 3 of 8 documents (37.5%)"]),
-    (Evidence(1, 8, 8, 40, 19, 19, 0), ["only 47.5% of the trained tokens"]),
-    (Evidence(1, 8, 8, 40, 19, 19, 21), ["52.5% of the trained tokens are clipped",
-                                              "only 47.5% of the trained tokens have a gradient"]),
-    (Evidence(1, 8, 8, 40, 40, 0, 0), ["the policy term gives no token a gradient"]),
-    (Evidence(3, 8, 8, 40, 40, zero_steps=1), ["every gradient is zero in 1 of 3 steps"])])
+@pytest.mark.parametrize(
+    ("evidence", "notes"),
+    [
+        (Evidence(1, 8, 8, 40, 40, 40, 0), []),
+        (Evidence(1, 8, 4, 40, 20, 20, 20), []),
+        (Evidence(1, 8, 3, 40, 30), ["only 3 of 8 documents (37.5%)"]),
+        (Evidence(1, 8, 8, 40, 19, 19, 0), ["only 47.5% of the trained tokens"]),
+        (
+            Evidence(1, 8, 8, 40, 19, 19, 21),
+            ["52.5% of the trained tokens are clipped", "only 47.5% of the trained tokens have a gradient"],
+        ),
+        (Evidence(1, 8, 8, 40, 40, 0, 0), ["the policy term gives no token a gradient"]),
+        (Evidence(3, 8, 8, 40, 40, zero_steps=1), ["every gradient is zero in 1 of 3 steps"]),
+    ],
+)
 def test_weak_evidence_warns_below_the_stated_share(evidence, notes):
     assert SPARSE == 0.5
     assert len(evidence.warnings) == len(notes)
@@ -95,12 +116,19 @@ def test_weak_evidence_warns_below_the_stated_share(evidence, notes):
 
 
 def test_steps_add_up_and_records_without_counts_have_none():
-    step = {"evidence/trained_tokens/sum": 10.0, "evidence/gradient_tokens/sum": 6.0, "evidence/documents/sum": 4.0,
-            "evidence/gradient_documents/sum": 3.0, "gradient/norm/global": 0.5}
+    step = {
+        "evidence/trained_tokens/sum": 10.0,
+        "evidence/gradient_tokens/sum": 6.0,
+        "evidence/documents/sum": 4.0,
+        "evidence/gradient_documents/sum": 3.0,
+        "gradient/norm/global": 0.5,
+    }
     assert Evidence.of_steps([step, step | {"gradient/norm/global": 0.0}]) == Evidence(2, 8, 6, 20, 12, zero_steps=1)
     assert Evidence.of_steps([{"step": 0, "gradient/norm/global": 0.5}]) is None
     assert split_evidence({"a/b/c": 1.0, "evidence/documents/sum": 4.0}) == (
-        {"a/b/c": 1.0}, {"evidence/documents/sum": 4.0})
+        {"a/b/c": 1.0},
+        {"evidence/documents/sum": 4.0},
+    )
 
 
 def test_of_two_runs_the_weaker_evidence_counts():

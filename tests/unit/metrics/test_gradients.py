@@ -7,16 +7,19 @@ from workbench.metrics.gradients import gradient_group_norms, parameter_group, p
 from workbench.policy.model import load_policy
 
 
-@pytest.mark.parametrize(("name", "group", "layer"), [
-    ("model.embed_tokens.weight", "embedding", None),
-    ("model.layers.0.self_attn.q_proj.weight", "attention", 0),
-    ("model.layers.11.self_attn.q_norm.weight", "norm", 11),
-    ("model.layers.2.input_layernorm.weight", "norm", 2),
-    ("model.layers.2.mlp.gate_proj.weight", "mlp", 2),
-    ("model.norm.weight", "norm", None),
-    ("lm_head.weight", "head", None),
-    ("vision.normalizer.mlp_like.weight", "other", None),  # whole names of modules, not pieces of them
-])
+@pytest.mark.parametrize(
+    ("name", "group", "layer"),
+    [
+        ("model.embed_tokens.weight", "embedding", None),
+        ("model.layers.0.self_attn.q_proj.weight", "attention", 0),
+        ("model.layers.11.self_attn.q_norm.weight", "norm", 11),
+        ("model.layers.2.input_layernorm.weight", "norm", 2),
+        ("model.layers.2.mlp.gate_proj.weight", "mlp", 2),
+        ("model.norm.weight", "norm", None),
+        ("lm_head.weight", "head", None),
+        ("vision.normalizer.mlp_like.weight", "other", None),  # whole names of modules, not pieces of them
+    ],
+)
 def test_a_parameter_belongs_to_one_group(name, group, layer):
     assert parameter_group(name) == group
     assert parameter_layer(name) == layer
@@ -30,15 +33,19 @@ def test_every_parameter_of_the_models_here_is_known():
 
 def test_squares_of_groups_add_up_to_the_global_norm():
     g = torch.Generator().manual_seed(3)
-    names = ["model.embed_tokens.weight", "lm_head.weight", "model.norm.weight",
-             *(f"model.layers.{layer}.{part}.weight" for layer in range(3)
-               for part in ("self_attn.o_proj", "mlp.up_proj"))]
+    names = [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.norm.weight",
+        *(f"model.layers.{layer}.{part}.weight" for layer in range(3) for part in ("self_attn.o_proj", "mlp.up_proj")),
+    ]
     norms = dict(zip(names, torch.rand(len(names), generator=g).tolist(), strict=True))
     basic, full = gradient_group_norms(norms), gradient_group_norms(norms, "full")
     squares = sum(norm**2 for norm in norms.values())
     assert sum(norm**2 for norm in basic.values()) == pytest.approx(squares)
     assert list(basic) == [f"gradient/norm/{group}" for group in ("norm", "attention", "mlp", "embedding", "head")]
-    assert full["gradient/norm/layer_01"] == pytest.approx(math.hypot(
-        norms["model.layers.1.self_attn.o_proj.weight"], norms["model.layers.1.mlp.up_proj.weight"]))
+    assert full["gradient/norm/layer_01"] == pytest.approx(
+        math.hypot(norms["model.layers.1.self_attn.o_proj.weight"], norms["model.layers.1.mlp.up_proj.weight"])
+    )
     assert len(full) == len(basic) + 3
     assert gradient_group_norms(norms, "none") == {}

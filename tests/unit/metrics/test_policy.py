@@ -31,8 +31,14 @@ def finished(inputs, terms, mask, level="full", spec=PPO, slots=None):
 def test_metrics_of_two_trained_tokens_and_one_that_is_not():
     policy = torch.log(torch.tensor([2.0, 0.9, 100.0], dtype=torch.float64))
     zero = torch.zeros(3, dtype=torch.float64)
-    inputs = LossInputs(policy, zero, torch.tensor([1.0, -3.0, 50.0], dtype=torch.float64), ref_logprobs_T=zero,
-                        entropy_T=torch.tensor([0.5, 1.5, 9.0]), loss_mask_T=torch.tensor([True, True, False]))
+    inputs = LossInputs(
+        policy,
+        zero,
+        torch.tensor([1.0, -3.0, 50.0], dtype=torch.float64),
+        ref_logprobs_T=zero,
+        entropy_T=torch.tensor([0.5, 1.5, 9.0]),
+        loss_mask_T=torch.tensor([True, True, False]),
+    )
     terms = make_loss(LossSpec(kl={"coefficient": 0.1}))(inputs)
     found = finished(inputs, terms, inputs.loss_mask_T, "basic")
     assert found["tokens/trained/sum"] == 2
@@ -120,8 +126,10 @@ def pieces_of(documents, spec, labels=None, parts=1):
         slots = DocumentSlots(0, len(documents), segment_lengths(documents, places))
         named = policy_metrics(inputs, {}, mask, "full", spec, slots)
         for system in SYSTEMS:
-            named |= {f"{system} {key}": value for key, value in as_named_by(
-                system, inputs, mask, loss_spec=spec, slots=slots).items()}
+            named |= {
+                f"{system} {key}": value
+                for key, value in as_named_by(system, inputs, mask, loss_spec=spec, slots=slots).items()
+            }
         pieces.append(named)
     return pieces
 
@@ -213,11 +221,19 @@ def test_the_share_without_gradient_is_that_of_autograd(name, advantage):
     policy_T = others[0].requires_grad_()
     mask_T = torch.tensor([1, 1, 1, 0, 1, 1, 1, 1]).bool()
     ids_T = torch.arange(8) // 4
-    inputs = LossInputs(policy_T, old_T, torch.full((8,), advantage, dtype=torch.float64), others[1], others[2],
-                        loss_mask_T=mask_T, document_ids_T=ids_T, rewards_T=ids_T.double(),
-                        group_ids_T=torch.zeros_like(ids_T))
+    inputs = LossInputs(
+        policy_T,
+        old_T,
+        torch.full((8,), advantage, dtype=torch.float64),
+        others[1],
+        others[2],
+        loss_mask_T=mask_T,
+        document_ids_T=ids_T,
+        rewards_T=ids_T.double(),
+        group_ids_T=torch.zeros_like(ids_T),
+    )
     spec = LossSpec(name=name)
     terms = make_loss(spec)(inputs)
-    slope_T, = torch.autograd.grad(terms["policy"].values_T[mask_T].sum(), policy_T)
+    (slope_T,) = torch.autograd.grad(terms["policy"].values_T[mask_T].sum(), policy_T)
     found = policy_metrics(inputs, terms, mask_T, "basic", spec)["clip/gradient_zero/fraction"].finish()
     assert found == pytest.approx(float((slope_T[mask_T] == 0).double().mean()))

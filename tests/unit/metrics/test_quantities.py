@@ -38,9 +38,12 @@ def quantities(policy, old, *, advantages=None, mask=None, clip=None, terms=None
     def tensor(values):
         return torch.tensor(values, dtype=torch.float32)
 
-    inputs = LossInputs(tensor(policy), tensor(old), tensor(advantages or [1.0] * len(policy)),
-                        **{name: values if isinstance(values, torch.Tensor) else tensor(values)
-                           for name, values in more.items()})
+    inputs = LossInputs(
+        tensor(policy),
+        tensor(old),
+        tensor(advantages or [1.0] * len(policy)),
+        **{name: values if isinstance(values, torch.Tensor) else tensor(values) for name, values in more.items()},
+    )
     mask_T = torch.tensor(mask or [1] * len(policy), dtype=torch.bool)
     return Quantities(inputs, terms or {}, mask_T, clip=clip, slots=slots)
 
@@ -95,10 +98,18 @@ def test_sampled_entropy_weighs_with_the_ratio():
     assert float(q.column(SampledEntropy())) == pytest.approx(math.e)
 
 
-@pytest.mark.parametrize(("region", "expected"), [
-    ("outside", [1, 1, 1, 1, 0, 1, 1]), ("outside_low", [0, 0, 1, 1, 0, 0, 1]),
-    ("outside_high", [1, 1, 0, 0, 0, 1, 0]), ("cut", [1, 0, 0, 1, 0, 0, 0]), ("cut_low", [0, 0, 0, 1, 0, 0, 0]),
-    ("cut_high", [1, 0, 0, 0, 0, 0, 0]), ("cut_dual", [0, 1, 0, 0, 0, 0, 0])])
+@pytest.mark.parametrize(
+    ("region", "expected"),
+    [
+        ("outside", [1, 1, 1, 1, 0, 1, 1]),
+        ("outside_low", [0, 0, 1, 1, 0, 0, 1]),
+        ("outside_high", [1, 1, 0, 0, 0, 1, 0]),
+        ("cut", [1, 0, 0, 1, 0, 0, 0]),
+        ("cut_low", [0, 0, 0, 1, 0, 0, 0]),
+        ("cut_high", [1, 0, 0, 0, 0, 0, 0]),
+        ("cut_dual", [0, 1, 0, 0, 0, 0, 0]),
+    ],
+)
 def test_where_a_ratio_lies_and_without_an_advantage_nothing_is_cut(region, expected):
     ratio = torch.tensor([4.0, 4.0, 0.5, 0.5, 1.0, 4.0, 0.5])
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
@@ -121,9 +132,15 @@ def test_token_clips_are_unknown_where_the_ratio_is_a_documents():
 
 def test_what_the_policy_term_says():
     zeros = torch.zeros(4)
-    term = Term(zeros, clipped_T=torch.tensor([True, False, False, False]),
-                extras={"raw_weight": torch.tensor([1.0, 2.0, 3.0, 1.0]), "kept": torch.tensor([1, 1, 0, 1]).bool(),
-                        "applied_weight": torch.tensor([1.0, 1.5, 0.0, 1.0])})
+    term = Term(
+        zeros,
+        clipped_T=torch.tensor([True, False, False, False]),
+        extras={
+            "raw_weight": torch.tensor([1.0, 2.0, 3.0, 1.0]),
+            "kept": torch.tensor([1, 1, 0, 1]).bool(),
+            "applied_weight": torch.tensor([1.0, 1.5, 0.0, 1.0]),
+        },
+    )
     q = quantities([0.0] * 4, [0.0] * 4, advantages=[1.0, 1.0, 1.0, 0.0], terms={"policy": term})
     assert q.column(Cut("policy")).tolist() == [1, 0, 0, 0]
     assert q.column(NoGradient()).tolist() == [1, 0, 1, 1]
@@ -131,9 +148,20 @@ def test_what_the_policy_term_says():
     assert q.column(Truncated()).tolist() == [0, 1, 0, 0]
     assert q.column(Extra("raw_weight")).tolist() == [1, 2, 3, 1]
     nothing = quantities([0.0], [0.0])
-    for column in (Cut("policy"), NoGradient(), Dropped(), Truncated(), Extra("kept"), Entropy(), LogProb("ref"),
-                   Ratio("old", "sampler"), KL("k1", "policy", "ref"), LogRatio("old", "sampler"), SampledEntropy(),
-                   JensenShannon("old", "sampler")):
+    for column in (
+        Cut("policy"),
+        NoGradient(),
+        Dropped(),
+        Truncated(),
+        Extra("kept"),
+        Entropy(),
+        LogProb("ref"),
+        Ratio("old", "sampler"),
+        KL("k1", "policy", "ref"),
+        LogRatio("old", "sampler"),
+        SampledEntropy(),
+        JensenShannon("old", "sampler"),
+    ):
         assert nothing.column(column) is None, column
 
 
@@ -161,23 +189,28 @@ def test_nothing_is_computed_twice_and_all_in_float64_without_a_gradient():
     assert not first.requires_grad
 
 
-@pytest.mark.parametrize(("surrogate", "expected"), [
-    ({"clip_low": 0.2, "clip_high": 0.28}, ClipRule(0.8, 1.28)),
-    ({"dual_clip": 3.0, "delta": 2.0}, ClipRule(0.8, 1.2, 2.0)),
-    ({"delta": 1.1}, ClipRule(0.8, 1.2, 1.2)),
-    ({"kind": "cispo", "clip_high": 4.0}, ClipRule(-INF, 5.0)),
-    ({"kind": "cispo", "clip_low": 0.5, "clip_high": 4.0, "bounds": "absolute"}, ClipRule(0.5, 4.0)),
-    ({"kind": "gmpo", "clip_low": 0.4, "clip_high": 0.4}, ClipRule(math.exp(-0.4), math.exp(0.4))),
-    ({"kind": "gspo", "clip_low": 0.1, "clip_high": 0.2}, ClipRule(0.9, 1.2, None, True)),
-    ({"kind": "gspo", "level": "segment"}, None),
-    ({"kind": "gspo", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": 3.0, "delta": 2.0},
-     ClipRule(0.9, 1.2, 2.0, True)),
-    ({"kind": "cispo", "clip_high": 4.0, "level": "document"}, ClipRule(-INF, 5.0, None, True)),
-    ({"kind": "cispo", "clip_high": 4.0, "level": "segment"}, None),
-    ({"kind": "luspo", "clip_low": 0.1, "clip_high": 0.2}, ClipRule(0.9, 1.2, None, True)),
-    ({"kind": "ppo", "anchor": "sampler"}, ClipRule(0.8, 1.2, anchor="sampler")),
-    ({"kind": "sapo"}, None),
-])
+@pytest.mark.parametrize(
+    ("surrogate", "expected"),
+    [
+        ({"clip_low": 0.2, "clip_high": 0.28}, ClipRule(0.8, 1.28)),
+        ({"dual_clip": 3.0, "delta": 2.0}, ClipRule(0.8, 1.2, 2.0)),
+        ({"delta": 1.1}, ClipRule(0.8, 1.2, 1.2)),
+        ({"kind": "cispo", "clip_high": 4.0}, ClipRule(-INF, 5.0)),
+        ({"kind": "cispo", "clip_low": 0.5, "clip_high": 4.0, "bounds": "absolute"}, ClipRule(0.5, 4.0)),
+        ({"kind": "gmpo", "clip_low": 0.4, "clip_high": 0.4}, ClipRule(math.exp(-0.4), math.exp(0.4))),
+        ({"kind": "gspo", "clip_low": 0.1, "clip_high": 0.2}, ClipRule(0.9, 1.2, None, True)),
+        ({"kind": "gspo", "level": "segment"}, None),
+        (
+            {"kind": "gspo", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": 3.0, "delta": 2.0},
+            ClipRule(0.9, 1.2, 2.0, True),
+        ),
+        ({"kind": "cispo", "clip_high": 4.0, "level": "document"}, ClipRule(-INF, 5.0, None, True)),
+        ({"kind": "cispo", "clip_high": 4.0, "level": "segment"}, None),
+        ({"kind": "luspo", "clip_low": 0.1, "clip_high": 0.2}, ClipRule(0.9, 1.2, None, True)),
+        ({"kind": "ppo", "anchor": "sampler"}, ClipRule(0.8, 1.2, anchor="sampler")),
+        ({"kind": "sapo"}, None),
+    ],
+)
 def test_the_clip_of_a_surrogate(surrogate, expected):
     assert clip_rule(LossSpec(surrogate={"kind": "ppo"} | surrogate)) == expected
     assert clip_rule(None) is None

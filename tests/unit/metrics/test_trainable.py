@@ -23,8 +23,9 @@ def batch(*documents):
 
 def grouped(*rewards, **given):
     """Documents by group, given their rewards."""
-    return batch(*({"reward": reward, "group_id": group} | given
-                   for group, several in enumerate(rewards) for reward in several))
+    return batch(
+        *({"reward": reward, "group_id": group} | given for group, several in enumerate(rewards) for reward in several)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -34,8 +35,14 @@ def test_every_batch_that_trains_nothing_says_why(case):
 
 
 def test_tokens_count_by_mask_and_advantage():
-    found = Trainable.of(batch({"advantages": 1.0}, {"advantages": [0.0, 0.0, 2.0]}, {"advantages": [5.0, 0.0, 0.0]},
-                               {"advantages": 1.0, "loss_mask": [0, 0, 0]}))
+    found = Trainable.of(
+        batch(
+            {"advantages": 1.0},
+            {"advantages": [0.0, 0.0, 2.0]},
+            {"advantages": [5.0, 0.0, 0.0]},
+            {"advantages": 1.0, "loss_mask": [0, 0, 0]},
+        )
+    )
     assert (found.documents, found.tokens) == (4, 12)
     assert (found.trained_documents, found.trained_tokens) == (3, 6)
     assert (found.advantage_documents, found.advantage_tokens) == (2, 3)
@@ -54,27 +61,45 @@ def test_a_document_that_does_not_train_has_no_part_in_its_group():
     assert found.nothing == "all recorded advantages are zero, and every group has one document"
 
 
-@pytest.mark.parametrize(("made", "warnings"), [
-    (batch({"advantages": 1.0}, {}, {}), ["recorded advantages are zero on all but 1 of 3 (33.3%) documents"]),
-    (batch({"advantages": 1.0}, {"advantages": 1.0}, {}), []),
-    (batch(*[{"advantages": 1.0}] * 2, *[{"advantages": 1.0, "loss_mask": [0, 0, 0]}] * 3),
-     ["only 2 of 5 (40.0%) documents have a trained token",
-      "recorded advantages are zero on all but 2 of 5 (40.0%) documents"]),
-    (grouped([1.0], [0.0], advantages=1.0),
-     ["group estimators give an advantage to only 0 of 2 (0.0%) documents: every group has one document"]),
-    (grouped([1.0, 1.0], [1.0, 1.0], advantages=1.0),
-     ["group estimators give an advantage to only 0 of 4 (0.0%) documents: no group has different rewards"]),
-    (grouped([1.0, 0.0], [1.0, 1.0], [0.0, 0.0], advantages=1.0),
-     ["group estimators give an advantage to only 2 of 6 (33.3%) documents"])])
+@pytest.mark.parametrize(
+    ("made", "warnings"),
+    [
+        (batch({"advantages": 1.0}, {}, {}), ["recorded advantages are zero on all but 1 of 3 (33.3%) documents"]),
+        (batch({"advantages": 1.0}, {"advantages": 1.0}, {}), []),
+        (
+            batch(*[{"advantages": 1.0}] * 2, *[{"advantages": 1.0, "loss_mask": [0, 0, 0]}] * 3),
+            [
+                "only 2 of 5 (40.0%) documents have a trained token",
+                "recorded advantages are zero on all but 2 of 5 (40.0%) documents",
+            ],
+        ),
+        (
+            grouped([1.0], [0.0], advantages=1.0),
+            ["group estimators give an advantage to only 0 of 2 (0.0%) documents: every group has one document"],
+        ),
+        (
+            grouped([1.0, 1.0], [1.0, 1.0], advantages=1.0),
+            ["group estimators give an advantage to only 0 of 4 (0.0%) documents: no group has different rewards"],
+        ),
+        (
+            grouped([1.0, 0.0], [1.0, 1.0], [0.0, 0.0], advantages=1.0),
+            ["group estimators give an advantage to only 2 of 6 (33.3%) documents"],
+        ),
+    ],
+)
 def test_a_share_below_half_is_a_warning(made, warnings):
     assert list(Trainable.of(made).warnings) == warnings
 
 
-@pytest.mark.parametrize(("made", "reason"), [
-    (grouped([1.0, 0.0], [0.0, 2.0]), ""),
-    (grouped([1.0, 0.0], [1.0, 1.0], [1.0, 0.0, 0.5], [1.0]), "3 of 4 groups are not two trained documents"),
-    (batch({"advantages": 1.0}), "needs groups with rewards"),
-    (grouped([1.0, 0.0], loss_mask=[0, 0, 0]), "no token is trained")])
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (grouped([1.0, 0.0], [0.0, 2.0]), ""),
+        (grouped([1.0, 0.0], [1.0, 1.0], [1.0, 0.0, 0.5], [1.0]), "3 of 4 groups are not two trained documents"),
+        (batch({"advantages": 1.0}), "needs groups with rewards"),
+        (grouped([1.0, 0.0], loss_mask=[0, 0, 0]), "no token is trained"),
+    ],
+)
 def test_a_loss_on_pairs_needs_pairs(made, reason):
     found = Trainable.of(made).nothing_for(LossSpec(name="dpo"))
     assert reason in found
@@ -91,9 +116,16 @@ def test_only_losses_without_advantages_do_without_them():
 @pytest.mark.parametrize("name", [name for name in PRESETS if not LossSpec(name=name).needs_pairs])
 def test_losses_that_do_without_advantages_are_those_named(name):
     spec, place_T = LossSpec(name=name), torch.arange(4, dtype=torch.float64)
-    inputs = LossInputs(-1 - 0.1 * place_T, -1.3 - 0.05 * place_T, 1.5 - place_T, ref_logprobs_T=-1.1 - 0.03 * place_T,
-                        sampler_logprobs_T=-1.2 - 0.07 * place_T, entropy_T=1 + place_T, rewards_T=1 + place_T,
-                        document_ids_T=torch.arange(4) // 2)
+    inputs = LossInputs(
+        -1 - 0.1 * place_T,
+        -1.3 - 0.05 * place_T,
+        1.5 - place_T,
+        ref_logprobs_T=-1.1 - 0.03 * place_T,
+        sampler_logprobs_T=-1.2 - 0.07 * place_T,
+        entropy_T=1 + place_T,
+        rewards_T=1 + place_T,
+        document_ids_T=torch.arange(4) // 2,
+    )
     loss = make_loss(spec)
     moves = not torch.equal(token_values(loss(inputs)), token_values(loss(replace(inputs, advantages_T=3 - place_T))))
     assert moves == (spec.surrogate.kind not in WITHOUT_ADVANTAGES)

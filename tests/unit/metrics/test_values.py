@@ -34,9 +34,19 @@ def longest(tokens_N, sum_N):
 
 
 REDUCERS = {
-    "sum": Sum(), "squares": SquaredSum(), "count": Count(), "mean": Mean(), "mean_eps": Mean(epsilon=1e-8),
-    "share": Share(of=7.0), "std": Deviation(1.0), "ess": EffectiveSampleSize(), "ess_share": EffectiveSampleSize(True),
-    "max": Maximum(), "min": Minimum(), "log_mean_exp": LogMeanExp(), "log_sum_exp": LogMeanExp(mean=False),
+    "sum": Sum(),
+    "squares": SquaredSum(),
+    "count": Count(),
+    "mean": Mean(),
+    "mean_eps": Mean(epsilon=1e-8),
+    "share": Share(of=7.0),
+    "std": Deviation(1.0),
+    "ess": EffectiveSampleSize(),
+    "ess_share": EffectiveSampleSize(True),
+    "max": Maximum(),
+    "min": Minimum(),
+    "log_mean_exp": LogMeanExp(),
+    "log_sum_exp": LogMeanExp(mean=False),
     "median": Quantile(0.5),
 }
 
@@ -49,9 +59,19 @@ def all_kinds(values, mask, weights=None):
 
 
 EXPECTED = {
-    "sum": 8.0, "squares": 28.0, "count": 4.0, "mean": 2.0, "mean_eps": 8 / (4 + 1e-8), "share": 8 / 7,
-    "std": math.sqrt(3), "ess": 64 / 28, "ess_share": 16 / 28, "max": 5.0, "min": 1.0,
-    "log_mean_exp": math.log((3 * math.e + math.exp(5)) / 4), "log_sum_exp": math.log(3 * math.e + math.exp(5)),
+    "sum": 8.0,
+    "squares": 28.0,
+    "count": 4.0,
+    "mean": 2.0,
+    "mean_eps": 8 / (4 + 1e-8),
+    "share": 8 / 7,
+    "std": math.sqrt(3),
+    "ess": 64 / 28,
+    "ess_share": 16 / 28,
+    "max": 5.0,
+    "min": 1.0,
+    "log_mean_exp": math.log((3 * math.e + math.exp(5)) / 4),
+    "log_sum_exp": math.log(3 * math.e + math.exp(5)),
 }
 
 
@@ -60,8 +80,12 @@ def close(found):
 
 
 def test_micro_batches_merge_by_count_and_an_empty_one_changes_nothing():
-    pieces = [all_kinds([1.0], [1]), all_kinds([-7.0, math.nan], [0, 0]), all_kinds([], []),
-              all_kinds([1.0, 1.0, 5.0], [1, 1, 1])]
+    pieces = [
+        all_kinds([1.0], [1]),
+        all_kinds([-7.0, math.nan], [0, 0]),
+        all_kinds([], []),
+        all_kinds([1.0, 1.0, 5.0], [1, 1, 1]),
+    ]
     found = finish_metrics(pieces, ALONE)
     assert found.pop("median") == pytest.approx(1.0, rel=0.01)
     assert found == close(EXPECTED)  # a mean of means would say 1.67
@@ -148,8 +172,11 @@ TOKENS = st.lists(st.tuples(NUMBERS, st.booleans(), st.floats(0.01, 3)), max_siz
 
 def total(reducer, tokens):
     values, mask, weights = zip(*tokens, strict=True) if tokens else ((), (), ())
-    return reducer.over(torch.tensor(values, dtype=torch.float64), torch.tensor(mask, dtype=torch.bool),
-                        torch.tensor(weights, dtype=torch.float64))
+    return reducer.over(
+        torch.tensor(values, dtype=torch.float64),
+        torch.tensor(mask, dtype=torch.bool),
+        torch.tensor(weights, dtype=torch.float64),
+    )
 
 
 def same(a: Value, b: Value):
@@ -168,8 +195,9 @@ def test_any_split_in_any_order_gives_the_number_of_one_pass(name, data):
     if name in ("median", "ess", "ess_share"):
         tokens = [(abs(value) if math.isfinite(value) else 0.0, mask, weight) for value, mask, weight in tokens]
     labels = data.draw(st.lists(st.integers(0, 4), min_size=len(tokens), max_size=len(tokens)))
-    pieces = [total(reducer, [t for t, label in zip(tokens, labels, strict=True) if label == part])
-              for part in range(5)]
+    pieces = [
+        total(reducer, [t for t, label in zip(tokens, labels, strict=True) if label == part]) for part in range(5)
+    ]
     order = data.draw(st.permutations(pieces))
     left = right = reducer.identity()
     for piece in order:
@@ -181,7 +209,8 @@ def test_any_split_in_any_order_gives_the_number_of_one_pass(name, data):
     assert same(right, whole)
     assert same(order[0].merge(order[1]), order[1].merge(order[0]))
     assert finish_metrics([{"m": piece} for piece in order], ALONE)["m"] == pytest.approx(
-        whole.finish(), rel=1e-9, abs=1e-9, nan_ok=True)
+        whole.finish(), rel=1e-9, abs=1e-9, nan_ok=True
+    )
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)
@@ -193,8 +222,11 @@ def test_a_table_of_documents_is_the_same_however_documents_are_cut(data):
 
     def table(chosen):
         ids, mask, values = zip(*chosen, strict=True) if chosen else ((), (), ())
-        return reducer.table([torch.tensor(values, dtype=torch.float64)], torch.tensor(mask, dtype=torch.bool),
-                             torch.tensor(ids, dtype=torch.long))
+        return reducer.table(
+            [torch.tensor(values, dtype=torch.float64)],
+            torch.tensor(mask, dtype=torch.bool),
+            torch.tensor(ids, dtype=torch.long),
+        )
 
     sums = {}
     for document, counts, value in tokens:
@@ -226,8 +258,10 @@ def test_a_table_of_documents_has_maxima_beside_sums_and_ranks_without_a_documen
 def test_rows_in_any_order_finish_to_the_same_bits():
     """The ordinary merge does not promise that, and does not keep it here."""
     draw = torch.Generator().manual_seed(3)
-    rows = [all_kinds((10.0 ** torch.randn(5, generator=draw, dtype=torch.float64) - 1).tolist(), [1, 1, 0, 1, 1])
-            for _ in range(6)]
+    rows = [
+        all_kinds((10.0 ** torch.randn(5, generator=draw, dtype=torch.float64) - 1).tolist(), [1, 1, 0, 1, 1])
+        for _ in range(6)
+    ]
     expected, ordinary = finish_in_order(rows, torch.arange(6), ALONE), finish_metrics(rows, ALONE)
     assert expected == pytest.approx(ordinary, rel=1e-12)
     merged = []
@@ -244,5 +278,6 @@ def test_an_empty_row_changes_no_bit():
     rows = [all_kinds(torch.randn(5, generator=draw).tolist(), [1] * 5) for _ in range(3)]
     nothing = {name: reducer.identity() for name, reducer in REDUCERS.items()}
     for place in (-1, 1, 9):
-        assert finish_in_order([*rows, nothing], torch.tensor([0, 1, 2, place]), ALONE) == \
-            finish_in_order(rows, torch.arange(3), ALONE)
+        assert finish_in_order([*rows, nothing], torch.tensor([0, 1, 2, place]), ALONE) == finish_in_order(
+            rows, torch.arange(3), ALONE
+        )

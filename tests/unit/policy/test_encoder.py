@@ -27,9 +27,17 @@ def found(mesh, name, order="contiguous"):
     return features.detach(), places_s, full_gradients(made.model, made.shards, mesh)
 
 
-@pytest.mark.parametrize(("name", "cp", "tp", "order"), [
-    ("tiny-siglip", 1, 2, "contiguous"), ("tiny-siglip", 2, 1, "zigzag"), ("tiny-siglip", 4, 1, "contiguous"),
-    ("tiny-siglip", 2, 2, "contiguous"), ("tiny-clip", 1, 4, "contiguous"), ("tiny-clip", 5, 1, "contiguous")])
+@pytest.mark.parametrize(
+    ("name", "cp", "tp", "order"),
+    [
+        ("tiny-siglip", 1, 2, "contiguous"),
+        ("tiny-siglip", 2, 1, "zigzag"),
+        ("tiny-siglip", 4, 1, "contiguous"),
+        ("tiny-siglip", 2, 2, "contiguous"),
+        ("tiny-clip", 1, 4, "contiguous"),
+        ("tiny-clip", 5, 1, "contiguous"),
+    ],
+)
 def test_a_cut_encoder_is_the_whole_one(name, cp, tp, order):
     [(whole, _, expected)] = simulate(lambda mesh: found(mesh, name))
     for features, places_s, gradients in simulate(lambda mesh: found(mesh, name, order), cp=cp, tp=tp):
@@ -58,8 +66,11 @@ def test_what_cannot_be_is_refused_in_words():
 def test_a_plan_that_is_not_meant_for_it_is_found_by_measuring(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setitem(tensor_plan.NAMES, "out_proj", "rowwise_split_input")
-        with pytest.raises(SpecError, match=r"model type 'siglip_vision_model' over tp=2, cp=1\n"
-                                            "  found: RuntimeError"):
+        with pytest.raises(
+            SpecError,
+            match=r"model type 'siglip_vision_model' over tp=2, cp=1\n"
+            "  found: RuntimeError",
+        ):
             simulate(lambda mesh: found(mesh, "tiny-siglip"), tp=2)
 
     def unevenly(model, plan, axis):
@@ -80,8 +91,9 @@ def test_attention_that_does_not_gather_is_found_by_measuring(monkeypatch):
 
 def test_the_projector_is_drawn_from_its_seed_and_leaves_the_global_state():
     torch.manual_seed(9)
-    drawn = [make_encoder(TINY_VISION["tiny-siglip"](seed=4), 16, seed=seed).model.projector.fc1.weight
-             for seed in (5, 5, 6)]
+    drawn = [
+        make_encoder(TINY_VISION["tiny-siglip"](seed=4), 16, seed=seed).model.projector.fc1.weight for seed in (5, 5, 6)
+    ]
     after = torch.rand(1)
     torch.manual_seed(9)
     assert torch.equal(after, torch.rand(1))

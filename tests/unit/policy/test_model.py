@@ -48,9 +48,13 @@ def test_what_the_first_layer_reads_may_be_given():
 
 def test_the_temperature_divides_logits_in_every_implementation():
     hidden, targets = torch.randn(5, 64, dtype=torch.float64), torch.tensor([0, 18, 3, 7, 7])
-    found = [load_policy("tiny-qwen3", precision="float64", temperature=temperature, implementation=name)
-             .token_logprobs(hidden, targets)[0].detach()
-             for temperature in (0.7, 1.0) for name in ("reference", "vocabulary_parallel", "chunked")]
+    found = [
+        load_policy("tiny-qwen3", precision="float64", temperature=temperature, implementation=name)
+        .token_logprobs(hidden, targets)[0]
+        .detach()
+        for temperature in (0.7, 1.0)
+        for name in ("reference", "vocabulary_parallel", "chunked")
+    ]
     for cooler, plain in zip(found[:3], found[3:], strict=True):
         torch.testing.assert_close(cooler, found[0], rtol=0, atol=1e-12)
         torch.testing.assert_close(plain, found[3], rtol=0, atol=1e-12)
@@ -109,19 +113,35 @@ def small(kind, folder, **more):
     """A tiny checkpoint of another architecture."""
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**{
-        "vocab_size": 19, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None,
-        "eos_token_id": None} | more)
+    config = getattr(transformers, f"{kind}Config")(
+        **{
+            "vocab_size": 19,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "pad_token_id": None,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        | more
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder / kind)
     return model
 
 
-@pytest.mark.parametrize(("kind", "more"), [
-    ("Llama", {"attention_bias": True}), ("Qwen2", {"tie_word_embeddings": True}),
-    ("Mistral", {"sliding_window": None})])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Llama", {"attention_bias": True}),
+        ("Qwen2", {"tie_word_embeddings": True}),
+        ("Mistral", {"sliding_window": None}),
+    ],
+)
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_other_dense_decoders_are_taken(kind, more, precision, tmp_path):
     stock = small(kind, tmp_path, **more)
@@ -152,7 +172,8 @@ def test_an_id_that_a_tokenizer_pads_with_trains_where_it_is_text(tmp_path):
 
 
 WINDOWED = [
-    ("Mistral", {"sliding_window": 4}), ("Mistral", {"sliding_window": 4096}),
+    ("Mistral", {"sliding_window": 4}),
+    ("Mistral", {"sliding_window": 4096}),
     ("Qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     ("Gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 8, "sliding_window": 4}),
 ]
@@ -163,19 +184,24 @@ def test_sliding_windows_are_those_of_the_stock_model(kind, more, tmp_path):
     stock = small(kind, tmp_path, **more)
     policy = load_policy(kind, project=tmp_path)
     tokens = torch.arange(30) % 19
-    hidden = policy.hidden_states(torch.cat([tokens, tokens[:9]]), torch.cat([torch.arange(30), torch.arange(9)]),
-                                  one_rank([0] * 30 + [1] * 9))
+    hidden = policy.hidden_states(
+        torch.cat([tokens, tokens[:9]]), torch.cat([torch.arange(30), torch.arange(9)]), one_rank([0] * 30 + [1] * 9)
+    )
     with torch.no_grad():
-        long, short = (stock.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0]
-                       for row in (tokens, tokens[:9]))
+        long, short = (
+            stock.base_model(input_ids=row[None], use_cache=False).last_hidden_state[0] for row in (tokens, tokens[:9])
+        )
     torch.testing.assert_close(hidden, torch.cat([long, short]), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(("kind", "more"), WINDOWED)
 def test_a_window_that_is_not_handed_on_is_found_by_measuring_however_long_it_is(kind, more, tmp_path, monkeypatch):
     small(kind, tmp_path, **more)
-    monkeypatch.setattr(model, "sharded_attention", lambda *tensors, sliding_window=None, whole=model.sharded_attention,
-                        **rest: whole(*tensors, **rest))
+    monkeypatch.setattr(
+        model,
+        "sharded_attention",
+        lambda *tensors, sliding_window=None, whole=model.sharded_attention, **rest: whole(*tensors, **rest),
+    )
     with pytest.raises(SpecError, match="packed run"):
         load_policy(kind, project=tmp_path)
 
@@ -221,12 +247,24 @@ def test_checkpointing_without_layers_is_refused_in_words():
         model._checkpoint_layers(Bare(1, 1))
 
 
-@pytest.mark.parametrize(("kind", "more", "option", "value"), [
-    ("Granite", {"logits_scaling": 4.0}, "logit_scale", 0.25),
-    ("Cohere", {"logit_scale": 0.0625}, "logit_scale", 0.0625),
-    ("Gemma2", {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None, "head_dim": 8,
-                "layer_types": ["full_attention"] * 2}, "soft_cap", 0.5),
-])
+@pytest.mark.parametrize(
+    ("kind", "more", "option", "value"),
+    [
+        ("Granite", {"logits_scaling": 4.0}, "logit_scale", 0.25),
+        ("Cohere", {"logit_scale": 0.0625}, "logit_scale", 0.0625),
+        (
+            "Gemma2",
+            {
+                "final_logit_softcapping": 0.5,
+                "attn_logit_softcapping": None,
+                "head_dim": 8,
+                "layer_types": ["full_attention"] * 2,
+            },
+            "soft_cap",
+            0.5,
+        ),
+    ],
+)
 def test_what_the_configuration_does_to_logits_is_done_by_the_head(kind, more, option, value, tmp_path):
     stock = small(kind, tmp_path, **more)
     for implementation in ("reference", "vocabulary_parallel", "chunked"):
@@ -260,11 +298,14 @@ def test_rotary_that_depends_on_the_longest_position_is_refused_in_every_precisi
         load_policy("Llama", project=tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "more"), [
-    ("GPTNeo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),  # its own attention
-    ("Bloom", {"n_layer": 2, "n_head": 4}),                                              # positions by distance
-    ("Gemma", {"head_dim": 8}),                                                          # norms of another kind
-])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("GPTNeo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),  # its own attention
+        ("Bloom", {"n_layer": 2, "n_head": 4}),  # positions by distance
+        ("Gemma", {"head_dim": 8}),  # norms of another kind
+    ],
+)
 def test_a_decoder_that_would_mean_something_else_is_refused_by_measuring_it(kind, more, tmp_path):
     small(kind, tmp_path, **more)
     with pytest.raises(SpecError, match=r"policy of model type|float64 run of a model"):

@@ -24,8 +24,9 @@ def uniforms(seed, answers, tokens):
 
 
 def written(found, uniforms_NM, prompts=PROMPTS, *, temperature=0.7, end_ids=(END,)):
-    return found.answers(prompts, by_uniforms(uniforms_NM), temperature=temperature,
-                         max_new_tokens=uniforms_NM.shape[1], end_ids=end_ids)
+    return found.answers(
+        prompts, by_uniforms(uniforms_NM), temperature=temperature, max_new_tokens=uniforms_NM.shape[1], end_ids=end_ids
+    )
 
 
 @pytest.mark.parametrize("source", ["tiny-qwen3", "tiny-qwen3-moe"])
@@ -44,11 +45,12 @@ def test_an_answer_does_not_depend_on_those_it_is_written_with(source):
 def test_logprobs_are_those_of_the_whole_document_at_the_temperature(temperature):
     found = sampler()
     model = lift_to_float64(load_decoder("tiny-qwen3").eval())
-    for prompt, answer in zip(PROMPTS, written(found, uniforms(2, len(PROMPTS), 9), temperature=temperature),
-                              strict=True):
+    for prompt, answer in zip(
+        PROMPTS, written(found, uniforms(2, len(PROMPTS), 9), temperature=temperature), strict=True
+    ):
         with torch.no_grad():
             logits_TV = model(input_ids=torch.tensor([[*prompt, *answer.tokens]]), use_cache=False).logits[0]
-        said_TV = torch.log_softmax(logits_TV[len(prompt) - 1: -1] / temperature, dim=-1)
+        said_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1] / temperature, dim=-1)
         expected = said_TV.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
         assert answer.logprobs == pytest.approx(expected.tolist(), rel=0, abs=1e-12)
 
@@ -100,8 +102,15 @@ def test_arguments_of_the_model_are_handed_on():
     model, shapes = load_decoder("tiny-qwen3").eval(), []
     forward = model.forward
     model.forward = lambda **given: (shapes.append(given["logits_to_keep"]), forward(**given))[1]
-    generate(model, PROMPTS[:1], by_uniforms(uniforms(0, 1, 2)), temperature=1.0, max_new_tokens=2, end_ids=(),
-             logits_to_keep=1)
+    generate(
+        model,
+        PROMPTS[:1],
+        by_uniforms(uniforms(0, 1, 2)),
+        temperature=1.0,
+        max_new_tokens=2,
+        end_ids=(),
+        logits_to_keep=1,
+    )
     assert shapes == [1, 1]
 
 
@@ -124,8 +133,9 @@ def test_tokens_are_drawn_in_the_order_of_the_vocabulary():
     logprobs_NV, uniforms_NM = torch.log_softmax(logits_NV, dim=-1), uniforms(6, 300, 3)
     for place in range(3):
         found_N = by_uniforms(uniforms_NM)(logprobs_NV, place)
-        expected = [oracle(row.exp().tolist(), float(u))
-                    for row, u in zip(logprobs_NV, uniforms_NM[:, place], strict=True)]
+        expected = [
+            oracle(row.exp().tolist(), float(u)) for row, u in zip(logprobs_NV, uniforms_NM[:, place], strict=True)
+        ]
         assert found_N.tolist() == expected
         assert set(expected) == set(range(11)) - {4}
 

@@ -16,14 +16,20 @@ from workbench.sharding.mesh import make_mesh
 from workbench.sharding.plan import ShardPlan
 
 GPT2 = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64}
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 KINDS = {
-    "OPT": SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32},        # no plan; layers of a decoder layer; positions
-    "GPT2": GPT2,                                                     # no plan; three in one, transposed
-    "HunYuanDenseV1": SIZES | {"head_dim": 8},                        # no plan; norms on local heads
-    "Phi3": SIZES,                                                    # gathered and split again
+    "OPT": SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32},  # no plan; layers of a decoder layer; positions
+    "GPT2": GPT2,  # no plan; three in one, transposed
+    "HunYuanDenseV1": SIZES | {"head_dim": 8},  # no plan; norms on local heads
+    "Phi3": SIZES,  # gathered and split again
     "Qwen2Moe": SIZES | EXPERTS | {"shared_expert_intermediate_size": 24},  # an expert that the plan leaves whole
 }
 REFUSED = {"BitNet": SIZES}  # no plan; norms over features that are cut
@@ -35,8 +41,9 @@ def folder(tmp_path_factory):
     where = tmp_path_factory.mktemp("checkpoints")
     transformers.utils.logging.disable_progress_bar()
     for kind, sizes in (KINDS | REFUSED).items():
-        config = getattr(transformers, f"{kind}Config")(vocab_size=19, pad_token_id=None, bos_token_id=None,
-                                                        eos_token_id=None, **sizes)
+        config = getattr(transformers, f"{kind}Config")(
+            vocab_size=19, pad_token_id=None, bos_token_id=None, eos_token_id=None, **sizes
+        )
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
@@ -64,8 +71,11 @@ def gradients(kind, folder, tp, sharded):
 
 
 def all_of_them(folder, tp):
-    return {(kind, sharded): gradients(kind, folder, tp, sharded)
-            for kind in KINDS | REFUSED for sharded in ((False, True) if tp > 1 else (False,))}
+    return {
+        (kind, sharded): gradients(kind, folder, tp, sharded)
+        for kind in KINDS | REFUSED
+        for sharded in ((False, True) if tp > 1 else (False,))
+    }
 
 
 def test_a_cut_decoder_is_the_whole_one_or_is_refused(folder, tmp_path):
@@ -99,7 +109,8 @@ def test_lines_for_layers_that_a_model_lacks_are_left_out():
     sparse = tiny_qwen3_moe(19)
     del sparse.model.layers[1]
     assert mixture.keys() - plans.tensor_plan(sparse).keys() == {
-        f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")}
+        f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up", "down")
+    }
 
 
 def test_a_model_without_a_plan_is_planned_by_the_names_of_its_layers():
@@ -112,5 +123,7 @@ def test_a_model_without_a_plan_is_planned_by_the_names_of_its_layers():
     model.model.layers[0].mlp.strange = torch.nn.Linear(2, 2)
     with pytest.raises(SpecError) as caught:
         plans.tensor_plan(model)
-    assert str(caught.value).splitlines()[:2] == ["tensor parallelism of model type 'qwen3'",
-                                                  "  found: no plan, and layers called strange"]
+    assert str(caught.value).splitlines()[:2] == [
+        "tensor parallelism of model type 'qwen3'",
+        "  found: no plan, and layers called strange",
+    ]

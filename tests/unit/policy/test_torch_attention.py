@@ -51,8 +51,9 @@ def test_positions_that_jump_make_no_mask():
     assert any(mask is not None for mask in masks.seen)
 
 
-@pytest.mark.parametrize("more", [{"attention_mask": torch.ones(1, 1, 4, 4)}, {"dropout": 0.1}, {"sliding_window": 3},
-                                  {"softcap": 30.0}])
+@pytest.mark.parametrize(
+    "more", [{"attention_mask": torch.ones(1, 1, 4, 4)}, {"dropout": 0.1}, {"sliding_window": 3}, {"softcap": 30.0}]
+)
 def test_what_it_does_not_know_is_refused(more):
     part = torch.zeros(1, 2, 4, 8)
     with pytest.raises(SpecError, match=f"torch's attention with {next(iter(more))}"):

@@ -15,17 +15,34 @@ from workbench.losses.corrections import CORRECTION_WEIGHTS
 from workbench.reduction.credit import FATES, token_credit
 from workbench.rollouts.batch import Extension, RolloutBatch
 
-MASKS = {"answer": [0, 0, 1, 1, 1], "empty": [0, 0, 0], "turns": [0, 1, 1, 0, 0, 1, 0, 1], "one": [0, 1], "lone": [0],
-         "long": [0, 0, *[1] * 12]}
+MASKS = {
+    "answer": [0, 0, 1, 1, 1],
+    "empty": [0, 0, 0],
+    "turns": [0, 1, 1, 0, 0, 1, 0, 1],
+    "one": [0, 1],
+    "lone": [0],
+    "long": [0, 0, *[1] * 12],
+}
 
 
 def step(seed, **how):
     """(documents, batch, log-probabilities of the policy) with ratios to old, sampler and ref in low to high."""
     documents = nasty_documents(seed, masks=MASKS, **({"low": 0.6, "high": 1.7, "rubbish": False} | how))
-    batch = RolloutBatch.from_documents([{
-        "tokens": list(range(len(d["mask"]))), "loss_mask": d["mask"], "advantages": tensor(d["advantages"]),
-        "old_logprobs": tensor(d["old"]), "sampler_logprobs": tensor(d["sampler"]), "ref_logprobs": tensor(d["ref"]),
-        "reward": tensor(d["reward"]), "group_id": d["group"]} for d in documents])
+    batch = RolloutBatch.from_documents(
+        [
+            {
+                "tokens": list(range(len(d["mask"]))),
+                "loss_mask": d["mask"],
+                "advantages": tensor(d["advantages"]),
+                "old_logprobs": tensor(d["old"]),
+                "sampler_logprobs": tensor(d["sampler"]),
+                "ref_logprobs": tensor(d["ref"]),
+                "reward": tensor(d["reward"]),
+                "group_id": d["group"],
+            }
+            for d in documents
+        ]
+    )
     return documents, batch, torch.cat([tensor(d["policy"]) for d in documents])
 
 
@@ -34,14 +51,32 @@ def tensor(values):
 
 
 @pytest.mark.parametrize("denominator", ["token", "document", "raw"])
-@pytest.mark.parametrize("name", ["grpo", "dual_clip", "importance_sampling", "cispo", "sapo", "dro", "gspo", "gmpo",
-                                  "luspo", "vespo", "dppo_tv", "sft"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo",
+        "dual_clip",
+        "importance_sampling",
+        "cispo",
+        "sapo",
+        "dro",
+        "gspo",
+        "gmpo",
+        "luspo",
+        "vespo",
+        "dppo_tv",
+        "sft",
+    ],
+)
 def test_credit_is_the_oracles_gradient_with_the_oracles_weights(name, denominator):
     documents, batch, policy_T = step(3, low=1e-3, high=1e3, rubbish=True)
     spec = LossSpec(name=name, denominator=denominator, gradient_divisor=4.0, normalize_by_documents=True)
     shaped = [{"tokens": d["mask"], "loss_mask": d["mask"]} for d in documents]
-    weights = [[gradient_weight(shaped, number, denominator, gradient_divisor=4.0, normalize_by_documents=True)]
-               * len(d["mask"]) for number, d in enumerate(documents)]
+    weights = [
+        [gradient_weight(shaped, number, denominator, gradient_divisor=4.0, normalize_by_documents=True)]
+        * len(d["mask"])
+        for number, d in enumerate(documents)
+    ]
     credit = token_credit(batch, spec, policy_T)
     _, gradient = ORACLES[spec.surrogate.kind]
     said = {key: value for key, value in spec.surrogate.parameters.items() if value != "token"}  # the default
@@ -49,27 +84,39 @@ def test_credit_is_the_oracles_gradient_with_the_oracles_weights(name, denominat
     expected_T = torch.cat([tensor(one) for one in gradient(documents, weights, **parameters)])
     assert expected_T.abs().max() > 0
     torch.testing.assert_close(credit.credit_T, expected_T, rtol=1e-10, atol=1e-14)
-    torch.testing.assert_close(credit.weights_T, torch.where(batch.loss_mask_T, torch.cat(
-        [tensor(one) for one in weights]), 0.0), rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(
+        credit.weights_T,
+        torch.where(batch.loss_mask_T, torch.cat([tensor(one) for one in weights]), 0.0),
+        rtol=1e-14,
+        atol=0.0,
+    )
 
 
 WHOLE = {"kl": {"coefficient": 0.3}, "positive_nll_coefficient": 0.2}
 
 
-@pytest.mark.parametrize("settings", [
-    {"name": "grpo", "denominator": "prompt_group"}, {"name": "gspo", "denominator": "document_sum"},
-    {"name": "gmpo"}, {"name": "grpo", "correction": {"kind": "tis", "ratio_high": 1.1}},
-    {"name": "grpo", "correction": {"kind": "icepop", "ratio_low": 0.8, "denominator": "survivors"}},
-    {"name": "importance_sampling", "correction": {"kind": "batch_normalized"}},
-], ids=["grpo", "gspo", "gmpo", "tis", "survivors", "normalized"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "grpo", "denominator": "prompt_group"},
+        {"name": "gspo", "denominator": "document_sum"},
+        {"name": "gmpo"},
+        {"name": "grpo", "correction": {"kind": "tis", "ratio_high": 1.1}},
+        {"name": "grpo", "correction": {"kind": "icepop", "ratio_low": 0.8, "denominator": "survivors"}},
+        {"name": "importance_sampling", "correction": {"kind": "batch_normalized"}},
+    ],
+    ids=["grpo", "gspo", "gmpo", "tis", "survivors", "normalized"],
+)
 def test_credit_is_the_slope_of_the_loss(settings):
     _, batch, policy_T = step(5)
     spec = LossSpec(**settings, **WHOLE)
     credit = token_credit(batch, spec, policy_T)
     assert credit.credit_T[credit.trained_T].abs().min() > 0, "KL reaches every token"
     for at in range(batch.num_tokens):
-        up, down = (token_credit(batch, spec, policy_T.index_add(0, torch.tensor([at]), tensor([h]))).loss
-                    for h in (1e-5, -1e-5))
+        up, down = (
+            token_credit(batch, spec, policy_T.index_add(0, torch.tensor([at]), tensor([h]))).loss
+            for h in (1e-5, -1e-5)
+        )
         assert (up - down) / 2e-5 == pytest.approx(float(credit.credit_T[at]), rel=1e-6, abs=1e-9), at
 
 
@@ -102,8 +149,13 @@ def test_every_token_has_one_fate_and_the_shares_add_up():
     credit = token_credit(batch, spec, torch.tensor([0.0, -1.0, -0.2, -1.0, -1.0]))
     fates = [FATES[number] for number in credit.fates_T]
     assert fates == ["untrained", "acts", "clipped", "zero advantage", "rejected"]
-    assert credit.shares() == {"acts": 0.25, "clipped": 0.25, "rejected": 0.25, "zero advantage": 0.25,
-                               "no gradient": 0.0}
+    assert credit.shares() == {
+        "acts": 0.25,
+        "clipped": 0.25,
+        "rejected": 0.25,
+        "zero advantage": 0.25,
+        "no gradient": 0.0,
+    }
     assert (credit.credit_T != 0).tolist() == [False, True, False, False, False]
 
 
@@ -128,8 +180,10 @@ def test_a_loss_without_advantages_acts_where_they_are_0():
 
 def test_what_vanishes_without_a_reason_says_so():
     credit = token_credit(five_tokens(), LossSpec(name="grpo", surrogate={"coefficient": 0.0}))
-    assert {fate: part for fate, part in credit.shares().items() if part} == {"zero advantage": 0.25,
-                                                                              "no gradient": 0.75}
+    assert {fate: part for fate, part in credit.shares().items() if part} == {
+        "zero advantage": 0.25,
+        "no gradient": 0.75,
+    }
 
 
 def test_a_clipped_token_may_still_have_the_credit_of_another_term():
@@ -150,8 +204,13 @@ def test_extras_lie_beside_their_tokens():
 
 def test_terms_that_need_logits_are_left_out():
     _, batch, policy_T = step(5)
-    plain, more = (token_credit(batch, LossSpec(**settings), policy_T) for settings in (
-        {}, {"entropy_coefficient": 0.1, "squared_logit_coefficient": 0.1, "mean_squared_logit_coefficient": 0.1}))
+    plain, more = (
+        token_credit(batch, LossSpec(**settings), policy_T)
+        for settings in (
+            {},
+            {"entropy_coefficient": 0.1, "squared_logit_coefficient": 0.1, "mean_squared_logit_coefficient": 0.1},
+        )
+    )
     assert torch.equal(plain.credit_T, more.credit_T)
 
 

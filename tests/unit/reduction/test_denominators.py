@@ -12,8 +12,14 @@ from workbench.rollouts.packing import pack
 from workbench.rollouts.targets import shift_targets
 
 # Documents of 4, 3, 3 and 6 tokens, with 3, 2, 0 and 1 that count; two rows; two prompts; three rollouts.
-STEP = {"rows_N": [0, 0, 1, 1], "tokens_N": [4, 3, 3, 6], "counted_N": [3, 2, 0, 1], "rewards_N": [1, 0, 1, 0.5],
-        "group_ids_N": [9, 4, 4, 9], "rollout_ids_N": [0, 1, 2, 1]}
+STEP = {
+    "rows_N": [0, 0, 1, 1],
+    "tokens_N": [4, 3, 3, 6],
+    "counted_N": [3, 2, 0, 1],
+    "rewards_N": [1, 0, 1, 0.5],
+    "group_ids_N": [9, 4, 4, 9],
+    "rollout_ids_N": [0, 1, 2, 1],
+}
 BY_HAND = {
     "token": ([6, 6, 6, 6], [6, 6, 6, 6]),
     "document": ([9, 6, 0, 3], [12, 8, 0, 4]),
@@ -30,8 +36,9 @@ BY_HAND = {
 
 def table(**changes):
     given = {name: torch.tensor(v) for name, v in (STEP | changes).items()}
-    return StepDocuments(**given | {"tokens_N": given["tokens_N"].double(), "counted_N": given["counted_N"].double()},
-                         num_rows=2)
+    return StepDocuments(
+        **given | {"tokens_N": given["tokens_N"].double(), "counted_N": given["counted_N"].double()}, num_rows=2
+    )
 
 
 def with_empty(step):
@@ -65,9 +72,12 @@ def test_what_any_spec_offers_needs_no_field():
 
 
 def test_the_table_is_read_off_rows():
-    batch = RolloutBatch.from_documents([
-        {"tokens": [1] * len(m), "loss_mask": m, "advantages": 1.0, "old_logprobs": [-1.0] * len(m), "group_id": g}
-        for m, g in (([0, 1, 1, 1], 9), ([0, 1, 1], 4), ([0, 0], 5))])
+    batch = RolloutBatch.from_documents(
+        [
+            {"tokens": [1] * len(m), "loss_mask": m, "advantages": 1.0, "old_logprobs": [-1.0] * len(m), "group_id": g}
+            for m, g in (([0, 1, 1, 1], 9), ([0, 1, 1], 4), ([0, 0], 5))
+        ]
+    )
     rows = [shift_targets(row) for row in pack(batch, rows=4, multiple_of=3)]
     step = StepDocuments.of(rows, [row.loss_mask_T for row in rows])
     assert step.rows_N.tolist() == [0, 1, 2]
@@ -87,12 +97,17 @@ def test_tokens_of_a_group_that_came_with_the_rollouts_win():
 
 
 def test_a_recorded_number_of_a_document_is_read_past_its_padding():
-    batch = RolloutBatch.from_documents([{"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "advantages": 1.0,
-                                          "old_logprobs": [-1.0] * 3}, {"tokens": [1], "loss_mask": [0],
-                                                                        "advantages": 1.0, "old_logprobs": [-1.0]}])
-    recorded = {"group_tokens": Extension(torch.tensor([5.5, 5.5, 5.5, 2.0]), "token", "tokens", "Of the group."),
-                "truncated": Extension(torch.tensor([1, 1, 1, 0]), "token", "flag", "Cut off.")}
-    row, = (shift_targets(row) for row in pack(replace(batch, extensions=recorded), rows=1, multiple_of=4))
+    batch = RolloutBatch.from_documents(
+        [
+            {"tokens": [1, 2, 3], "loss_mask": [0, 1, 1], "advantages": 1.0, "old_logprobs": [-1.0] * 3},
+            {"tokens": [1], "loss_mask": [0], "advantages": 1.0, "old_logprobs": [-1.0]},
+        ]
+    )
+    recorded = {
+        "group_tokens": Extension(torch.tensor([5.5, 5.5, 5.5, 2.0]), "token", "tokens", "Of the group."),
+        "truncated": Extension(torch.tensor([1, 1, 1, 0]), "token", "flag", "Cut off."),
+    }
+    (row,) = (shift_targets(row) for row in pack(replace(batch, extensions=recorded), rows=1, multiple_of=4))
     step = StepDocuments.of([row], [row.loss_mask_T])
     assert step.group_tokens_N[0].item() == 5.5  # the document's last token predicts nothing: padding stands there
     assert step.truncated_N[0].item()

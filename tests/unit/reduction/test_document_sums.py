@@ -20,8 +20,17 @@ GROUPS, REWARDS = [1, 3, 2, 1, 3, 2], [1.0, 0.0, 0.0, 0.5, 0.0, 2.0]
 
 
 def make_row(length=28, **changes):
-    documents = [{"tokens": [1] * len(m), "loss_mask": m, "advantages": 1.0, "old_logprobs": [-1.0] * len(m),
-                  "group_id": g, "reward": r} for m, g, r in zip(MASKS, GROUPS, REWARDS, strict=True)]
+    documents = [
+        {
+            "tokens": [1] * len(m),
+            "loss_mask": m,
+            "advantages": 1.0,
+            "old_logprobs": [-1.0] * len(m),
+            "group_id": g,
+            "reward": r,
+        }
+        for m, g, r in zip(MASKS, GROUPS, REWARDS, strict=True)
+    ]
     return replace(shift_targets(RolloutBatch.from_documents(documents).pad_to(length)), **changes)
 
 
@@ -92,9 +101,12 @@ def sums_of_a_shard(order, length, complete="right"):
         with reductions_counted() as calls:
             found = getattr(sums, kind)(values)
             (found * cotangents).sum().backward()
-        out[kind] = {"calls": calls, "parts": sums.__dict__[f"_{kind}s"].count,
-                     "sums": plan.merge(torch.cat(all_gather(found.detach(), axis))),
-                     "gradients": plan.merge(torch.cat(all_gather(values.grad, axis)))}
+        out[kind] = {
+            "calls": calls,
+            "parts": sums.__dict__[f"_{kind}s"].count,
+            "sums": plan.merge(torch.cat(all_gather(found.detach(), axis))),
+            "gradients": plan.merge(torch.cat(all_gather(values.grad, axis))),
+        }
     return out
 
 
@@ -107,9 +119,10 @@ def truth(kind, length):
     return sums.detach(), values.grad
 
 
-@pytest.mark.parametrize(("world", "order", "length"), [
-    (2, "contiguous", 32), (2, "zigzag", 28), (4, "contiguous", 28), (4, "zigzag", 32),
-    (4, "contiguous", 48)])  # the last: one rank holds padding only
+@pytest.mark.parametrize(
+    ("world", "order", "length"),
+    [(2, "contiguous", 32), (2, "zigzag", 28), (4, "contiguous", 28), (4, "zigzag", 32), (4, "contiguous", 48)],
+)  # the last: one rank holds padding only
 def test_documents_that_straddle_ranks_get_the_whole_sum_and_the_whole_gradient(world, order, length, tmp_path):
     answers = run_ranks(sums_of_a_shard, world, tmp_path, order, length)
     for kind in ("document", "segment", "pair"):

@@ -22,8 +22,18 @@ def test_inputs_are_the_rows_and_the_policy_is_the_old_one_where_nothing_counts(
     inputs = loss_inputs(row, broken, TOTALS, frozen_clip_T=frozen_T)
     assert torch.equal(inputs.policy_logprobs_T[row.loss_mask_T], said.logprobs_T[row.loss_mask_T])
     assert torch.equal(inputs.policy_logprobs_T[~row.loss_mask_T], row.old_logprobs_T[~row.loss_mask_T])
-    for name in ("old_logprobs_T", "advantages_T", "sampler_logprobs_T", "ref_logprobs_T", "loss_mask_T",
-                 "document_ids_T", "lengths_T", "rewards_T", "group_ids_T", "source_T"):
+    for name in (
+        "old_logprobs_T",
+        "advantages_T",
+        "sampler_logprobs_T",
+        "ref_logprobs_T",
+        "loss_mask_T",
+        "document_ids_T",
+        "lengths_T",
+        "rewards_T",
+        "group_ids_T",
+        "source_T",
+    ):
         assert getattr(inputs, name) is getattr(row, name), name
     assert inputs.correction_weights_T is row.extensions[CORRECTION_WEIGHTS]
     assert inputs.entropy_T is said.entropy_T

@@ -45,8 +45,9 @@ def test_a_token_that_is_cut_off_has_no_gradient_and_every_other_one_no_number(d
     if dual_clip is not None:
         value = torch.where(ADVANTAGES < 0, torch.max(value, dual_clip * ADVANTAGES), value)
     mean_of_nothing(-value).backward()
-    found = clipped_mean_gradient(log_ratio(POLICY, OLD), ADVANTAGES, clip_low=0.2, clip_high=0.28,
-                                  dual_clip=dual_clip, log_clamp=20.0)
+    found = clipped_mean_gradient(
+        log_ratio(POLICY, OLD), ADVANTAGES, clip_low=0.2, clip_high=0.28, dual_clip=dual_clip, log_clamp=20.0
+    )
     same_nan(found, x.grad)
     assert set(found.isnan().tolist()) == {True, False}
 

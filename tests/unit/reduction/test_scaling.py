@@ -14,9 +14,22 @@ from workbench.rollouts.targets import shift_targets
 
 def rows(*lengths):
     """A row for each tuple of trained tokens of its documents."""
-    return [shift_targets(RolloutBatch.from_documents([
-        {"tokens": [1] * (n + 1), "loss_mask": [0] + [1] * n, "advantages": 1.0, "old_logprobs": [-1.0] * (n + 1)}
-        for n in row])) for row in lengths]
+    return [
+        shift_targets(
+            RolloutBatch.from_documents(
+                [
+                    {
+                        "tokens": [1] * (n + 1),
+                        "loss_mask": [0] + [1] * n,
+                        "advantages": 1.0,
+                        "old_logprobs": [-1.0] * (n + 1),
+                    }
+                    for n in row
+                ]
+            )
+        )
+        for row in lengths
+    ]
 
 
 def first_weights(lengths, scaling, given=None, cut=None, **loss):
@@ -30,8 +43,13 @@ def test_a_spec_that_says_nothing_has_the_factor_one_in_every_layout():
 
 
 def test_names_are_sizes():
-    scaling = ScalingSpec(multiplied_by=("dp", "micro_batches"), engine_multiplies=("cp",), divided_by=("cp",),
-                          engine_divides=("dp_cp",), replicated=True)
+    scaling = ScalingSpec(
+        multiplied_by=("dp", "micro_batches"),
+        engine_multiplies=("cp",),
+        divided_by=("cp",),
+        engine_divides=("dp_cp",),
+        replicated=True,
+    )
     assert scaling_factor(scaling, dp=2, cp=3, micro_batches=5) == pytest.approx(2 * 5 * 3 * 3 / (3 * 6))
     assert scaling_factor(scaling, dp=2, cp=3, micro_batches=5, engine=False) == pytest.approx(10 / 3)
     assert scaling.powers == {"dp": 0, "cp": 0, "micro_batches": 1}
@@ -51,7 +69,8 @@ def test_counts_are_those_of_the_step_of_a_pass_or_of_a_micro_batch():
     assert first_weights(lengths, ScalingSpec(), cut=cut) == pytest.approx([1 / 16] * 4)
     assert first_weights(lengths, ScalingSpec(counts="pass"), cut=cut) == pytest.approx([1 / 9, 1 / 7, 1 / 9, 1 / 7])
     assert first_weights(lengths, ScalingSpec(counts="micro_batch"), cut=cut) == pytest.approx(
-        [1 / 4, 1 / 2, 1 / 5, 1 / 5])
+        [1 / 4, 1 / 2, 1 / 5, 1 / 5]
+    )
 
 
 def test_a_mean_of_means_is_the_local_denominator():

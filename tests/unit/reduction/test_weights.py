@@ -16,15 +16,20 @@ from workbench.rollouts.targets import shift_targets
 
 MASKS = [[0, 1, 1, 1], [0, 0, 1], [0, 0], [0, 1, 0, 1, 1, 1], [0], [0, 1]]
 GROUPS, ROLLOUTS, REWARDS = [7, 7, 2, 2, 9, 7], [5, 6, 6, 8, 1, 5], [1.0, 0.0, 1.0, 0.5, 0.0, -1.0]
-DOCUMENTS = [{"tokens": [1] * len(m), "loss_mask": m, "group_id": g, "rollout_id": r, "reward": x}
-             for m, g, r, x in zip(MASKS, GROUPS, ROLLOUTS, REWARDS, strict=True)]
+DOCUMENTS = [
+    {"tokens": [1] * len(m), "loss_mask": m, "group_id": g, "rollout_id": r, "reward": x}
+    for m, g, r, x in zip(MASKS, GROUPS, ROLLOUTS, REWARDS, strict=True)
+]
 
 
 def make_batch(documents=DOCUMENTS):
     keys = ("tokens", "loss_mask", "group_id", "reward")
-    batch = RolloutBatch.from_documents([
-        {key: d[key] for key in keys} | {"advantages": 1.0, "old_logprobs": [-1.0] * len(d["tokens"])}
-        for d in documents])
+    batch = RolloutBatch.from_documents(
+        [
+            {key: d[key] for key in keys} | {"advantages": 1.0, "old_logprobs": [-1.0] * len(d["tokens"])}
+            for d in documents
+        ]
+    )
     rollouts = Extension(torch.tensor([d["rollout_id"] for d in documents]), "document", "rollout index", "Whose.")
     return replace(batch, extensions={"rollout_ids": rollouts})
 
@@ -46,8 +51,11 @@ def by_source(count=1, name="policy", which="loss_T", documents=DOCUMENTS, **set
 
 
 def expected(weight, documents=DOCUMENTS):
-    return [weight(number) if trains else 0.0
-            for number, document in enumerate(documents) for trains in document["loss_mask"]]
+    return [
+        weight(number) if trains else 0.0
+        for number, document in enumerate(documents)
+        for trains in document["loss_mask"]
+    ]
 
 
 SETTINGS = {name: {"denominator": name} for name in DENOMINATORS if name != "local_token"}
@@ -86,8 +94,16 @@ def test_a_local_denominator_is_the_mean_over_rows_of_their_token_means():
 
 def test_other_weights_are_there_by_name_under_any_denominator():
     weights, _ = step_weights(rows(), LossSpec(denominator="prompt_group"))
-    assert set(weights[0]) == {"policy", "penalty", "token", "document", "document_sum", "raw", "local_token",
-                               "positive_token"}
+    assert set(weights[0]) == {
+        "policy",
+        "penalty",
+        "token",
+        "document",
+        "document_sum",
+        "raw",
+        "local_token",
+        "positive_token",
+    }
     for name in ("token", "document", "document_sum", "raw", "positive_token"):
         truth = expected(lambda d, name=name: document_weight(DOCUMENTS, d, name))
         assert by_source(2, name=name, denominator="prompt_group") == pytest.approx(truth, rel=1e-15), name
@@ -98,8 +114,14 @@ def test_no_positive_document_gives_weights_of_zero():
     assert not any(by_source(name="positive_token", documents=poor))
 
 
-@pytest.mark.parametrize("changes", [{"gradient_divisor": 3.0}, {"normalize_by_documents": True},
-                                     {"gradient_divisor": 3.0, "normalize_by_documents": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_divisor": 3.0},
+        {"normalize_by_documents": True},
+        {"gradient_divisor": 3.0, "normalize_by_documents": True},
+    ],
+)
 @pytest.mark.parametrize("denominator", ["token", "document_sum"])
 def test_the_gradient_may_be_divided_once_more_and_the_loss_is_not(denominator, changes):
     for count in (1, 3):
@@ -132,8 +154,9 @@ def test_one_tensor_serves_for_both_where_they_are_the_same():
 def test_a_step_without_trained_tokens_has_weight_zero(denominator):
     idle = [d | {"loss_mask": [0] * len(d["tokens"])} for d in DOCUMENTS]
     constant = 8.0 if denominator == "constant" else None
-    weights, totals = step_weights(rows(idle, 2), LossSpec(denominator=denominator, denominator_constant=constant,
-                                                           normalize_by_documents=True))
+    weights, totals = step_weights(
+        rows(idle, 2), LossSpec(denominator=denominator, denominator_constant=constant, normalize_by_documents=True)
+    )
     assert totals == StepTotals(0, 0)
     for named in weights:
         for pair in named.values():
@@ -148,13 +171,16 @@ def test_totals_are_those_of_the_step():
 
 
 def plain_rows():
-    batch = RolloutBatch.from_documents([{"tokens": [1, 1], "loss_mask": [0, 1], "advantages": 1.0,
-                                          "old_logprobs": [0, -1.0]}])
+    batch = RolloutBatch.from_documents(
+        [{"tokens": [1, 1], "loss_mask": [0, 1], "advantages": 1.0, "old_logprobs": [0, -1.0]}]
+    )
     return [shift_targets(batch)]
 
 
-@pytest.mark.parametrize(("denominator", "missing"), [
-    ("prompt_group", "group_ids"), ("group_length", "group_ids"), ("rollout", "the document extension rollout_ids")])
+@pytest.mark.parametrize(
+    ("denominator", "missing"),
+    [("prompt_group", "group_ids"), ("group_length", "group_ids"), ("rollout", "the document extension rollout_ids")],
+)
 def test_a_denominator_without_its_field_is_refused(denominator, missing):
     with pytest.raises(SpecError, match=f"denominator = '{denominator}'\n  found: a batch without {missing}"):
         step_weights(plain_rows(), LossSpec(denominator=denominator))
@@ -177,10 +203,26 @@ def test_unknown_denominator_is_refused():
 
 @pytest.mark.parametrize("denominator", ["token", "document", "document_sum"])
 def test_only_the_policy_term_is_divided_by_survivors(denominator):
-    documents = [{"tokens": [1] * 5, "loss_mask": [0, 1, 1, 1, 1], "advantages": 1.0, "reward": 1.0, "group_id": 0,
-                  "old_logprobs": [-1.0] * 5, "sampler_logprobs": [-1.0, -1.0, -1.0, -9.0, -9.0]},
-                 {"tokens": [1] * 3, "loss_mask": [0, 1, 1], "advantages": 1.0, "reward": 1.0, "group_id": 0,
-                  "old_logprobs": [-1.0] * 3, "sampler_logprobs": [-1.0, -9.0, -9.0]}]
+    documents = [
+        {
+            "tokens": [1] * 5,
+            "loss_mask": [0, 1, 1, 1, 1],
+            "advantages": 1.0,
+            "reward": 1.0,
+            "group_id": 0,
+            "old_logprobs": [-1.0] * 5,
+            "sampler_logprobs": [-1.0, -1.0, -1.0, -9.0, -9.0],
+        },
+        {
+            "tokens": [1] * 3,
+            "loss_mask": [0, 1, 1],
+            "advantages": 1.0,
+            "reward": 1.0,
+            "group_id": 0,
+            "old_logprobs": [-1.0] * 3,
+            "sampler_logprobs": [-1.0, -9.0, -9.0],
+        },
+    ]
     row = shift_targets(RolloutBatch.from_documents(documents))
     found = {}
     for counted in ("original", "survivors"):

@@ -32,11 +32,15 @@ def test_over_all_batches_there_is_one_of_every_kind():
     moved = [(said.logprobs_T - row.old_logprobs_T)[row.loss_mask_T] for row, said in rows]
     assert sum(bool((d > 11).any()) for d in moved) == sum(bool((d < -11).any()) for d in moved) == 3
     assert any((row.advantages_T[row.loss_mask_T][d < -11] < 0).any() for (row, _), d in zip(rows, moved, strict=True))
-    constant = [all(row.advantages_T[row.document_ids_T == d].unique().numel() == 1
-                    for d in row.document_ids_T.unique()) for row, _ in rows]
+    constant = [
+        all(row.advantages_T[row.document_ids_T == d].unique().numel() == 1 for d in row.document_ids_T.unique())
+        for row, _ in rows
+    ]
     assert sum(constant) == 8
-    holes = [(row.document_ids_T[1:] == row.document_ids_T[:-1]) & ~row.loss_mask_T[1:] & row.loss_mask_T[:-1]
-             for row, _ in rows]
+    holes = [
+        (row.document_ids_T[1:] == row.document_ids_T[:-1]) & ~row.loss_mask_T[1:] & row.loss_mask_T[:-1]
+        for row, _ in rows
+    ]
     assert sum(bool(h.any()) for h in holes) > 20
 
 
@@ -44,9 +48,10 @@ def test_rewards_of_documents_are_1_or_minus_a_half_and_the_same_for_ever():
     rows = [nasty_row(seed)[0] for seed in SEEDS]
     assert {reward for row in rows for reward in row.rewards_T.tolist()} == {1.0, -0.5}
     first = rows[0]
-    assert [first.rewards_T[first.document_ids_T == number].unique().tolist()
-            for number in range(int(first.document_ids_T.max()) + 1)] == [
-        [-0.5], [-0.5], [-0.5], [1.0], [1.0], [1.0]]
+    assert [
+        first.rewards_T[first.document_ids_T == number].unique().tolist()
+        for number in range(int(first.document_ids_T.max()) + 1)
+    ] == [[-0.5], [-0.5], [-0.5], [1.0], [1.0], [1.0]]
 
 
 def test_an_outcome_is_the_evaluators():

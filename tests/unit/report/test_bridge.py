@@ -7,20 +7,40 @@ from workbench.report.bridge import answer, page, write_bridge_report
 
 
 def entry(forward_ms, backward_ms):
-    return {"forward_ms": forward_ms, "backward_ms": backward_ms, "forward_samples_ms": [forward_ms, 7.5],
-            "backward_samples_ms": [backward_ms], "forward_bytes": 3 * 2**20, "backward_bytes": 0, "wrong_numbers": 0}
+    return {
+        "forward_ms": forward_ms,
+        "backward_ms": backward_ms,
+        "forward_samples_ms": [forward_ms, 7.5],
+        "backward_samples_ms": [backward_ms],
+        "forward_bytes": 3 * 2**20,
+        "backward_bytes": 0,
+        "wrong_numbers": 0,
+    }
 
 
-RECORD = {"benchmark": "bridge", "device": "a GPU", "ranks": 2, "activation": "samples of 8192 x 4096 bfloat16",
-          "bars": {"exact": {"holds": True}}, "command": "workbench bench bridge",
-          "provenance": {"git": {"commit": "abc"}},
-          "bridges": {"fan-in": {"source": {"tp": 1, "cp": 1, "dp": 2}, "destination": {"tp": 1, "cp": 2, "dp": 1},
-                                 "ways": {"one way": entry(1.0, 4.0), "another <way>": entry(2.0, 2.5)}}}}
+RECORD = {
+    "benchmark": "bridge",
+    "device": "a GPU",
+    "ranks": 2,
+    "activation": "samples of 8192 x 4096 bfloat16",
+    "bars": {"exact": {"holds": True}},
+    "command": "workbench bench bridge",
+    "provenance": {"git": {"commit": "abc"}},
+    "bridges": {
+        "fan-in": {
+            "source": {"tp": 1, "cp": 1, "dp": 2},
+            "destination": {"tp": 1, "cp": 2, "dp": 1},
+            "ways": {"one way": entry(1.0, 4.0), "another <way>": entry(2.0, 2.5)},
+        }
+    },
+}
 
 
 def test_the_finding_stands_first():
-    assert answer(RECORD) == ("On 2 × a GPU, samples of 8192 x 4096 bfloat16. Every way is exact. fan-in: "
-                              "fastest is the another <way>, 4.50 ms both ways.")
+    assert answer(RECORD) == (
+        "On 2 × a GPU, samples of 8192 x 4096 bfloat16. Every way is exact. fan-in: "
+        "fastest is the another <way>, 4.50 ms both ways."
+    )
 
 
 def test_ways_that_are_wrong_are_said_first():

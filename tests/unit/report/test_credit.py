@@ -21,12 +21,25 @@ LETTERS = "_abcdefgh"
 def batch():
     """Three documents: pushed up, and clipped in part; pushed down, with a token rejected; without advantage."""
     columns = {"old_logprobs": [-1.0] * 4, "sampler_logprobs": [-1.0] * 4}
-    return RolloutBatch.from_documents([
-        columns | {"tokens": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1], "advantages": 1.0},
-        columns | {"tokens": [1, 5, 6, 7], "loss_mask": [0, 0, 1, 1], "advantages": -0.5,
-                   "sampler_logprobs": [-1.0, -1.0, -1.0, -9.0]},
-        {"tokens": [1, 8], "loss_mask": [0, 1], "advantages": 0.0, "old_logprobs": [-1.0] * 2,
-         "sampler_logprobs": [-1.0] * 2}])
+    return RolloutBatch.from_documents(
+        [
+            columns | {"tokens": [1, 2, 3, 4], "loss_mask": [0, 1, 1, 1], "advantages": 1.0},
+            columns
+            | {
+                "tokens": [1, 5, 6, 7],
+                "loss_mask": [0, 0, 1, 1],
+                "advantages": -0.5,
+                "sampler_logprobs": [-1.0, -1.0, -1.0, -9.0],
+            },
+            {
+                "tokens": [1, 8],
+                "loss_mask": [0, 1],
+                "advantages": 0.0,
+                "old_logprobs": [-1.0] * 2,
+                "sampler_logprobs": [-1.0] * 2,
+            },
+        ]
+    )
 
 
 POLICY_T = torch.tensor([0.0, -1.0, -0.2, -1.0, 0, 0, -1.0, -1.0, 0, -1.0])
@@ -39,22 +52,31 @@ def credits(**settings):
 
 def hues(axes):
     (cells,) = axes.collections
-    return {(int(path.vertices[:, 0].min()), round(float(path.vertices[:, 1].mean() + 0.1))): to_hex(color)
-            for path, color in zip(cells.get_paths(), cells.get_facecolors(), strict=True)}
+    return {
+        (int(path.vertices[:, 0].min()), round(float(path.vertices[:, 1].mean() + 0.1))): to_hex(color)
+        for path, color in zip(cells.get_paths(), cells.get_facecolors(), strict=True)
+    }
 
 
 def test_each_token_that_counts_has_a_cell_in_the_hue_of_its_credit_or_its_fate():
     figure = credit_map(batch(), credits())
     assert hues(figure.axes[0]) == {
-        (1, 0): LIKELIER, (2, 0): SILENT["clipped"], (3, 0): LIKELIER,
-        (2, 1): hue(0.5, 1.0), (3, 1): SILENT["rejected"], (1, 2): SILENT["zero advantage"]}
+        (1, 0): LIKELIER,
+        (2, 0): SILENT["clipped"],
+        (3, 0): LIKELIER,
+        (2, 1): hue(0.5, 1.0),
+        (3, 1): SILENT["rejected"],
+        (1, 2): SILENT["zero advantage"],
+    }
     assert hues(figure.axes[1])[3, 1] == hue(0.5, 1.0), "without a correction nothing is rejected"
 
 
 def test_hues_run_from_likelier_to_rarer_and_small_credits_show():
     assert [hue(value, 2.0) for value in (-2.0, 2.0)] == [LIKELIER, RARER]
+
     def depth(value):
-        return sum(abs(int(hue(value, 1.0)[i:i + 2], 16) - int(NOTHING[i:i + 2], 16)) for i in (1, 3, 5))
+        return sum(abs(int(hue(value, 1.0)[i : i + 2], 16) - int(NOTHING[i : i + 2], 16)) for i in (1, 3, 5))
+
     assert depth(0.0) <= 6
     assert 0.4 * depth(1.0) < depth(0.25) < 0.6 * depth(1.0) < depth(0.6) < depth(1.0)
 
@@ -69,29 +91,40 @@ def test_all_panels_share_one_scale():
 def test_a_clipped_token_with_credit_of_another_term_shows_the_credit():
     pulled = replace(batch(), ref_logprobs_T=torch.full((10,), -2.0))
     credit = token_credit(pulled, LossSpec(kl={"coefficient": 0.1}), POLICY_T)
-    assert hues(credit_map(pulled, {"kl": credit}).axes[0])[2, 0] \
-        == hue(float(credit.credit_T[2]), float(credit.credit_T.abs().max()))
+    assert hues(credit_map(pulled, {"kl": credit}).axes[0])[2, 0] == hue(
+        float(credit.credit_T[2]), float(credit.credit_T.abs().max())
+    )
 
 
 def test_titles_say_name_and_shares():
     figure = credit_map(batch(), credits())
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
         "icepop\n50 % of tokens act · 17 % clipped · 17 % rejected · 17 % zero advantage",
-        "plain\n67 % of tokens act · 17 % clipped · 17 % zero advantage"]
+        "plain\n67 % of tokens act · 17 % clipped · 17 % zero advantage",
+    ]
 
 
 def test_shares_are_never_rounded_to_nothing_or_to_all():
-    many = {"tokens": range(2000), "loss_mask": [0] + [1] * 1999, "advantages": [1.0] * 1999 + [0.0],
-            "old_logprobs": [-1.0] * 2000}
-    assert said_shares(token_credit(RolloutBatch.from_documents([many]), LossSpec())) \
+    many = {
+        "tokens": range(2000),
+        "loss_mask": [0] + [1] * 1999,
+        "advantages": [1.0] * 1999 + [0.0],
+        "old_logprobs": [-1.0] * 2000,
+    }
+    assert (
+        said_shares(token_credit(RolloutBatch.from_documents([many]), LossSpec()))
         == "99.9 % of tokens act · 0.050 % zero advantage"
+    )
 
 
 def test_letters_stand_in_cells_and_beside_them():
     figure = credit_map(batch(), credits(), decode=LETTERS.__getitem__)
     for axes in figure.axes[:2]:
-        found = {(text.get_position()[0] - 0.5, text.get_position()[1]): text for text in axes.texts
-                 if len(text.get_text()) == 1}
+        found = {
+            (text.get_position()[0] - 0.5, text.get_position()[1]): text
+            for text in axes.texts
+            if len(text.get_text()) == 1
+        }
         assert Counter(text.get_text() for text in found.values()) == Counter("abcdaefgah")
         assert found[0, 0].get_color() == style.MUTED, "a prompt"
         assert found[2, 0].get_color() != style.MUTED
@@ -99,8 +132,9 @@ def test_letters_stand_in_cells_and_beside_them():
 
 
 def test_no_letters_where_a_cell_is_too_narrow():
-    long = RolloutBatch.from_documents([{"tokens": [1] * 200, "loss_mask": [0] + [1] * 199, "advantages": 1.0,
-                                         "old_logprobs": [-1.0] * 200}])
+    long = RolloutBatch.from_documents(
+        [{"tokens": [1] * 200, "loss_mask": [0] + [1] * 199, "advantages": 1.0, "old_logprobs": [-1.0] * 200}]
+    )
     figure = credit_map(long, {"grpo": token_credit(long, LossSpec())}, decode=LETTERS.__getitem__)
     assert not [text for text in figure.axes[0].texts if text.get_text() == "a"]
     assert len(hues(figure.axes[0])) == 199
@@ -109,8 +143,12 @@ def test_no_letters_where_a_cell_is_too_narrow():
 def test_chosen_documents_are_rows_in_that_order():
     figure = credit_map(batch(), credits(), documents=[2, 0])
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["2", "0"]
-    assert hues(figure.axes[0]) == {(1, 0): SILENT["zero advantage"], (1, 1): LIKELIER, (2, 1): SILENT["clipped"],
-                                    (3, 1): LIKELIER}
+    assert hues(figure.axes[0]) == {
+        (1, 0): SILENT["zero advantage"],
+        (1, 1): LIKELIER,
+        (2, 1): SILENT["clipped"],
+        (3, 1): LIKELIER,
+    }
     assert "17 % rejected" in figure.axes[0].get_title(loc="left"), "shares are those of the step"
 
 
@@ -118,15 +156,22 @@ def test_the_legend_names_only_fates_that_are_there():
     def entries(found):
         return [text.get_text() for text in credit_map(batch(), found).legends[0].get_texts()]
 
-    assert entries(credits()) == ["made likelier (credit down to −0.17)", "made less likely (up to 0.17)", "clipped",
-                                  "rejected", "zero advantage"]
+    assert entries(credits()) == [
+        "made likelier (credit down to −0.17)",
+        "made less likely (up to 0.17)",
+        "clipped",
+        "rejected",
+        "zero advantage",
+    ]
     assert entries({"plain": credits()["plain"]})[2:] == ["clipped", "zero advantage"]
 
 
 def test_a_step_without_any_credit_can_be_drawn():
     nothing = token_credit(batch(), LossSpec(surrogate={"coefficient": 0.0}))
-    assert set(hues(credit_map(batch(), {"0": nothing}).axes[0]).values()) \
-        == {SILENT["no gradient"], SILENT["zero advantage"]}
+    assert set(hues(credit_map(batch(), {"0": nothing}).axes[0]).values()) == {
+        SILENT["no gradient"],
+        SILENT["zero advantage"],
+    }
 
 
 def test_the_drawing_holds_no_picture_and_is_the_same_every_time():
@@ -135,9 +180,15 @@ def test_the_drawing_holds_no_picture_and_is_the_same_every_time():
     assert not re.search(r"<image|data:", texts[0]), "the page's policy forbids pictures"
 
 
-@pytest.mark.parametrize(("how", "words"), [
-    ({"documents": [0, 3]}, r"documents \[3\] are not there"), ({"documents": []}, "2 credits and 0 documents"),
-    ({"credits": {}}, "0 credits and 3 documents"), ({"batch": batch().select([0])}, "icepop, plain of another batch")])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"documents": [0, 3]}, r"documents \[3\] are not there"),
+        ({"documents": []}, "2 credits and 0 documents"),
+        ({"credits": {}}, "0 credits and 3 documents"),
+        ({"batch": batch().select([0])}, "icepop, plain of another batch"),
+    ],
+)
 def test_what_does_not_fit_is_refused(how, words):
     with pytest.raises(SpecError, match=words):
         credit_map(**({"batch": batch(), "credits": credits()} | how))

@@ -30,10 +30,18 @@ def with_evidence(c, **evidence):
 
 
 def configuration(name, *, against="one", losses=(0.5, 0.25), norms=(1.0, 1.0), verdict=None, **settings):
-    steps = [{"step": step, "loss/total/sum": loss, "gradient/norm/global": norm}
-             for step, (loss, norm) in enumerate(zip(losses, norms, strict=True))]
-    return Configuration(name, RunSpec(**settings).model_dump(mode="json"), run=f"runs/{name}", against=against,
-                         verdict=verdict or ("equal" if against else "reference"), steps=steps)
+    steps = [
+        {"step": step, "loss/total/sum": loss, "gradient/norm/global": norm}
+        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True))
+    ]
+    return Configuration(
+        name,
+        RunSpec(**settings).model_dump(mode="json"),
+        run=f"runs/{name}",
+        against=against,
+        verdict=verdict or ("equal" if against else "reference"),
+        steps=steps,
+    )
 
 
 def reference(**settings):
@@ -46,13 +54,23 @@ def compared(*configurations):
 
 def row(comparison, name):
     table = summary_table(comparison).replace("<wbr>", "")
-    return next(part for part in table.split('class="row') if f">{name}</span>" in part) \
-        if f">{name}</span>" in table else ""
+    return (
+        next(part for part in table.split('class="row') if f">{name}</span>" in part)
+        if f">{name}</span>" in table
+        else ""
+    )
 
 
-@pytest.mark.parametrize(("losses", "norms", "step"), [
-    ((1.0, 2.0), (1.0, 1.0), None), ((1.0, math.nan), (1.0, 1.0), 1), ((1.0, 1.0), (math.inf, 1.0), 0),
-    ((-math.inf, 1.0), (1.0, 1.0), 0), ((1e300, 0.0), (5e-324, 1e308), None)])
+@pytest.mark.parametrize(
+    ("losses", "norms", "step"),
+    [
+        ((1.0, 2.0), (1.0, 1.0), None),
+        ((1.0, math.nan), (1.0, 1.0), 1),
+        ((1.0, 1.0), (math.inf, 1.0), 0),
+        ((-math.inf, 1.0), (1.0, 1.0), 0),
+        ((1e300, 0.0), (5e-324, 1e308), None),
+    ],
+)
 def test_a_run_diverges_where_loss_or_gradient_stops_being_finite(losses, norms, step):
     found = configuration("a", losses=losses, norms=norms)
     assert diverged_step(found) == step
@@ -83,17 +101,29 @@ def test_the_relative_error_is_the_largest_over_steps():
     assert "0.90 %" in as_text(compared(reference(), c))
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (0.009, "0.90 %"), (1.5, "150 %"), (409.0, "409 times"), (1e300, "1.0 × 10³⁰⁰ times"), (2e-15, "2.0 × 10⁻¹⁵"),
-    (0.0, "0"), (None, "–"), (math.inf, "∞"), (math.nan, "not a number")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.009, "0.90 %"),
+        (1.5, "150 %"),
+        (409.0, "409 times"),
+        (1e300, "1.0 × 10³⁰⁰ times"),
+        (2e-15, "2.0 × 10⁻¹⁵"),
+        (0.0, "0"),
+        (None, "–"),
+        (math.inf, "∞"),
+        (math.nan, "not a number"),
+    ],
+)
 def test_a_relative_error_is_written_for_people(value, text):
     assert relative_text(value) == text
 
 
 def test_a_loss_that_declares_what_it_breaks_is_said_to_next_to_its_verdict():
     loss = {"name": "bnpo"}
-    both = compared(reference(loss=loss),
-                    configuration("mb2", verdict="different", loss=loss, data={"micro_batches": 2}))
+    both = compared(
+        reference(loss=loss), configuration("mb2", verdict="different", loss=loss, data={"micro_batches": 2})
+    )
     assert "bnpo declares that it depends on micro-batches" in row(both, "mb2")
     assert "bnpo declares" not in row(both, "one")
     assert "bnpo declares" in next(line for line in as_text(both).splitlines() if "mb2" in line)
@@ -101,15 +131,20 @@ def test_a_loss_that_declares_what_it_breaks_is_said_to_next_to_its_verdict():
 
 
 def test_configurations_that_differ_in_a_setting_have_different_subtitles():
-    both = compared(reference(), configuration("b", data={"micro_batches": 2}),
-                    configuration("c", data={"micro_batches": 4}))
+    both = compared(
+        reference(), configuration("b", data={"micro_batches": 2}), configuration("c", data={"micro_batches": 4})
+    )
     assert differing_settings(both) == {"one": "micro_batches 1", "b": "micro_batches 2", "c": "micro_batches 4"}
     assert "micro_batches 2" in row(both, "b")
 
 
 def test_a_value_that_most_configurations_share_is_left_out_of_subtitles_and_many_are_counted():
-    many = compared(reference(), configuration("b"), configuration("c", layout={"cp": 2}, faults=["missing_cp_factor"]),
-                    configuration("d", steps=3, seed=7, data={"micro_batches": 2}, optimizer={"learning_rate": 0.5}))
+    many = compared(
+        reference(),
+        configuration("b"),
+        configuration("c", layout={"cp": 2}, faults=["missing_cp_factor"]),
+        configuration("d", steps=3, seed=7, data={"micro_batches": 2}, optimizer={"learning_rate": 0.5}),
+    )
     found = differing_settings(many)
     assert [found[name] for name in ("one", "b", "c")] == ["", "", ""]
     assert found["d"].count("·") == 3
@@ -130,10 +165,16 @@ def test_an_infinite_setting_is_shown_as_such():
 
 
 def test_evidence_is_told_once_where_all_share_it_and_per_row_where_not():
-    shares = {"trained_share": 0.5, "gradient_token_share": 1.0, "gradient_document_share": None,
-              "clipped_share": 0.004}
-    text = ("50 % of target tokens are trained, 100 % of trained tokens have a gradient, "
-            "0.40 % of trained tokens are clipped")
+    shares = {
+        "trained_share": 0.5,
+        "gradient_token_share": 1.0,
+        "gradient_document_share": None,
+        "clipped_share": 0.004,
+    }
+    text = (
+        "50 % of target tokens are trained, 100 % of trained tokens have a gradient, "
+        "0.40 % of trained tokens are clipped"
+    )
     one, two = with_evidence(reference(), **shares), with_evidence(configuration("b"), **shares)
     assert could_have_seen(one) == text
     assert summary_table(compared(one, two)).count(text) == 1
@@ -143,8 +184,10 @@ def test_evidence_is_told_once_where_all_share_it_and_per_row_where_not():
     assert "could have seen" in as_text(compared(one, other))
 
 
-@pytest.mark.parametrize("evidence", [None, {}, {"warnings": None}, {"trained_share": None},
-                                      {"trained_share": math.nan, "clipped_share": "all"}])
+@pytest.mark.parametrize(
+    "evidence",
+    [None, {}, {"warnings": None}, {"trained_share": None}, {"trained_share": math.nan, "clipped_share": "all"}],
+)
 def test_evidence_that_was_not_recorded_leaves_no_line(evidence):
     c = configuration("b")
     object.__setattr__(c, "evidence", evidence)
@@ -153,9 +196,13 @@ def test_evidence_that_was_not_recorded_leaves_no_line(evidence):
     assert "could have seen" not in page(compared(reference(), c))
 
 
-@pytest.mark.parametrize(("verdict", "sentence"), [
-    ("vacuous", "1 is vacuous: nothing in the batch could have shown a difference."),
-    ("unsound baseline", "1 has an unsound baseline")])
+@pytest.mark.parametrize(
+    ("verdict", "sentence"),
+    [
+        ("vacuous", "1 is vacuous: nothing in the batch could have shown a difference."),
+        ("unsound baseline", "1 has an unsound baseline"),
+    ],
+)
 def test_verdicts_that_say_nothing_of_the_gradient_do_not_count_as_agreeing(verdict, sentence):
     both = compared(reference(), configuration("a"), configuration("b", verdict=verdict))
     assert answer(both).startswith("1 of 2 configurations keeps the gradient of its reference.")

@@ -11,8 +11,14 @@ from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS
 from workbench.compare.comparison import VERDICTS, Comparison
 from workbench.report import figures, style
 
-ALL = [figures.verdicts, figures.gradient_norm_by_step, figures.norm_ratios, figures.importance_ratios,
-       figures.loss_by_step, figures.time_and_memory]
+ALL = [
+    figures.verdicts,
+    figures.gradient_norm_by_step,
+    figures.norm_ratios,
+    figures.importance_ratios,
+    figures.loss_by_step,
+    figures.time_and_memory,
+]
 
 
 def ran(comparison):
@@ -20,8 +26,9 @@ def ran(comparison):
 
 
 def drawn_lines(figure):
-    return {line.get_label(): line for axes in figure.axes for line in axes.lines
-            if not line.get_label().startswith("_")}
+    return {
+        line.get_label(): line for axes in figure.axes for line in axes.lines if not line.get_label().startswith("_")
+    }
 
 
 def texts(figure):
@@ -44,8 +51,9 @@ def test_an_empty_comparison_gives_a_figure_that_says_why(draw, comparison):
     assert any(word in " ".join(texts(draw(empty))) for word in ("recorded", "nothing to compare"))
 
 
-@pytest.mark.parametrize(("draw", "key"), [(figures.gradient_norm_by_step, figures.GRADIENT_NORM),
-                                           (figures.loss_by_step, figures.LOSS)])
+@pytest.mark.parametrize(
+    ("draw", "key"), [(figures.gradient_norm_by_step, figures.GRADIENT_NORM), (figures.loss_by_step, figures.LOSS)]
+)
 def test_lines_by_step_are_the_records(draw, key, comparison):
     figure = draw(comparison)
     lines = drawn_lines(figure)
@@ -80,8 +88,17 @@ def test_agreeing_lines_take_turns_on_one_path(comparison):
 def test_the_legend_names_every_kind_once(comparison):
     legend = figures.gradient_norm_by_step(comparison).legends[0]
     labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == ["one_rank (reference)", "cp2_contiguous", "cp2_zigzag", "tp2", "dp2_cp2", "cp2_tp2",
-                      "fault_local_denominator", "fault_missing_cp_factor", "fault_shift_after_shard"]
+    assert labels == [
+        "one_rank (reference)",
+        "cp2_contiguous",
+        "cp2_zigzag",
+        "tp2",
+        "dp2_cp2",
+        "cp2_tp2",
+        "fault_local_denominator",
+        "fault_missing_cp_factor",
+        "fault_shift_after_shard",
+    ]
 
 
 def test_norm_ratios_are_the_comparison_s_in_the_model_s_order(comparison):
@@ -115,8 +132,7 @@ def test_norm_ratios_mark_parameters_judged_by_the_floor(comparison):
         assert [list(line.get_ydata()) for line in hollow] == [[PARAMETERS.index(FLOORED)]]
 
 
-@pytest.mark.parametrize(("ratio", "arrow", "said"),
-                         [(0.0, "<", "< 0"), (math.inf, ">", "> ∞"), (927.0, ">", "> 927")])
+@pytest.mark.parametrize(("ratio", "arrow", "said"), [(0.0, "<", "< 0"), (math.inf, ">", "> ∞"), (927.0, ">", "> 927")])
 def test_norm_ratios_beyond_the_axis_are_arrows_at_its_edge(ratio, arrow, said, comparison):
     c = comparison["tp2-float64"]
     changed = replace(c, parameters=[replace(c.parameters[0], norm_ratio=ratio), *c.parameters[1:]])
@@ -180,8 +196,7 @@ def test_importance_ratios_of_a_fault_that_lie_far_off_are_counted_in_words(comp
     assert figure.axes[0].get_xlim()[0] > 0.7
 
 
-@pytest.mark.parametrize(("far", "low", "scale"),
-                         [(1.0, 0.01, "linear"), (90.0, 0.01, "log"), (90.0, -0.01, "asinh")])
+@pytest.mark.parametrize(("far", "low", "scale"), [(1.0, 0.01, "linear"), (90.0, 0.01, "log"), (90.0, -0.01, "asinh")])
 def test_a_fault_far_away_does_not_flatten_what_agrees(far, low, scale, comparison):
     reference, fault = comparison["one_rank-float64"], comparison["fault_missing_cp_factor"]
     sound = replace(reference, steps=[{"step": 0, figures.LOSS: low}, {"step": 1, figures.LOSS: 0.5}])
@@ -202,8 +217,10 @@ def test_ticks_around_zero_do_not_collide(low, high, comparison):
     axes = figure.axes[0]
     assert axes.get_yscale() == "asinh"
     bottom, top = axes.get_ylim()
-    boxes = sorted((label.get_window_extent() for label in axes.get_yticklabels()
-                    if bottom <= label.get_position()[1] <= top), key=lambda box: box.y0)
+    boxes = sorted(
+        (label.get_window_extent() for label in axes.get_yticklabels() if bottom <= label.get_position()[1] <= top),
+        key=lambda box: box.y0,
+    )
     assert len(boxes) >= 3
     assert all(below.y1 < above.y0 for below, above in itertools.pairwise(boxes))
 
@@ -217,7 +234,7 @@ def test_importance_ratios_take_the_steps_asked_for(comparison):
 def test_time_and_memory_are_the_records_and_the_failed_run_is_named(comparison):
     figure = figures.time_and_memory(comparison)
     left, right = figure.axes
-    for axes, key, unit in ((left, figures.STEP_MS, 1.0), (right, figures.PEAK_BYTES, 2.0 ** 20)):
+    for axes, key, unit in ((left, figures.STEP_MS, 1.0), (right, figures.PEAK_BYTES, 2.0**20)):
         lines = {line.get_label(): line for line in axes.lines}
         for c in ran(comparison):
             assert list(lines[c.name].get_xdata()) == [step[key] / unit for step in c.steps]
@@ -233,8 +250,11 @@ def test_verdicts_end_at_the_worst_share_of_the_budget(comparison):
     axes = figure.axes[0]
     rows = [label.get_text() for label in axes.get_yticklabels()]
     assert FAILED in rows
-    ends = {rows[int(line.get_ydata()[0])]: line.get_xdata()[0] for line in axes.lines
-            if line.get_marker() in ("o", "s", "D")}
+    ends = {
+        rows[int(line.get_ydata()[0])]: line.get_xdata()[0]
+        for line in axes.lines
+        if line.get_marker() in ("o", "s", "D")
+    }
     assert ends == {name: figures.worst_share(comparison[name]) for name in rows if name != FAILED}
     assert "≠ different, factor 0.500 (1 / cp)" in texts(figure)
     assert "× failed" in texts(figure)
@@ -247,9 +267,18 @@ def test_worst_share_looks_at_every_parameter_and_step(comparison):
     assert figures.worst_share(replace(c, parameters=[], whole_gradient=[])) is None
 
 
-@pytest.mark.parametrize(("distance", "budget", "share"), [
-    (1.0, 4.0, 0.25), (0.0, 0.0, 0.0), (1e-30, 0.0, math.inf), (math.nan, 1.0, math.inf),
-    (1.0, math.nan, math.inf), (None, 1.0, None), (1.0, None, None)])
+@pytest.mark.parametrize(
+    ("distance", "budget", "share"),
+    [
+        (1.0, 4.0, 0.25),
+        (0.0, 0.0, 0.0),
+        (1e-30, 0.0, math.inf),
+        (math.nan, 1.0, math.inf),
+        (1.0, math.nan, math.inf),
+        (None, 1.0, None),
+        (1.0, None, None),
+    ],
+)
 def test_share_of_budget_hides_nothing(distance, budget, share):
     assert figures.share_of_budget(distance, budget) == share
 
@@ -258,7 +287,8 @@ def test_groups_keep_every_configuration_once(comparison):
     grouped = figures.groups(comparison)
     assert list(grouped) == ["one_rank-float64", "one_rank-float32"]
     assert sorted(c.name for members in grouped.values() for c in members) == sorted(
-        c.name for c in comparison.configurations)
+        c.name for c in comparison.configurations
+    )
     assert all(members[0].name == reference for reference, members in grouped.items())
 
 
@@ -269,8 +299,15 @@ def test_changed_settings_are_those_that_leave_the_reference(comparison):
 
 
 def test_every_verdict_can_be_drawn():
-    assert set(style.VERDICT_STYLES) == {"reference", "equal", "within budget", "different", "vacuous",
-                                         "unsound baseline", "failed"}
+    assert set(style.VERDICT_STYLES) == {
+        "reference",
+        "equal",
+        "within budget",
+        "different",
+        "vacuous",
+        "unsound baseline",
+        "failed",
+    }
     assert set(VERDICTS) <= set(style.VERDICT_STYLES)
     for what in ("name", "sign", "color", "marker"):
         alike = [getattr(look, what) for name, look in style.VERDICT_STYLES.items() if name != "reference"]

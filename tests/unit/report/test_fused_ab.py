@@ -47,49 +47,117 @@ def settings(**changed):
 
 
 def first_step(name, loss, norm, *, precision, fused=False, against="", verdict="reference", distance=0.0, budget=0.0):
-    rows = [ParameterDifference(0, parameter, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, each, "gradient", True)
-            for parameter, each in (("a", 3e-12), ("b", 4e-12))] if against else []
+    rows = (
+        [
+            ParameterDifference(0, parameter, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, each, "gradient", True)
+            for parameter, each in (("a", 3e-12), ("b", 4e-12))
+        ]
+        if against
+        else []
+    )
     whole = [{"step": 0, "distance": distance, "budget": budget}] if against else []
     record = {"step": 0, LOSS: loss, NORM: norm, "advantage/all/std": 0.5, "tokens/trained/sum": 4000.0}
-    return Configuration(name, settings(precision=precision, policy={"fused_loss": fused}), against=against,
-                         verdict=verdict, whole_gradient=whole, parameters=rows, steps=[record], run=f"runs/{name}")
+    return Configuration(
+        name,
+        settings(precision=precision, policy={"fused_loss": fused}),
+        against=against,
+        verdict=verdict,
+        whole_gradient=whole,
+        parameters=rows,
+        steps=[record],
+        run=f"runs/{name}",
+    )
 
 
 def step_one(**fused_float32):
     exact, single = {"precision": "float64"}, {"precision": "float32"}
-    return Comparison("step_one", "What of <one> step?", [
-        first_step("plain-float64", 0.25, 1.0, **exact),
-        first_step("plain-float32", 0.25 + 2e-7, 1.0 + 1e-6, **single),
-        first_step("fused-float64", 0.25, 1.0 + 4e-12, **exact, fused=True, against="plain-float64", verdict="equal",
-                   distance=1e-12, budget=4e-12),
-        first_step("fused-float32", 0.25 - 4e-7, 1.0 - 2e-6, **single, fused=True, against="plain-float32",
-                   **{"verdict": "within budget", "distance": 3e-6, "budget": 5e-6} | fused_float32)])
+    return Comparison(
+        "step_one",
+        "What of <one> step?",
+        [
+            first_step("plain-float64", 0.25, 1.0, **exact),
+            first_step("plain-float32", 0.25 + 2e-7, 1.0 + 1e-6, **single),
+            first_step(
+                "fused-float64",
+                0.25,
+                1.0 + 4e-12,
+                **exact,
+                fused=True,
+                against="plain-float64",
+                verdict="equal",
+                distance=1e-12,
+                budget=4e-12,
+            ),
+            first_step(
+                "fused-float32",
+                0.25 - 4e-7,
+                1.0 - 2e-6,
+                **single,
+                fused=True,
+                against="plain-float32",
+                **{"verdict": "within budget", "distance": 3e-6, "budget": 5e-6} | fused_float32,
+            ),
+        ],
+    )
 
 
 def run(name, rewards, *, fused=False, seed=0, losses=None):
     losses = losses or [0.1] * len(rewards)
-    steps = [{"step": step, LOSS: loss, NORM: 1.0, REWARD: reward, "reward/right/fraction": reward / 2,
-              MISMATCH: 1e-4, "entropy/policy/mean": 0.5}
-             for step, (reward, loss) in enumerate(zip(rewards, losses, strict=True))]
+    steps = [
+        {
+            "step": step,
+            LOSS: loss,
+            NORM: 1.0,
+            REWARD: reward,
+            "reward/right/fraction": reward / 2,
+            MISMATCH: 1e-4,
+            "entropy/policy/mean": 0.5,
+        }
+        for step, (reward, loss) in enumerate(zip(rewards, losses, strict=True))
+    ]
     return Configuration(name, settings(steps=len(rewards), seed=seed, policy={"fused_loss": fused}), steps=steps)
 
 
 def records(**changed):
-    fifty = Comparison("fifty_steps", "What of fifty?", [
-        run("run-False-0", [0.2, 0.4, 0.6]), run("run-False-1", [0.5, 0.4, 0.9], seed=1),
-        run("run-True-0", [0.2, 0.4, 0.9], fused=True, losses=[0.1, 0.1, 0.2]),
-        run("run-True-1", [0.5, 0.4, 0.9], fused=True, seed=1)])
-    other = Comparison("other_rounding", "What of rounding?", [run("run-0", [0.2, 0.4, 0.6], losses=[0.1, 0.2, 0.1]),
-                                                               run("run-1", [0.5, 0.7, 0.9], seed=1)])
-    sampled = {"step_one": {name: {"digests": ["aa"], "alike": [1.0]} for name in ("plain-float64", "fused-float64")},
-               "fifty_steps": {"run-True-0": {"digests": [], "alike": [1.0, 1.0, 0.25]},
-                               "run-True-1": {"digests": [], "alike": [1.0, 1.0, 1.0]}},
-               "other_rounding": {"run-0": {"digests": [], "alike": [1.0, 0.5, 0.125]},
-                                  "run-1": {"digests": [], "alike": [1.0, 0.75, 0.5]}}}
-    policy = {"parameters": 48.2e6, "parameters_beside_embedding": 31.5e6, "steps": 400, "seconds": 41.0,
-              "success_rate": 0.43, "sizes": {"hidden_size": 512}, "provenance": {"gpus": ["a <GPU>"], "cpu": "a CPU"}}
-    return Records(**{"step_one": step_one(), "fifty_steps": fifty, "other_rounding": other, "sampled": sampled,
-                      "policy": policy} | changed)
+    fifty = Comparison(
+        "fifty_steps",
+        "What of fifty?",
+        [
+            run("run-False-0", [0.2, 0.4, 0.6]),
+            run("run-False-1", [0.5, 0.4, 0.9], seed=1),
+            run("run-True-0", [0.2, 0.4, 0.9], fused=True, losses=[0.1, 0.1, 0.2]),
+            run("run-True-1", [0.5, 0.4, 0.9], fused=True, seed=1),
+        ],
+    )
+    other = Comparison(
+        "other_rounding",
+        "What of rounding?",
+        [run("run-0", [0.2, 0.4, 0.6], losses=[0.1, 0.2, 0.1]), run("run-1", [0.5, 0.7, 0.9], seed=1)],
+    )
+    sampled = {
+        "step_one": {name: {"digests": ["aa"], "alike": [1.0]} for name in ("plain-float64", "fused-float64")},
+        "fifty_steps": {
+            "run-True-0": {"digests": [], "alike": [1.0, 1.0, 0.25]},
+            "run-True-1": {"digests": [], "alike": [1.0, 1.0, 1.0]},
+        },
+        "other_rounding": {
+            "run-0": {"digests": [], "alike": [1.0, 0.5, 0.125]},
+            "run-1": {"digests": [], "alike": [1.0, 0.75, 0.5]},
+        },
+    }
+    policy = {
+        "parameters": 48.2e6,
+        "parameters_beside_embedding": 31.5e6,
+        "steps": 400,
+        "seconds": 41.0,
+        "success_rate": 0.43,
+        "sizes": {"hidden_size": 512},
+        "provenance": {"gpus": ["a <GPU>"], "cpu": "a CPU"},
+    }
+    return Records(
+        **{"step_one": step_one(), "fifty_steps": fifty, "other_rounding": other, "sampled": sampled, "policy": policy}
+        | changed
+    )
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +186,10 @@ def test_budgets_are_those_of_verdicts_and_of_the_deviation_of_advantages():
     assert step_table(lucky).loc["fused-float32", "loss_budget"] == 2.5 * 2**-23 * 0.5
 
 
-@pytest.mark.parametrize(("change", "kept"), [
-    ({}, True), ({"verdict": "different"}, False), ({"budget": 1e-6}, False), ({"loss": 0.25 - 6e-7}, False)])
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [({}, True), ({"verdict": "different"}, False), ({"budget": 1e-6}, False), ({"loss": 0.25 - 6e-7}, False)],
+)
 def test_all_budgets_hold_or_the_page_says_so(change, kept):
     made = step_one(**{key: value for key, value in change.items() if key != "loss"})
     if "loss" in change:
@@ -152,8 +222,11 @@ def test_distances_between_curves_by_hand():
 def test_either_end_is_ten_steps():
     line = [0.5] * 10 + [0.0] * 20 + [1.0] * 10
     both = {seed: {"losses": line} for seed in (0, 1)}
-    fifty = Comparison("fifty_steps", "?", [run(f"run-{fused}-{seed}", line, fused=fused, seed=seed)
-                                            for fused in (False, True) for seed in both])
+    fifty = Comparison(
+        "fifty_steps",
+        "?",
+        [run(f"run-{fused}-{seed}", line, fused=fused, seed=seed) for fused in (False, True) for seed in both],
+    )
     other = Comparison("other_rounding", "?", [run(f"run-{seed}", line, seed=seed) for seed in both])
     found = training_table(records(fifty_steps=fifty, other_rounding=other)).loc[REWARD]
     assert (found["first"], found["last"], found["fused_last"]) == (0.5, 1.0, 1.0)
@@ -164,7 +237,8 @@ def test_when_runs_came_apart():
         Parting("fused", 0, record=2, answers=2, alike_last=0.25),
         Parting("fused", 1, record=None, answers=None, alike_last=1.0),
         Parting("plain, other rows", 0, record=1, answers=1, alike_last=0.125),
-        Parting("plain, other rows", 1, record=None, answers=1, alike_last=0.5)]
+        Parting("plain, other rows", 1, record=None, answers=1, alike_last=0.5),
+    ]
 
 
 def test_runs_of_other_seeds_or_lengths_are_not_laid_side_by_side():
@@ -177,10 +251,15 @@ def test_the_figure_draws_a_line_a_run_and_marks_each_distance():
     axes = training(records()).axes
     assert len(axes) == 8
     drawn = sorted([list(line.get_ydata()) for line in axes[0].lines])
-    assert drawn == sorted([[0.2, 0.4, 0.6], [0.5, 0.4, 0.9], [0.2, 0.4, 0.9], [0.5, 0.4, 0.9],
-                            [0.2, 0.4, 0.6], [0.5, 0.7, 0.9]])
-    assert [list(line.get_ydata()) for line in axes[6].lines] \
-        == [[1.0, 1.0, 0.25], [1.0, 1.0, 1.0], [1.0, 0.5, 0.125], [1.0, 0.75, 0.5]]
+    assert drawn == sorted(
+        [[0.2, 0.4, 0.6], [0.5, 0.4, 0.9], [0.2, 0.4, 0.9], [0.5, 0.4, 0.9], [0.2, 0.4, 0.6], [0.5, 0.7, 0.9]]
+    )
+    assert [list(line.get_ydata()) for line in axes[6].lines] == [
+        [1.0, 1.0, 0.25],
+        [1.0, 1.0, 1.0],
+        [1.0, 0.5, 0.125],
+        [1.0, 0.75, 0.5],
+    ]
     row = training_table(records()).loc[REWARD]
     marks = [line.get_xdata()[0] for line in axes[7].lines if list(line.get_ydata()) == [0]]
     assert marks == [row["rounding"] / row["seeds"], row["fused_plain"] / row["seeds"]]
@@ -195,11 +274,15 @@ def test_the_answer_says_where_the_reward_went_and_the_three_distances():
 
 
 def test_the_metric_furthest_beyond_rounding_is_named_with_its_sides():
-    assert furthest(records()) == ("Furthest beyond rounding lies reward, 1.0 times as far. Its fused − plain, mean "
-                                   "over steps, is 0.10 and 0 at the 2 seeds.")
+    assert furthest(records()) == (
+        "Furthest beyond rounding lies reward, 1.0 times as far. Its fused − plain, mean "
+        "over steps, is 0.10 and 0 at the 2 seeds."
+    )
     made = records()
-    same = replace(made.other_rounding, configurations=[c for c in made.fifty_steps.configurations
-                                                        if not c.settings["policy"]["fused_loss"]])
+    same = replace(
+        made.other_rounding,
+        configurations=[c for c in made.fifty_steps.configurations if not c.settings["policy"]["fused_loss"]],
+    )
     assert furthest(replace(made, other_rounding=same)) == "Rounding moved nothing."
 
 
@@ -241,10 +324,16 @@ def test_the_files_ask_for_what_the_page_reads():
     one, fifty, other = (load_ablation(FOLDER / f"{name}.yaml").expand() for name in fused_ab.ABLATIONS)
     assert {run.spec.precision for run in one} == {"float64", "float32"}
     assert all(run.spec.record.gradients == "full" and run.spec.record.metrics == "full" for run in one)
-    assert {(run.spec.policy.fused_loss, run.spec.policy.logprobs) for run in [*one, *fifty]} \
-        == {(False, "reference"), (True, "auto")}
-    assert {(run.spec.policy.fused_loss, run.spec.seed) for run in fifty} \
-        == {(False, 0), (False, 1), (True, 0), (True, 1)}
+    assert {(run.spec.policy.fused_loss, run.spec.policy.logprobs) for run in [*one, *fifty]} == {
+        (False, "reference"),
+        (True, "auto"),
+    }
+    assert {(run.spec.policy.fused_loss, run.spec.seed) for run in fifty} == {
+        (False, 0),
+        (False, 1),
+        (True, 0),
+        (True, 1),
+    }
     plain = {run.spec.seed: run.spec for run in fifty if not run.spec.policy.fused_loss}
     rows = {run.spec.seed: run.spec for run in other}
     assert plain.keys() == rows.keys()

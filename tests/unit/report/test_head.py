@@ -10,30 +10,63 @@ from workbench.runs.store import to_json
 
 
 def entry(ratio, kind="ours", memory="chunk", **more):
-    return {"kind": kind, "memory": memory, "ratio": ratio, "median_ms": 10 * ratio, "extra_gib": 1.0, "what": "",
-            "version": "1", "samples_ms": [10 * ratio]} | more
+    return {
+        "kind": kind,
+        "memory": memory,
+        "ratio": ratio,
+        "median_ms": 10 * ratio,
+        "extra_gib": 1.0,
+        "what": "",
+        "version": "1",
+        "samples_ms": [10 * ratio],
+    } | more
 
 
 def record():
-    both = {"three products": entry(1.0, "floor", "all tokens"), "fused_loss": entry(1.05, hidden_error=3e-3),
-            "slow": entry(1.5, "peer"), "absent": {"kind": "peer", "memory": "chunk", "left_out": "not installed"}}
-    rows = {"fused_loss": {"rows": [{"tokens": 8, "peak_gib": 1.0}, {"tokens": 16, "peak_gib": 1.5}], "end": "time"},
-            "plain torch": {"rows": [{"tokens": 8, "peak_gib": 9.0}], "end": "out of memory"},
-            "absent": {"rows": [], "end": "out of memory"}}
-    return {"device": "a device", "rounds": 1, "longest_rows": {"a head": rows}, "provenance": {"torch": "2"},
-            "bars": {"one": {"bar": 1.0, "median": 0.5, "holds": True},
-                     "two": {"bar": 1.3, "median": None, "holds": False, "least": True}},
-            "workloads": {"A": {"tokens": 8192, "dimension": 4096, "vocabulary": 151936,
-                                "forward_backward": {"floor_ms": 10.0, "contenders": both},
-                                "forward": {"floor_ms": 5.0, "contenders": {
-                                    "one product": entry(1.0, "floor", "all tokens")}}}}}
+    both = {
+        "three products": entry(1.0, "floor", "all tokens"),
+        "fused_loss": entry(1.05, hidden_error=3e-3),
+        "slow": entry(1.5, "peer"),
+        "absent": {"kind": "peer", "memory": "chunk", "left_out": "not installed"},
+    }
+    rows = {
+        "fused_loss": {"rows": [{"tokens": 8, "peak_gib": 1.0}, {"tokens": 16, "peak_gib": 1.5}], "end": "time"},
+        "plain torch": {"rows": [{"tokens": 8, "peak_gib": 9.0}], "end": "out of memory"},
+        "absent": {"rows": [], "end": "out of memory"},
+    }
+    return {
+        "device": "a device",
+        "rounds": 1,
+        "longest_rows": {"a head": rows},
+        "provenance": {"torch": "2"},
+        "bars": {
+            "one": {"bar": 1.0, "median": 0.5, "holds": True},
+            "two": {"bar": 1.3, "median": None, "holds": False, "least": True},
+        },
+        "workloads": {
+            "A": {
+                "tokens": 8192,
+                "dimension": 4096,
+                "vocabulary": 151936,
+                "forward_backward": {"floor_ms": 10.0, "contenders": both},
+                "forward": {"floor_ms": 5.0, "contenders": {"one product": entry(1.0, "floor", "all tokens")}},
+            }
+        },
+    }
 
 
 def several():
-    return {"device": "a device", "provenance": {}, "sizes": {"A": {"tokens": 8192, "dimension": 4096,
-                                                                   "vocabulary": 151936}},
-            "heads": {"A": {"1": {"median_ms": 10.0, "efficiency": 1.0, "samples_ms": [10.0]},
-                            "2": {"median_ms": 5.5, "efficiency": 0.909, "samples_ms": [5.5]}}}}
+    return {
+        "device": "a device",
+        "provenance": {},
+        "sizes": {"A": {"tokens": 8192, "dimension": 4096, "vocabulary": 151936}},
+        "heads": {
+            "A": {
+                "1": {"median_ms": 10.0, "efficiency": 1.0, "samples_ms": [10.0]},
+                "2": {"median_ms": 5.5, "efficiency": 0.909, "samples_ms": [5.5]},
+            }
+        },
+    }
 
 
 def test_figures_bars_and_what_was_left_out():

@@ -73,14 +73,17 @@ def test_a_letter_cut_by_a_look_is_whole_in_the_end(path):
     assert tail.text() == "€"
 
 
-@pytest.mark.parametrize(("written", "shown"), [
-    (b"\x1b[31mred\x1b[0m\n", "red"),
-    (b"\x1b]0;title\x07words\n", "words"),
-    (b" 10%\r 50%\r100%\n", "100%"),
-    (b"windows\r\n", "windows"),
-    (b"\xff\x00bell\x07\n", "\ufffd\ufffdbell\ufffd"),
-    (b"tab\there\n", "tab\there"),
-])
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (b"\x1b[31mred\x1b[0m\n", "red"),
+        (b"\x1b]0;title\x07words\n", "words"),
+        (b" 10%\r 50%\r100%\n", "100%"),
+        (b"windows\r\n", "windows"),
+        (b"\xff\x00bell\x07\n", "\ufffd\ufffdbell\ufffd"),
+        (b"tab\there\n", "tab\there"),
+    ],
+)
 def test_it_shows_what_a_terminal_would_have_shown(path, written, shown):
     tail = LogTail(path)
     append(path, written)

@@ -41,8 +41,11 @@ def test_a_row_for_each_advantage_and_a_line_for_each_loss():
     figure = loss_curves([DAPO, LossSpec(name="cispo"), LossSpec(name="reinforce")])
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["advantage 1.0", " ", "advantage −1.0", " "]
     for axes in figure.axes:
-        assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] \
-            == ["dapo", "cispo", "reinforce"]
+        assert [line.get_label() for line in axes.lines if not line.get_label().startswith("_")] == [
+            "dapo",
+            "cispo",
+            "reinforce",
+        ]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["dapo", "cispo", "reinforce"]
 
 
@@ -61,11 +64,19 @@ def test_a_cut_is_drawn_as_one_and_not_as_a_slope_between_two_points():
     assert line.get_xdata()[behind] - line.get_xdata()[behind - 1] < 1e-6
 
 
-@pytest.mark.parametrize(("settings", "advantage", "expected"), [
-    ({"name": "dapo"}, 1.0, [0.8, 1.28]), ({"name": "dual_clip"}, -1.0, [0.8, 1.2, 3.0]),
-    ({"name": "cispo"}, 1.0, [5.0]), ({"name": "cispo_absolute"}, 1.0, [5.0]),
-    ({"name": "gmpo"}, 1.0, [math.exp(-0.4), math.exp(0.4)]), ({"name": "gspo"}, 1.0, [0.9997, 1.0004]),
-    ({"name": "reinforce"}, 1.0, []), ({"name": "dppo_tv"}, 1.0, [])])
+@pytest.mark.parametrize(
+    ("settings", "advantage", "expected"),
+    [
+        ({"name": "dapo"}, 1.0, [0.8, 1.28]),
+        ({"name": "dual_clip"}, -1.0, [0.8, 1.2, 3.0]),
+        ({"name": "cispo"}, 1.0, [5.0]),
+        ({"name": "cispo_absolute"}, 1.0, [5.0]),
+        ({"name": "gmpo"}, 1.0, [math.exp(-0.4), math.exp(0.4)]),
+        ({"name": "gspo"}, 1.0, [0.9997, 1.0004]),
+        ({"name": "reinforce"}, 1.0, []),
+        ({"name": "dppo_tv"}, 1.0, []),
+    ],
+)
 def test_bounds_of_losses(settings, advantage, expected):
     assert bounds_of(LossSpec(**settings), advantage) == pytest.approx(expected)
 
@@ -82,8 +93,12 @@ def test_the_same_losses_give_the_same_bytes():
 
 
 def test_names_say_what_differs_where_presets_are_the_same():
-    specs = [LossSpec(name="ppo"), LossSpec(name="ppo", surrogate={"clip_high": 0.3}, kl={"coefficient": 0.1}),
-             LossSpec(name="gspo"), LossSpec(name="ppo")]
+    specs = [
+        LossSpec(name="ppo"),
+        LossSpec(name="ppo", surrogate={"clip_high": 0.3}, kl={"coefficient": 0.1}),
+        LossSpec(name="gspo"),
+        LossSpec(name="ppo"),
+    ]
     assert list(name_specs(specs)) == ["ppo", "ppo clip_high=0.3 kl.coefficient=0.1", "gspo", "ppo (2)"]
     assert list(name_specs(DAPO)) == ["dapo"]
     assert list(name_specs({"mine": DAPO})) == ["mine"]

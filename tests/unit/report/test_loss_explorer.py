@@ -11,7 +11,7 @@ from workbench.report.loss_explorer import CURVED, LossExplorer, draw, takes_bou
 
 def picture(specs, **how):
     text = style.svg_text(loss_curves(specs, **how))
-    return text[text.index("<svg"):]
+    return text[text.index("<svg") :]
 
 
 def test_it_begins_with_the_losses_and_bounds_that_it_is_given():
@@ -21,9 +21,13 @@ def test_it_begins_with_the_losses_and_bounds_that_it_is_given():
     assert explorer.children[1] is explorer.drawing
 
 
-@pytest.mark.parametrize(("control", "value", "expected"), [
-    ("low", 0.5, {"surrogate": {"clip_low": 0.5, "clip_high": 0.2}}),
-    ("high", 0.5, {"surrogate": {"clip_low": 0.2, "clip_high": 0.5}})])
+@pytest.mark.parametrize(
+    ("control", "value", "expected"),
+    [
+        ("low", 0.5, {"surrogate": {"clip_low": 0.5, "clip_high": 0.2}}),
+        ("high", 0.5, {"surrogate": {"clip_low": 0.2, "clip_high": 0.5}}),
+    ],
+)
 def test_a_slider_moves_a_bound(control, value, expected):
     explorer = LossExplorer(("grpo",))
     getattr(explorer, control).value = value

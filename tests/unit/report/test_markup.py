@@ -4,7 +4,7 @@ from workbench.report.markup import Markup, breakable, join, table, tag
 
 
 def test_text_is_escaped_in_content_attributes_and_tables():
-    hostile = '<script>"&\'</script>'
+    hostile = "<script>\"&'</script>"
     escaped = "&lt;script&gt;&quot;&amp;&#x27;&lt;/script&gt;"
     assert tag("p", hostile, title=hostile) == f'<p title="{escaped}">{escaped}</p>'
     assert join([hostile, [hostile], None, 3]) == escaped + escaped + "3"

@@ -31,34 +31,64 @@ M = 4
 def configuration(name, losses, norms, *, state="succeeded", **settings):
     clip = settings.get("optimizer", {}).get("max_grad_norm")
     numbered = enumerate(zip(losses, norms, strict=True))
-    steps = [{"step": step, "loss/total/sum": loss, "gradient/norm/global": norm, "documents/trained/sum": float(M),
-              "gradient/clip/coefficient": 1.0 if clip is None or norm <= clip else clip / norm,
-              "kl/old_policy/k3_mean": 0.01 * step} for step, (loss, norm) in numbered]
-    return Configuration(name, RunSpec(steps=len(losses), **settings).model_dump(mode="json"), state=state,
-                         steps=steps if state == "succeeded" else [], run=f"runs/{name}")
+    steps = [
+        {
+            "step": step,
+            "loss/total/sum": loss,
+            "gradient/norm/global": norm,
+            "documents/trained/sum": float(M),
+            "gradient/clip/coefficient": 1.0 if clip is None or norm <= clip else clip / norm,
+            "kl/old_policy/k3_mean": 0.01 * step,
+        }
+        for step, (loss, norm) in numbered
+    ]
+    return Configuration(
+        name,
+        RunSpec(steps=len(losses), **settings).model_dump(mode="json"),
+        state=state,
+        steps=steps if state == "succeeded" else [],
+        run=f"runs/{name}",
+    )
 
 
 def one_batch():
     def run(denominator, norm, *, twice=False, **more):
         loss = {"denominator": denominator, "normalize_by_documents": twice} | more
-        return configuration(f"one-{denominator}-{twice}", [-0.25], [norm / M if twice else norm], loss=loss,
-                             optimizer={"name": "sgd", "max_grad_norm": 0.3})
+        return configuration(
+            f"one-{denominator}-{twice}",
+            [-0.25],
+            [norm / M if twice else norm],
+            loss=loss,
+            optimizer={"name": "sgd", "max_grad_norm": 0.3},
+        )
 
-    runs = [run("raw", 6.0), run("raw", 6.0, twice=True), run("token", 0.6), run("token", 0.6, twice=True),
-            run("constant", 0.1, denominator_constant=8.0)]
+    runs = [
+        run("raw", 6.0),
+        run("raw", 6.0, twice=True),
+        run("token", 0.6),
+        run("token", 0.6, twice=True),
+        run("constant", 0.1, denominator_constant=8.0),
+    ]
     return Comparison("one_batch", "What of <one> batch?", runs, {"versions": {"torch": "2.13.0"}})
 
 
 def fifty_steps():
     def run(name, clip, twice, losses, norms):
         optimizer = {"name": name, "max_grad_norm": clip}
-        return configuration(f"run-{name}-{clip}-{twice}", losses, norms, optimizer=optimizer,
-                             loss={"denominator": "document_sum", "normalize_by_documents": twice})
+        return configuration(
+            f"run-{name}-{clip}-{twice}",
+            losses,
+            norms,
+            optimizer=optimizer,
+            loss={"denominator": "document_sum", "normalize_by_documents": twice},
+        )
 
-    runs = [run("sgd", None, False, [-0.1, -0.3, -0.5], [8.0, 4.0, 2.0]),
-            run("sgd", None, True, [-0.1, -0.2, -0.3], [2.0, 1.0, 0.5]),
-            run("adamw", 0.3, False, [-0.1, -0.3, -0.5], [8.0, 4.0, 0.2]),
-            run("adamw", 0.3, True, [-0.1, -0.29, -0.5], [0.2, 0.1, 0.05])]
+    runs = [
+        run("sgd", None, False, [-0.1, -0.3, -0.5], [8.0, 4.0, 2.0]),
+        run("sgd", None, True, [-0.1, -0.2, -0.3], [2.0, 1.0, 0.5]),
+        run("adamw", 0.3, False, [-0.1, -0.3, -0.5], [8.0, 4.0, 0.2]),
+        run("adamw", 0.3, True, [-0.1, -0.29, -0.5], [0.2, 0.1, 0.05]),
+    ]
     return Comparison("fifty_steps", "What of training?", runs, {"versions": {"torch": "2.13.0"}})
 
 
@@ -93,13 +123,19 @@ def test_every_denominator_has_its_divisor_in_letters_that_are_explained():
 
 def test_the_figure_marks_each_norm_and_the_threshold():
     axes = norms_by_denominator(one_batch()).axes[0]
-    marks = {(line.get_xdata()[0], line.get_ydata()[0]): line.get_markerfacecolor() == "#ffffff"
-             for line in axes.lines if line.get_marker() == "o"}
+    marks = {
+        (line.get_xdata()[0], line.get_ydata()[0]): line.get_markerfacecolor() == "#ffffff"
+        for line in axes.lines
+        if line.get_marker() == "o"
+    }
     assert marks == {(0.1, 0): False, (0.6, 1): False, (0.15, 1): True, (6.0, 2): False, (1.5, 2): True}
     assert [label.get_text() for label in axes.get_yticklabels()] == ["constant", "token", "raw"]
     assert [line.get_xdata()[0] for line in axes.lines if list(line.get_xdata()) == [0.3, 0.3]] == [0.3]
-    assert [text.get_text() for text in axes.texts if "·" in text.get_text()][:3] \
-        == ["1 · –", "0.500 · 1", "0.0500 · 0.200"]
+    assert [text.get_text() for text in axes.texts if "·" in text.get_text()][:3] == [
+        "1 · –",
+        "0.500 · 1",
+        "0.0500 · 0.200",
+    ]
 
 
 def test_the_answer_counts_on_which_side_of_the_threshold_gradients_lie():
@@ -140,11 +176,15 @@ def test_the_answer_says_how_far_the_losses_come_apart():
 
 
 def test_other_denominators_and_single_runs_are_named_as_what_they_are():
-    runs = [configuration("a", [0.1], [1.0], loss={"denominator": "token"}),
-            configuration("b", [0.1], [1.0], loss={"denominator": "token", "normalize_by_documents": True})]
+    runs = [
+        configuration("a", [0.1], [1.0], loss={"denominator": "token"}),
+        configuration("b", [0.1], [1.0], loss={"denominator": "token", "normalize_by_documents": True}),
+    ]
     found = training_table(Comparison("x", "?", runs))
-    assert list(found.index) == [("AdamW, no clipping", "denominator token"),
-                                 ("AdamW, no clipping", "denominator token, gradient ÷ M once more")]
+    assert list(found.index) == [
+        ("AdamW, no clipping", "denominator token"),
+        ("AdamW, no clipping", "denominator token, gradient ÷ M once more"),
+    ]
     assert "No two runs" in answer_of_training(Comparison("x", "?", runs[:1]))
 
 
@@ -158,8 +198,9 @@ def test_the_page_is_whole_offline_and_well_formed(text):
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in read.tags}
     ids = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
     assert len(set(ids)) == len(ids)
-    assert all(attributes[key][1:] in ids for _, attributes in read.tags for key in ("href", "xlink:href")
-               if key in attributes)
+    assert all(
+        attributes[key][1:] in ids for _, attributes in read.tags for key in ("href", "xlink:href") if key in attributes
+    )
 
 
 def test_the_page_quotes_names_as_text_and_names_what_failed(text):
@@ -197,8 +238,9 @@ def test_nothing_is_judged_and_saved_runs_have_the_settings_of_their_file(part):
     planned = load_ablation(FOLDER / f"{part}.yaml").expand()
     assert {plan.reference for plan in planned} == {""}
     saved = Comparison.load(FOLDER / part / "comparison.json")
-    assert {c.name: c.settings for c in saved.configurations} \
-        == {plan.name: plan.spec.model_dump(mode="json") for plan in planned}
+    assert {c.name: c.settings for c in saved.configurations} == {
+        plan.name: plan.spec.model_dump(mode="json") for plan in planned
+    }
     assert {(c.state, len(c.steps)) for c in saved.configurations} == {("succeeded", planned[0].spec.steps)}
 
 

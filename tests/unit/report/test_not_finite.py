@@ -23,10 +23,24 @@ from workbench.runs.spec import RunSpec
 EXTREMES = [math.nan, math.inf, -math.inf, 1e300, -1e300, 1.7e308, 5e-324, 0.0, -0.0, 1.0, -2.5]
 VALUES = st.sampled_from(EXTREMES) | st.floats()
 VERDICTS = list(style.VERDICT_STYLES)
-FIGURES = [figures.verdicts, figures.gradient_norm_by_step, figures.loss_by_step, figures.norm_ratios,
-           figures.importance_ratios, figures.time_and_memory, seeds_by_step, online_curves]
-METRICS = (figures.LOSS, figures.GRADIENT_NORM, figures.STEP_MS, figures.PEAK_BYTES, "reward/all/mean",
-           "kl/policy_sampler/k3_mean")
+FIGURES = [
+    figures.verdicts,
+    figures.gradient_norm_by_step,
+    figures.loss_by_step,
+    figures.norm_ratios,
+    figures.importance_ratios,
+    figures.time_and_memory,
+    seeds_by_step,
+    online_curves,
+]
+METRICS = (
+    figures.LOSS,
+    figures.GRADIENT_NORM,
+    figures.STEP_MS,
+    figures.PEAK_BYTES,
+    "reward/all/mean",
+    "kl/policy_sampler/k3_mean",
+)
 
 
 def comparison_of(draw):
@@ -36,17 +50,35 @@ def comparison_of(draw):
         data = RunSpec(seed=number).model_dump(mode="json")
         data["loss"]["surrogate"]["clip_high"] = draw()
         data["online"]["task"] = "task.py:Task" if number else None
-        parameters = [ParameterDifference(0, f"layers.{at}.weight", *(abs(draw()) for _ in range(3)), draw(), draw(),
-                                          abs(draw()), abs(draw()), "floor" if at else "gradient", False)
-                      for at in range(2)]
+        parameters = [
+            ParameterDifference(
+                0,
+                f"layers.{at}.weight",
+                *(abs(draw()) for _ in range(3)),
+                draw(),
+                draw(),
+                abs(draw()),
+                abs(draw()),
+                "floor" if at else "gradient",
+                False,
+            )
+            for at in range(2)
+        ]
         whole = [{"step": 0, "distance": abs(draw()), "budget": abs(draw()), "relative_l2": abs(draw())}]
         edges = sorted((abs(draw()) for _ in range(4)), key=lambda value: (math.isnan(value), value))
-        made.append(Configuration(
-            f"c-{number}", data, against="c-0" if number else "",
-            verdict=VERDICTS[2 * number - 1] if number else "reference", factor=draw(),
-            steps=[{"step": step} | {key: draw() for key in METRICS} for step in range(3)],
-            ratios={"0": {"edges": edges, "counts": [1.0, 2.0, 3.0]}},
-            parameters=parameters if number else [], whole_gradient=whole if number else []))
+        made.append(
+            Configuration(
+                f"c-{number}",
+                data,
+                against="c-0" if number else "",
+                verdict=VERDICTS[2 * number - 1] if number else "reference",
+                factor=draw(),
+                steps=[{"step": step} | {key: draw() for key in METRICS} for step in range(3)],
+                ratios={"0": {"edges": edges, "counts": [1.0, 2.0, 3.0]}},
+                parameters=parameters if number else [],
+                whole_gradient=whole if number else [],
+            )
+        )
     return Comparison("x", "?", made)
 
 
@@ -87,10 +119,16 @@ def test_the_page_survives_them(value):
 
 def lines(*series, **changes):
     """The loss figure of a baseline and of runs that have these losses by step."""
-    made = [Configuration(f"run{at}", RunSpec(steps=3).model_dump(mode="json"), against="run0" if at else "",
-                          verdict="equal" if at else "reference",
-                          steps=[{"step": step, figures.LOSS: loss} for step, loss in enumerate(losses)])
-            for at, losses in enumerate(series)]
+    made = [
+        Configuration(
+            f"run{at}",
+            RunSpec(steps=3).model_dump(mode="json"),
+            against="run0" if at else "",
+            verdict="equal" if at else "reference",
+            steps=[{"step": step, figures.LOSS: loss} for step, loss in enumerate(losses)],
+        )
+        for at, losses in enumerate(series)
+    ]
     return figures.loss_by_step(Comparison("x", "?", [replace(made[0], **changes), *made[1:]]))
 
 
@@ -117,16 +155,18 @@ def test_a_value_that_no_axis_holds_does_not_flatten_the_rest_and_is_told():
     assert "not finite or beyond 10¹⁰⁰ from step 2: run0" in axes.get_xlabel()
 
 
-@pytest.mark.parametrize(("losses", "scale"), [([1.0, 1.2, 1e30], "log"), ([-1.0, 1.2, 1e30], "asinh"),
-                                               ([1.0, 2.0, 3.0], "linear")])
+@pytest.mark.parametrize(
+    ("losses", "scale"), [([1.0, 1.2, 1e30], "log"), ([-1.0, 1.2, 1e30], "asinh"), ([1.0, 2.0, 3.0], "linear")]
+)
 def test_a_baseline_that_runs_away_does_not_set_the_scale(losses, scale):
     assert lines([*losses, *losses[:2]]).axes[0].get_yscale() == scale
 
 
 def histogram(edges, counts, **surrogate):
     data = RunSpec(loss={"surrogate": surrogate}).model_dump(mode="json")
-    return figures.importance_ratios(Comparison("x", "?", [
-        Configuration("one", data, ratios={"0": {"edges": edges, "counts": counts}})]))
+    return figures.importance_ratios(
+        Comparison("x", "?", [Configuration("one", data, ratios={"0": {"edges": edges, "counts": counts}})])
+    )
 
 
 def test_ratios_with_an_infinite_edge_are_drawn_as_far_as_they_go_and_the_rest_is_counted():
@@ -155,9 +195,15 @@ def test_a_loss_without_an_upper_clip_has_curves():
 def test_a_distance_beyond_the_axis_is_an_arrow_and_the_relative_error_stands_beside_it():
     spec = RunSpec().model_dump(mode="json")
     made = [Configuration("one", spec)] + [
-        Configuration(f"far{at}", spec, against="one", verdict="different",
-                      whole_gradient=[{"step": 0, "distance": distance, "budget": 1.0, "relative_l2": 0.009}])
-        for at, distance in enumerate((1e40, math.inf, 7.0))]
+        Configuration(
+            f"far{at}",
+            spec,
+            against="one",
+            verdict="different",
+            whole_gradient=[{"step": 0, "distance": distance, "budget": 1.0, "relative_l2": 0.009}],
+        )
+        for at, distance in enumerate((1e40, math.inf, 7.0))
+    ]
     axes = figures.verdicts(Comparison("x", "?", made)).axes[0]
     arrows = [line for line in axes.lines if line.get_marker() == ">"]
     assert [line.get_ydata()[0] for line in arrows] == [0, 1]

@@ -25,8 +25,12 @@ def test_every_cell_was_executed_and_shows_this_comparison(tmp_path, capfd):
     assert "text/html" in kinds["wb.show(comparison)"]
     shown = next(cell for cell in cells if cell.source == "wb.show(comparison)")
     assert "fault_missing_cp_factor" in shown.outputs[0].data["text/html"]
-    drawn = [output.data.get(kind, "") for cell in cells for output in cell.outputs
-             for kind in ("text/html", "image/svg+xml")]
+    drawn = [
+        output.data.get(kind, "")
+        for cell in cells
+        for output in cell.outputs
+        for kind in ("text/html", "image/svg+xml")
+    ]
     assert "<script" not in "".join([*drawn, notebook.cells[0].source])
     assert "&lt;script&gt;" in notebook.cells[0].source
     assert not re.search(r"(?<![\w.])/(?:home|root|tmp|work)/", path.read_text())

@@ -27,8 +27,9 @@ def number(key, seed, step):
 
 
 def records(seed, steps=4, without=()):
-    return [{"step": step} | {key: number(key, seed, step) for key in KEYS if key not in without}
-            for step in range(steps)]
+    return [
+        {"step": step} | {key: number(key, seed, step) for key in KEYS if key not in without} for step in range(steps)
+    ]
 
 
 def configuration(name, seed=0, **how):
@@ -38,8 +39,11 @@ def configuration(name, seed=0, **how):
 
 def two_losses():
     sharp = spec(3, loss={"name": "cispo"})
-    return Comparison("online", "Does it learn?", [configuration("grpo-0"), configuration("grpo-1", 1),
-                                                   configuration("cispo", 3, made=sharp)])
+    return Comparison(
+        "online",
+        "Does it learn?",
+        [configuration("grpo-0"), configuration("grpo-1", 1), configuration("cispo", 3, made=sharp)],
+    )
 
 
 def drawn(figure):
@@ -47,15 +51,22 @@ def drawn(figure):
     found = {}
     for axes in figure.axes:
         lines = [line for line in axes.lines if line.get_gid()]
-        found[axes.get_title(loc="left")] = {f"{line.get_gid()}{at if line.get_gid() == 'mean' else ''}":
-                                             list(line.get_ydata()) for at, line in enumerate(lines)}
+        found[axes.get_title(loc="left")] = {
+            f"{line.get_gid()}{at if line.get_gid() == 'mean' else ''}": list(line.get_ydata())
+            for at, line in enumerate(lines)
+        }
     return found
 
 
 def said(figure):
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    return " | ".join([*texts, *(text.get_text() for legend in figure.legends for text in legend.get_texts()),
-                       *(text.get_text() for text in figure.texts)])
+    return " | ".join(
+        [
+            *texts,
+            *(text.get_text() for legend in figure.legends for text in legend.get_texts()),
+            *(text.get_text() for text in figure.texts),
+        ]
+    )
 
 
 def test_every_panel_has_every_run_with_every_number_and_the_mean_of_seeds():
@@ -86,8 +97,10 @@ def test_only_the_mismatch_is_logarithmic_and_a_mismatch_of_nothing_is_drawn_all
 def test_a_metric_that_one_run_lacks_is_named_in_its_panel_and_in_no_other():
     comparison = two_losses()
     comparison.configurations[1] = replace(comparison.configurations[1], steps=records(1, without=[KEYS[4]]))
-    notes = {axes.get_title(loc="left"): [text.get_text() for text in axes.texts if "not recorded" in text.get_text()]
-             for axes in online_curves(comparison).axes}
+    notes = {
+        axes.get_title(loc="left"): [text.get_text() for text in axes.texts if "not recorded" in text.get_text()]
+        for axes in online_curves(comparison).axes
+    }
     assert notes.pop("sampler and trainer apart") == ["not recorded:\ngrpo-1"]
     assert not any(notes.values())
 
@@ -126,8 +139,12 @@ def test_runs_that_sample_nothing_make_a_figure_that_says_so(tmp_path):
 
 def test_two_groups_of_one_name_stay_two():
     other = spec(1, loss={"name": "cispo"})
-    made = [configuration("a-0"), configuration("a-1", 1), configuration("a-2", made=spec(0, loss={"name": "cispo"})),
-            configuration("a-3", 1, made=other)]
+    made = [
+        configuration("a-0"),
+        configuration("a-1", 1),
+        configuration("a-2", made=spec(0, loss={"name": "cispo"})),
+        configuration("a-3", 1, made=other),
+    ]
     assert [len(members) for members in online_groups(Comparison("x", "?", made)).values()] == [2, 2]
 
 
@@ -158,7 +175,8 @@ def test_the_answer_says_how_each_began_and_ended():
     comparison.configurations[2] = replace(comparison.configurations[2], steps=climbing)
     assert online_answer(comparison) == (
         "grpo: 7 % of the answers right in the first tenth of the steps, 7 % in the last, mean of 2 seeds. "
-        "cispo: 26 % of the answers right in the first tenth of the steps, 62 % in the last.")
+        "cispo: 26 % of the answers right in the first tenth of the steps, 62 % in the last."
+    )
     assert online_answer(Comparison("x", "?", [configuration("a", steps=[])])) == ""
 
 

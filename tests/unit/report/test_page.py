@@ -14,9 +14,17 @@ from workbench.compare.comparison import Comparison
 from workbench.report.page import page, write_report
 from workbench.runs import whole_files
 
-SECTIONS = ["What differs between configurations", "Verdicts", "Gradient norm by step",
-            "Per-parameter norm ratios", "Importance ratios", "Loss", "Time and memory", "Failed runs",
-            "Provenance"]
+SECTIONS = [
+    "What differs between configurations",
+    "Verdicts",
+    "Gradient norm by step",
+    "Per-parameter norm ratios",
+    "Importance ratios",
+    "Loss",
+    "Time and memory",
+    "Failed runs",
+    "Provenance",
+]
 HOSTILE = '<script>alert("1")</script>&\'"><img src=x onerror=y>'
 
 
@@ -100,7 +108,7 @@ def test_verdicts_come_first_and_every_section_follows(text, read):
 
 
 def test_every_configuration_is_in_the_summary(text, comparison):
-    summary = text[text.index('class="summary"'):text.index("<nav")].replace("<wbr>", "")
+    summary = text[text.index('class="summary"') : text.index("<nav")].replace("<wbr>", "")
     for c in comparison.configurations:
         assert f'<span class="name">{c.name}</span>' in summary
 
@@ -114,9 +122,9 @@ def test_what_differs_shows_changed_settings_in_bold(text):
 
 def test_parameters_judged_by_the_floor_are_listed_and_all_parameters_are_there(text):
     part = section(text, "Per-parameter norm ratios")
-    listed = part[part.index("Judged by the floor"):part.index("All numbers")]
+    listed = part[part.index("Judged by the floor") : part.index("All numbers")]
     assert f"<code>{FLOORED}</code>" in listed
-    details = part[part.index("All numbers"):]
+    details = part[part.index("All numbers") :]
     for name in PARAMETERS:
         assert details.count(f"<code>{name}</code>") == 12
     assert details.count("36 of 36 parameters out of budget") == 3
@@ -174,8 +182,17 @@ def test_hostile_names_stay_text():
         parameters = [replace(p, parameter=HOSTILE + p.parameter) for p in c.parameters[:5]]
         failure = c.failure and c.failure | {"exception": HOSTILE, "traceback": HOSTILE}
         first = c.first_parameter and HOSTILE
-        changed.append(replace(c, **hostile, parameters=parameters, failure=failure, first_parameter=first,
-                               ratios={}, settings=dict(c.settings) | {HOSTILE: HOSTILE + c.name}))
+        changed.append(
+            replace(
+                c,
+                **hostile,
+                parameters=parameters,
+                failure=failure,
+                first_parameter=first,
+                ratios={},
+                settings=dict(c.settings) | {HOSTILE: HOSTILE + c.name},
+            )
+        )
     made = page(Comparison(HOSTILE, HOSTILE, changed, {HOSTILE: {HOSTILE: HOSTILE}}))
     read = Reader(made)
     assert not {"script", "img"} & {tag for tag, _ in read.tags}

@@ -394,7 +394,8 @@ def test_one_that_cannot_be_asked_keeps_no_other_going(experiment, attached, mon
 def test_buttons_say_what_they_do_and_when(experiment, attached):
     make_run(experiment, "a")
     assert button(attached(experiment), "a").tooltip == (
-        "Cancel a: click, and click again within 3 s. A busy kernel answers when its cell has ended.")
+        "Cancel a: click, and click again within 3 s. A busy kernel answers when its cell has ended."
+    )
 
 
 # ---- nothing left behind ----------------------------------------------------------------------------------

@@ -36,30 +36,53 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(PROJECT)}
 ONLINE = {"task": "arithmetic", "temperature": 0.7, "old_logprobs": "sampler"}
 
 
-def run(name, *, sampler="bfloat16", trainer="bfloat16", logprobs="reference", lifted=False, temperature=0.7,
-        outside=0.0, device="cuda"):
+def run(
+    name,
+    *,
+    sampler="bfloat16",
+    trainer="bfloat16",
+    logprobs="reference",
+    lifted=False,
+    temperature=0.7,
+    outside=0.0,
+    device="cuda",
+):
     policy = {"logprobs": logprobs, "fp32_head": lifted, "temperature": temperature}
-    settings = RunSpec(precision=trainer, policy=policy,
-                       online=ONLINE | {"sampler_precision": sampler}, data={"advantages": {"name": "grpo"}},
-                       loss={"name": "grpo"}).model_dump(mode="json")
-    return Configuration(name, settings, device=device,
-                         steps=[{"step": 0, OUTSIDE: outside, KL: 1e-6, SAMPLES: 400.0}])
+    settings = RunSpec(
+        precision=trainer,
+        policy=policy,
+        online=ONLINE | {"sampler_precision": sampler},
+        data={"advantages": {"name": "grpo"}},
+        loss={"name": "grpo"},
+    ).model_dump(mode="json")
+    return Configuration(name, settings, device=device, steps=[{"step": 0, OUTSIDE: outside, KL: 1e-6, SAMPLES: 400.0}])
 
 
 def spread(mean_distance, *, answers="aa"):
-    return {"answers": answers, "tokens": 500, "mean": -mean_distance, "mean_distance": mean_distance,
-            "most": 10 * mean_distance,
-            "shares_beyond": [1.0 if distance < mean_distance else 0.0 for distance in DISTANCES]}
+    return {
+        "answers": answers,
+        "tokens": 500,
+        "mean": -mean_distance,
+        "mean_distance": mean_distance,
+        "most": 10 * mean_distance,
+        "shares_beyond": [1.0 if distance < mean_distance else 0.0 for distance in DISTANCES],
+    }
 
 
 def records(**answers):
-    runs = {"bfloat16": [run("a"), run("b", lifted=True), run("c", temperature=1.0, outside=0.25)],
-            "float32_trainer": [run("d", trainer="float32", logprobs="auto")],
-            "float32_sampler": [run("e", sampler="float32"), run("f", sampler="float32", lifted=True)]}
+    runs = {
+        "bfloat16": [run("a"), run("b", lifted=True), run("c", temperature=1.0, outside=0.25)],
+        "float32_trainer": [run("d", trainer="float32", logprobs="auto")],
+        "float32_sampler": [run("e", sampler="float32"), run("f", sampler="float32", lifted=True)],
+    }
     means = {"a": 1e-4, "b": 2e-3, "c": 0.03, "d": 3e-3, "e": 4e-3, "f": 5e-4}
-    return Records({name: Comparison(name, "What of <it>?", found) for name, found in runs.items()},
-                   {name: {c.name: spread(means[c.name], answers=answers.get(c.name, "aa")) for c in found}
-                    for name, found in runs.items()})
+    return Records(
+        {name: Comparison(name, "What of <it>?", found) for name, found in runs.items()},
+        {
+            name: {c.name: spread(means[c.name], answers=answers.get(c.name, "aa")) for c in found}
+            for name, found in runs.items()
+        },
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +92,14 @@ def text():
 
 def test_a_row_a_run_with_what_its_record_and_metrics_say():
     found = ratios(records())
-    assert list(found["head"]) == ["bfloat16 logits", "float32 head", "bfloat16 logits", "float32", "bfloat16 logits",
-                                   "float32 head"]
+    assert list(found["head"]) == [
+        "bfloat16 logits",
+        "float32 head",
+        "bfloat16 logits",
+        "float32",
+        "bfloat16 logits",
+        "float32 head",
+    ]
     assert list(found["mean_distance"]) == [1e-4, 2e-3, 0.03, 3e-3, 4e-3, 5e-4]
     assert list(found["temperature"]) == [0.7, 0.7, 1.0, 0.7, 0.7, 0.7]
     assert list(found["outside"]) == [0.0, 0.0, 0.25, 0.0, 0.0, 0.0]
@@ -101,8 +130,11 @@ def test_the_answer_is_made_of_numbers():
 
 def test_the_figure_draws_the_share_of_tokens_beyond_each_distance():
     by_temperature, by_head = beyond(records()).axes
-    assert [line.get_label() for line in by_temperature.lines][:3] \
-        == ["bfloat16 logits, T = 0.7", "bfloat16 logits, T = 1", "float32 trainer, T = 0.7"]
+    assert [line.get_label() for line in by_temperature.lines][:3] == [
+        "bfloat16 logits, T = 0.7",
+        "bfloat16 logits, T = 1",
+        "float32 trainer, T = 0.7",
+    ]
     assert len([line for line in by_head.lines if "T = 0.7" in str(line.get_label())]) == 5
     first = [value for value in by_temperature.lines[0].get_ydata() if not math.isnan(value)]
     assert first == [1.0] * sum(distance < 1e-4 for distance in DISTANCES)

@@ -29,15 +29,27 @@ from workbench.sharding.plan import ShardPlan
 @pytest.fixture
 def nouns(tmp_path, comparison):
     """One of each."""
-    batch = RolloutBatch.from_documents([{"tokens": [5, 7], "loss_mask": [0, 1], "advantages": 0.5,
-                                          "old_logprobs": [0.0, -1.0]}])
+    batch = RolloutBatch.from_documents(
+        [{"tokens": [5, 7], "loss_mask": [0, 1], "advantages": 0.5, "old_logprobs": [0.0, -1.0]}]
+    )
     sweep = make_sweep(tmp_path / "exp", "a")
     ablation = AblationSpec(question="is it?", reference="a", configurations={"a": {"precision": "float64"}})
     traffic = Traffic.of(GridPair(Grid.of(tp=2, dp=1), Grid.of(dp=2)))
-    return [batch, ShardPlan.make("zigzag", num_tokens=8, cp=2), traffic, RunSpec(), ablation, *sweep.runs, sweep,
-            comparison, explain("fast_llm", {}, "fast_llm", {"type": "gspo"}), make_proof(),
-            diagnose(make_record(), make_record(scale=0.5)), CertificateComparison("one", "two", 1, tensors=3),
-            Bisection("one", "two", None, 1, 59, {})]
+    return [
+        batch,
+        ShardPlan.make("zigzag", num_tokens=8, cp=2),
+        traffic,
+        RunSpec(),
+        ablation,
+        *sweep.runs,
+        sweep,
+        comparison,
+        explain("fast_llm", {}, "fast_llm", {"type": "gspo"}),
+        make_proof(),
+        diagnose(make_record(), make_record(scale=0.5)),
+        CertificateComparison("one", "two", 1, tensors=3),
+        Bisection("one", "two", None, 1, 59, {}),
+    ]
 
 
 def test_the_list_names_types_that_are_there(nouns):
@@ -85,19 +97,23 @@ def test_what_is_drawn_is_balanced(nouns):
 
 
 def test_registering_imports_nothing_heavy():
-    code = ("import sys; from IPython.core.interactiveshell import InteractiveShell; "
-            "from workbench.report import rich; rich.register(InteractiveShell()); "
-            "sys.exit(','.join(m for m in ('torch', 'pydantic', 'matplotlib', 'pandas', 'ipywidgets') "
-            "if m in sys.modules) or 0)")
+    code = (
+        "import sys; from IPython.core.interactiveshell import InteractiveShell; "
+        "from workbench.report import rich; rich.register(InteractiveShell()); "
+        "sys.exit(','.join(m for m in ('torch', 'pydantic', 'matplotlib', 'pandas', 'ipywidgets') "
+        "if m in sys.modules) or 0)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=project_root())
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("shell", "drawn"), [("InteractiveShell.instance()", "<div"), ("None", "RunSpec()")])
 def test_importing_the_workbench_in_ipython_is_enough(shell, drawn):
-    code = (f"from IPython.core.interactiveshell import InteractiveShell; {shell}; import workbench; "
-            "bundle, _ = InteractiveShell.instance().display_formatter.format(workbench.RunSpec()); "
-            "print(bundle.get('text/html', bundle['text/plain'])[:9])")
+    code = (
+        f"from IPython.core.interactiveshell import InteractiveShell; {shell}; import workbench; "
+        "bundle, _ = InteractiveShell.instance().display_formatter.format(workbench.RunSpec()); "
+        "print(bundle.get('text/html', bundle['text/plain'])[:9])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=project_root())
     assert done.stdout.strip().startswith(drawn), done.stderr
 

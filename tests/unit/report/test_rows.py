@@ -47,15 +47,30 @@ def test_a_row_says_name_state_numbers_and_note():
 def test_nothing_that_is_quoted_becomes_markup():
     hostile = Trial(HOSTILE, HOSTILE, HOSTILE, 1, 4, 1, (0.5,), (), 3.0, note=HOSTILE, place=HOSTILE)
     found = Elements(table_of(HOSTILE, [hostile]))
-    assert {tag for tag, _ in found.elements} <= {"div", "style", "span", "strong", "b", "i", "small", "svg", "title",
-                                                  "polyline", "circle", "wbr"}
+    assert {tag for tag, _ in found.elements} <= {
+        "div",
+        "style",
+        "span",
+        "strong",
+        "b",
+        "i",
+        "small",
+        "svg",
+        "title",
+        "polyline",
+        "circle",
+        "wbr",
+    }
     assert not [key for _, attributes in found.elements for key in attributes if key.startswith("on")]
     assert found.text.count("alert('x')") >= 4
 
 
 def test_the_heading_counts_states_in_their_order():
-    trials = [Trial("a", "a", "running", 0, 1, 1), Trial("b", "b", "pending", 0, 1, 1),
-              Trial("c", "c", "running", 0, 1, 1)]
+    trials = [
+        Trial("a", "a", "running", 0, 1, 1),
+        Trial("b", "b", "pending", 0, 1, 1),
+        Trial("c", "c", "running", 0, 1, 1),
+    ]
     assert Elements(heading("exp", trials, 65.0)).text == "exp… pending 1▸ running 21 min 5 s"
 
 

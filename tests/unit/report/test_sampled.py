@@ -26,13 +26,29 @@ def experiment(tmp_path_factory):
     """Two runs of two steps: one trains on what the sampler said, the other at a temperature of its own."""
     folder = tmp_path_factory.mktemp("experiment")
     ablation = AblationSpec(
-        reference="run", configurations={"run": {}}, axes={"policy.temperature": [1.0, 2.0]},
-        base={"steps": 2, "model": {"source": "tiny-qwen3"}, "data": {"advantages": {"name": "grpo"}},
-              "online": {"task": "arithmetic", "prompts": 2, "answers": 2, "max_new_tokens": 4,
-                         "old_logprobs": "sampler"}, "record": {"gradients": "none"}, "device": "cpu"})
+        reference="run",
+        configurations={"run": {}},
+        axes={"policy.temperature": [1.0, 2.0]},
+        base={
+            "steps": 2,
+            "model": {"source": "tiny-qwen3"},
+            "data": {"advantages": {"name": "grpo"}},
+            "online": {
+                "task": "arithmetic",
+                "prompts": 2,
+                "answers": 2,
+                "max_new_tokens": 4,
+                "old_logprobs": "sampler",
+            },
+            "record": {"gradients": "none"},
+            "device": "cpu",
+        },
+    )
     sweep = launch(ablation, folder, where="here")
-    return folder, [Configuration(plan.name, plan.spec.model_dump(mode="json"), run=f"runs/{run.path.name}",
-                                  steps=run.steps()) for plan, run in zip(sweep.planned, sweep.runs, strict=True)]
+    return folder, [
+        Configuration(plan.name, plan.spec.model_dump(mode="json"), run=f"runs/{run.path.name}", steps=run.steps())
+        for plan, run in zip(sweep.planned, sweep.runs, strict=True)
+    ]
 
 
 def test_answers_are_prompt_and_completion_of_each_document(experiment):
@@ -41,7 +57,7 @@ def test_answers_are_prompt_and_completion_of_each_document(experiment):
     answers = answers_of(run, 1)
     assert len(answers) == 4
     said = [task.decode(answer) for answer in answers]
-    assert [text[:text.index("=") + 1] for text in said[::2]] == [text[:text.index("=") + 1] for text in said[1::2]]
+    assert [text[: text.index("=") + 1] for text in said[::2]] == [text[: text.index("=") + 1] for text in said[1::2]]
     assert sum(map(len, answers)) - sum(text.index("=") + 1 for text in said) == one.steps[1]["tokens/trained/sum"]
     assert answers_of(run, 0) != answers
 

@@ -14,10 +14,22 @@ from workbench.runs.spec import RunSpec
 
 
 def made(seeds):
-    return Comparison("x", "?", [Configuration(
-        f"a-{seed}", RunSpec(seed=seed).model_dump(mode="json"), verdict="reference",
-        steps=[{"step": step, "loss/total/sum": float(seed + step), "gradient/norm/global": 2.0 * seed}
-               for step in range(2)]) for seed in seeds])
+    return Comparison(
+        "x",
+        "?",
+        [
+            Configuration(
+                f"a-{seed}",
+                RunSpec(seed=seed).model_dump(mode="json"),
+                verdict="reference",
+                steps=[
+                    {"step": step, "loss/total/sum": float(seed + step), "gradient/norm/global": 2.0 * seed}
+                    for step in range(2)
+                ],
+            )
+            for seed in seeds
+        ],
+    )
 
 
 def test_the_page_shows_mean_and_spread_of_seeds():

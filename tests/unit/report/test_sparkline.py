@@ -14,8 +14,10 @@ NAN, INF = math.nan, math.inf
 
 def points(drawn):
     """[(x, y), ...] of every line."""
-    return [[tuple(map(float, point.split(","))) for point in line.get("points").split()]
-            for line in ElementTree.fromstring(drawn).iter("polyline")]
+    return [
+        [tuple(map(float, point.split(","))) for point in line.get("points").split()]
+        for line in ElementTree.fromstring(drawn).iter("polyline")
+    ]
 
 
 def test_the_drawing_is_scaled_to_the_finite_values():

@@ -35,7 +35,7 @@ def test_inline_svg_names_no_address_and_prefixes_every_id():
 
 def test_inline_svg_takes_its_size_from_the_page_and_its_colours_from_variables():
     text = style.inline_svg(figure(), prefix="one")
-    opening = text[:text.index(">")]
+    opening = text[: text.index(">")]
     assert "viewBox" in opening
     assert "width=" not in opening
     assert "height=" not in opening
@@ -63,8 +63,10 @@ def test_every_verdict_has_a_sign_and_hue_of_its_own():
         assert len({getattr(s, attribute) for s in styles}) == len(styles)
 
 
-@pytest.mark.parametrize(("low", "high", "ticks"), [
-    (-0.09, 8.0, [0, 0.1, 1]), (-8.0, 0.09, [-1, -0.1, 0]), (-0.01, 0.5, [-0.01, 0, 0.01, 0.1]), (0.01, 1e-3, [0])])
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(-0.09, 8.0, [0, 0.1, 1]), (-8.0, 0.09, [-1, -0.1, 0]), (-0.01, 0.5, [-0.01, 0, 0.01, 0.1]), (0.01, 1e-3, [0])],
+)
 def test_decades_around_zero_leave_out_what_is_too_near(low, high, ticks):
     assert style.DecadesAroundZero(0.02).tick_values(low, high) == ticks
 

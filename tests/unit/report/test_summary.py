@@ -15,7 +15,8 @@ def only(comparison, *names):
 def test_the_answer_counts_every_verdict(comparison):
     assert answer(comparison) == (
         "9 of 13 configurations keep the gradient of their reference. "
-        "3 differ, each with a known fault switched on. 1 failed and has no verdict.")
+        "3 differ, each with a known fault switched on. 1 failed and has no verdict."
+    )
 
 
 def test_the_answer_says_when_a_difference_has_no_known_fault(comparison):
@@ -35,8 +36,9 @@ def test_the_answer_warns_of_a_fault_that_was_not_seen(comparison):
 
 def test_the_answer_keeps_its_grammar_for_one(comparison):
     both = only(comparison, "one_rank-float64", "tp2-float64", "fault_missing_cp_factor")
-    assert answer(both) == ("1 of 2 configurations keeps the gradient of its reference. "
-                            "1 differs, with a known fault switched on.")
+    assert answer(both) == (
+        "1 of 2 configurations keeps the gradient of its reference. 1 differs, with a known fault switched on."
+    )
 
 
 def test_the_answer_of_references_alone(comparison):
@@ -79,8 +81,11 @@ def test_a_machine_without_gpus_is_said_once_and_marks_no_row(comparison):
 
 def test_bit_for_bit_is_said(comparison):
     c = comparison["tp2-float64"]
-    same = replace(c, parameters=[replace(p, distance=0.0) for p in c.parameters],
-                   whole_gradient=[w | {"distance": 0.0, "bitwise_equal": True} for w in c.whole_gradient])
+    same = replace(
+        c,
+        parameters=[replace(p, distance=0.0) for p in c.parameters],
+        whole_gradient=[w | {"distance": 0.0, "bitwise_equal": True} for w in c.whole_gradient],
+    )
     table = summary_table(Comparison("x", "?", [comparison["one_rank-float64"], same]))
     assert "0, bit for bit" in table
 

@@ -81,7 +81,7 @@ def test_it_says_whose_clip_decisions_it_waits_for(run, tmp_path):
 
 
 def test_a_lost_run_says_what_to_do(run):
-    nobody = {"pid": 2 ** 22 + 1, "create_time": 0.0}
+    nobody = {"pid": 2**22 + 1, "create_time": 0.0}
     assert not process_lives(nobody)
     run.set_state("running")
     run.note(rank0=nobody, launcher=nobody)
@@ -121,22 +121,27 @@ def test_a_folder_that_is_removed_is_gone(run):
 
 def test_a_line_holds_everything_and_no_more_columns_than_there_is_to_say():
     trial = Trial("cp2", "cp2-0badcafe", "running", 2, 4, 2, (0.5, 0.25), (1.0, math.nan), 3.0, note="a note")
-    assert as_line(trial, names=6) == ("cp2     running    2/4 steps  3 s     loss █▁ 0.250  "
-                                       "gradient norm ▅× not a number  a note")
+    assert as_line(trial, names=6) == (
+        "cp2     running    2/4 steps  3 s     loss █▁ 0.250  gradient norm ▅× not a number  a note"
+    )
     assert as_line(Trial("b", "b-1", "pending", 0, 4, 1)) == "b  pending    0/4 steps  –"
 
 
-@pytest.mark.parametrize(("seconds", "said"), [
-    (None, "–"), (0.0, "0 s"), (3.25, "3.2 s"), (59.0, "59 s"), (60.0, "1 min 0 s"), (3600.0, "1 h 0 min")])
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(None, "–"), (0.0, "0 s"), (3.25, "3.2 s"), (59.0, "59 s"), (60.0, "1 min 0 s"), (3600.0, "1 h 0 min")],
+)
 def test_durations(seconds, said):
     assert duration(seconds) == said
 
 
 def test_elapsed_counts_from_the_launch_to_the_last_end():
-    ended = [Trial("a", "a", "succeeded", 1, 1, 1, created_ns=10 ** 9, ended_ns=4 * 10 ** 9),
-             Trial("b", "b", "failed", 1, 1, 1, created_ns=2 * 10 ** 9, ended_ns=9 * 10 ** 9)]
+    ended = [
+        Trial("a", "a", "succeeded", 1, 1, 1, created_ns=10**9, ended_ns=4 * 10**9),
+        Trial("b", "b", "failed", 1, 1, 1, created_ns=2 * 10**9, ended_ns=9 * 10**9),
+    ]
     assert elapsed_s(ended) == 8.0
-    assert elapsed_s(ended, began_ns=2 * 10 ** 9) == 7.0
+    assert elapsed_s(ended, began_ns=2 * 10**9) == 7.0
     assert elapsed_s([Trial("a", "a", "pending", 0, 1, 1)]) is None
 
 
@@ -149,8 +154,15 @@ def test_time_left_and_reward_of_a_run_that_samples(run):
     run.set_state("running")
     reader = TrialReader(run)
     for step in range(3):
-        run.append_step({"step": step, "loss/total/sum": 0.5, "gradient/norm/global": 1.0,
-                         "reward/all/mean": 0.1 * step, "time/ended_ns": 10 * 10**9 * step})
+        run.append_step(
+            {
+                "step": step,
+                "loss/total/sum": 0.5,
+                "gradient/norm/global": 1.0,
+                "reward/all/mean": 0.1 * step,
+                "time/ended_ns": 10 * 10**9 * step,
+            }
+        )
         assert reader.read().seconds_left == (10.0 * (3 - step) if step else None)
     assert reader.read().reward == (0.0, 0.1, 0.2)
     assert as_line(reader.read()).endswith("reward ▁▅█ 0.200  10 s left")

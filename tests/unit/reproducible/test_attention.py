@@ -50,8 +50,9 @@ def test_it_is_attention_inside_documents_the_same_bits_over_any_ranks(window, p
     *inputs, d_out = drawn()
     for one in inputs:
         one.requires_grad_()
-    shard = AttentionShard(torch.arange(16)[None, None], torch.unique_consecutive(DOCUMENTS, return_inverse=True)[1],
-                           kernel="plain")
+    shard = AttentionShard(
+        torch.arange(16)[None, None], torch.unique_consecutive(DOCUMENTS, return_inverse=True)[1], kernel="plain"
+    )
     out = sharded_attention(None, *inputs, None, shard=shard, scaling=0.3, sliding_window=window)[0].transpose(1, 2)
     out.backward(d_out)
     for actual, expected in zip(found, [out.detach(), *(one.grad for one in inputs)], strict=True):
@@ -70,8 +71,9 @@ def test_a_gradient_that_is_not_finite_comes_out_so_and_not_as_a_number(spoil, c
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_one_infinite_partial_spoils_its_head_and_no_other(bad):
-    blocks = RowBlocks.make(AttentionShard.make(ShardPlan.make("contiguous", num_tokens=16, cp=1), DOCUMENTS,
-                                                Axis("cp")), 4)
+    blocks = RowBlocks.make(
+        AttentionShard.make(ShardPlan.make("contiguous", num_tokens=16, cp=1), DOCUMENTS, Axis("cp")), 4
+    )
     spans = blocks.spans(None)
     partials = [(torch.ones(span.seen.shape[1], 2, 8), torch.ones(span.seen.shape[1], 2, 8)) for span in spans]
     partials[2][1][3, 1, 5] = bad
@@ -79,5 +81,6 @@ def test_one_infinite_partial_spoils_its_head_and_no_other(bad):
     assert d_key.isfinite().all()
     assert d_value[:, 0].isfinite().all()
     assert not d_value[:, 1].isfinite().any()
-    assert d_key[:, 0, 0].tolist() == [float(sum(span.keys.start <= at < span.keys.stop for span in spans))
-                                       for at in range(16)]
+    assert d_key[:, 0, 0].tolist() == [
+        float(sum(span.keys.start <= at < span.keys.stop for span in spans)) for at in range(16)
+    ]

@@ -21,8 +21,11 @@ def blocks_of(order, cp, block, axis=None, **how):
 def test_a_block_looks_at_its_documents_from_their_beginning():
     spans = blocks_of("contiguous", 1, 4).spans(None)
     assert [(span.queries, span.keys) for span in spans] == [
-        (slice(0, 4), slice(0, 4)), (slice(4, 8), slice(0, 8)), (slice(8, 12), slice(5, 12)),
-        (slice(12, 16), slice(5, 16))]
+        (slice(0, 4), slice(0, 4)),
+        (slice(4, 8), slice(0, 8)),
+        (slice(8, 12), slice(5, 12)),
+        (slice(12, 16), slice(5, 16)),
+    ]
     whole = DOCUMENTS[:, None].eq(DOCUMENTS).tril()
     for span in spans:
         assert torch.equal(span.seen.allowed_qk, whole[span.queries, span.keys])
@@ -56,13 +59,16 @@ def test_values_are_gathered_in_the_order_of_the_row_and_sums_go_back(order):
         assert is_back
 
 
-@pytest.mark.parametrize(("order", "block", "how", "words"), [
-    ("striped", 2, {}, "an order moves whole blocks"),
-    ("zigzag", 8, {}, "an order moves whole blocks"),
-    ("contiguous", 3, {}, "an order moves whole blocks"),
-    ("contiguous", 4, {"algorithm": "ring"}, "use attention gathered"),
-    ("contiguous", 4, {"algorithm": "ulysses"}, "use attention gathered"),
-])
+@pytest.mark.parametrize(
+    ("order", "block", "how", "words"),
+    [
+        ("striped", 2, {}, "an order moves whole blocks"),
+        ("zigzag", 8, {}, "an order moves whole blocks"),
+        ("contiguous", 3, {}, "an order moves whole blocks"),
+        ("contiguous", 4, {"algorithm": "ring"}, "use attention gathered"),
+        ("contiguous", 4, {"algorithm": "ulysses"}, "use attention gathered"),
+    ],
+)
 def test_what_is_no_row_of_blocks_is_refused(order, block, how, words):
     with pytest.raises(ShardingError, match=words):
         blocks_of(order, 2, block, **how)

@@ -20,31 +20,38 @@ LAYOUTS = [
     (MIXED, {"cp": 2, "tp": 2}, in_order("zigzag"), {}),
     (SINGLE, {"tp": 2}, in_order("contiguous"), {"checkpointing": True}),
     (MIXED, {"dp": 2}, in_order("contiguous"), {"backwards": True}),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (SINGLE, {"cp": 2}, in_order("zigzag"), {}),
-        (MIXED, {"cp": 4}, at_random(1), {}),
-        (SINGLE, {"dp": 4}, in_order("contiguous"), {}),
-        (SINGLE, {"cp": 2, "tp": 2}, at_random(3), {}),
-        (MIXED, {"dp": 2, "tp": 2}, in_order("contiguous"), {"checkpointing": True}))),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (SINGLE, {"cp": 2}, in_order("zigzag"), {}),
+            (MIXED, {"cp": 4}, at_random(1), {}),
+            (SINGLE, {"dp": 4}, in_order("contiguous"), {}),
+            (SINGLE, {"cp": 2, "tp": 2}, at_random(3), {}),
+            (MIXED, {"dp": 2, "tp": 2}, in_order("contiguous"), {"checkpointing": True}),
+        )
+    ),
 ]
 
 
 @functools.cache
 def alone(precision, tied, exact=True):
-    return own_step(single_process_mesh(), in_order("contiguous"), Resolution(BLOCK, 2), precision=precision, tied=tied,
-                    exact=exact)
+    return own_step(
+        single_process_mesh(), in_order("contiguous"), Resolution(BLOCK, 2), precision=precision, tied=tied, exact=exact
+    )
 
 
 def differing(found, expected):
-    return sorted({name for of_rank in found for name, value in of_rank.items()
-                   if not same_bits(value, expected[name])})
+    return sorted(
+        {name for of_rank in found for name, value in of_rank.items() if not same_bits(value, expected[name])}
+    )
 
 
 @pytest.mark.parametrize(("numbers", "sizes", "plan_of", "more"), LAYOUTS)
 def test_every_layout_says_the_same_bits(numbers, sizes, plan_of, more):
     precision, tied = numbers
-    found = simulate(lambda mesh: own_step(mesh, plan_of, Resolution(BLOCK, 2), precision=precision, tied=tied, **more),
-                     **sizes)
+    found = simulate(
+        lambda mesh: own_step(mesh, plan_of, Resolution(BLOCK, 2), precision=precision, tied=tied, **more), **sizes
+    )
     assert differing(found, alone(precision, tied)) == []
     assert set().union(*found) == set(alone(precision, tied))
 
@@ -56,8 +63,9 @@ def test_the_ordinary_computation_does_not(sizes):
 
 
 def test_other_pieces_are_other_bits():
-    found = own_step(single_process_mesh(), in_order("contiguous"), Resolution(2 * BLOCK, 2), precision="float32",
-                     tied=True)
+    found = own_step(
+        single_process_mesh(), in_order("contiguous"), Resolution(2 * BLOCK, 2), precision="float32", tied=True
+    )
     assert differing([found], alone("float32", True))
 
 
@@ -72,19 +80,33 @@ def test_it_means_what_the_ordinary_computation_means(precision, far):
             assert float(exact[f"norm of {name}"]) == pytest.approx(float(exact[name].double().norm()), rel=1e-12)
 
 
-FAMILIES = [("Llama", {"attention_bias": True, "mlp_bias": True}),
-            pytest.param("Qwen2", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
-            ("Mistral", {"sliding_window": 5})]
+FAMILIES = [
+    ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    pytest.param("Qwen2", {"tie_word_embeddings": True}, marks=pytest.mark.slow),
+    ("Mistral", {"sliding_window": 5}),
+]
 
 
 @pytest.mark.parametrize(("kind", "more"), FAMILIES)
 def test_other_families_and_four_pieces(kind, more, tmp_path):
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**{
-        "vocab_size": 19, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "max_position_embeddings": 64, "initializer_range": 0.1, "pad_token_id": None,
-        "bos_token_id": None, "eos_token_id": None} | more)
+    config = getattr(transformers, f"{kind}Config")(
+        **{
+            "vocab_size": 19,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.1,
+            "pad_token_id": None,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+        | more
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -156,8 +178,10 @@ def backward_of(policy, factor):
     (policy.token_logprobs(hidden, tokens_T.roll(-1)).logprobs_T.sum() * factor).backward()
 
 
-@pytest.mark.parametrize(("factor", "bits", "words"), [
-    (2.0**30, 32, "more than fit with 32 bits"), (2.0**-30, 32, "fewer than 16"), (1.0, 55, "more than fit with 55")])
+@pytest.mark.parametrize(
+    ("factor", "bits", "words"),
+    [(2.0**30, 32, "more than fit with 32 bits"), (2.0**-30, 32, "fewer than 16"), (1.0, 55, "more than fit with 55")],
+)
 def test_out_of_range_says_which_bits_fit_alike_on_every_rank(factor, bits, words):
     def until_it_fits(mesh):
         policy = load_policy("tiny-qwen3", mesh=mesh)

@@ -27,8 +27,15 @@ def drawn(*shape, dtype=torch.float32):
 
 
 class TestOneTensor:
-    @pytest.mark.parametrize(("dtype", "bits"), [(torch.float64, torch.int64), (torch.float32, torch.int32),
-                                                 (torch.bfloat16, torch.int16), (torch.bool, torch.int8)])
+    @pytest.mark.parametrize(
+        ("dtype", "bits"),
+        [
+            (torch.float64, torch.int64),
+            (torch.float32, torch.int32),
+            (torch.bfloat16, torch.int16),
+            (torch.bool, torch.int8),
+        ],
+    )
     def test_is_the_sum_of_a_plain_loop(self, dtype, bits):
         values = drawn(3, 5, 7, dtype=dtype)
         seeds = values.flatten().view(bits).tolist()
@@ -82,11 +89,24 @@ class Dealt:
         return self.piece
 
 
-WHOLE = {"embedding": drawn(19, 6), "column": drawn(8, 6), "row": drawn(6, 8), "sections": drawn(12, 6),
-         "experts": drawn(2, 6, 8), "norm": drawn(6), "bias": drawn(8)}
-SHARDS = {"embedding": ParameterShard(0), "column": ParameterShard(0), "row": ParameterShard(1),
-          "sections": ParameterShard(0, parts=(8, 4)), "experts": ParameterShard(2),
-          "norm": ParameterShard(gradient_is_partial=True), "bias": ParameterShard(0)}
+WHOLE = {
+    "embedding": drawn(19, 6),
+    "column": drawn(8, 6),
+    "row": drawn(6, 8),
+    "sections": drawn(12, 6),
+    "experts": drawn(2, 6, 8),
+    "norm": drawn(6),
+    "bias": drawn(8),
+}
+SHARDS = {
+    "embedding": ParameterShard(0),
+    "column": ParameterShard(0),
+    "row": ParameterShard(1),
+    "sections": ParameterShard(0, parts=(8, 4)),
+    "experts": ParameterShard(2),
+    "norm": ParameterShard(gradient_is_partial=True),
+    "bias": ParameterShard(0),
+}
 """The embedding's 19 rows lie in pieces of 10 and 9 over two ranks, 5, 5, 5 and 4 over four."""
 
 
@@ -95,8 +115,9 @@ def held(name, tp):
     if shard.dim is None:
         return values
     sections = values.split(shard.parts, shard.dim) if shard.parts else [values]
-    return torch.cat([section.split(-(-section.shape[shard.dim] // tp.size), shard.dim)[tp.rank]
-                      for section in sections], shard.dim)
+    return torch.cat(
+        [section.split(-(-section.shape[shard.dim] // tp.size), shard.dim)[tp.rank] for section in sections], shard.dim
+    )
 
 
 class TestOverRanks:
@@ -110,15 +131,14 @@ class TestOverRanks:
 
     @pytest.mark.parametrize("sizes", [{"dp": 2, "cp": 2}, {"dp": 3}, {"cp": 2, "tp": 2}])
     def test_nor_does_dealing_it_over_dp_and_cp(self, sizes):
-        shards = {name: ParameterShard(shard.dim, over_dp_cp=True, parts=shard.parts)
-                  for name, shard in SHARDS.items()}
+        shards = {name: ParameterShard(shard.dim, over_dp_cp=True, parts=shard.parts) for name, shard in SHARDS.items()}
 
         def rank(mesh):
             over, dealt = mesh["dp_cp"], {}
             for name in WHOLE:
                 whole = held(name, mesh["tp"])
                 each = -(-len(whole) // over.size)
-                dealt[name] = Dealt(whole.shape, whole[over.rank * each: (over.rank + 1) * each])
+                dealt[name] = Dealt(whole.shape, whole[over.rank * each : (over.rank + 1) * each])
             return fingerprints(dealt, shards, mesh)
 
         whole = {name: fingerprint(values) for name, values in WHOLE.items()}

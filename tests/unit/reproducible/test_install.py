@@ -25,8 +25,10 @@ def logprobs(policy, tp=1):
 def gradients(policy):
     policy.model.zero_grad()
     logprobs(policy).sum().backward()
-    return {name: None if parameter.grad is None else parameter.grad.clone()
-            for name, parameter in policy.model.named_parameters()}
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in policy.model.named_parameters()
+    }
 
 
 def test_after_the_context_everything_is_as_before():
@@ -82,13 +84,16 @@ def test_it_is_installed_once():
     install(policy, Resolution(BLOCK))
 
 
-@pytest.mark.parametrize(("source", "load", "chunks", "words"), [
-    ("tiny-qwen3-moe", {}, 1, "Qwen3MoeAttention at model.layers.0.self_attn"),
-    ("tiny-qwen3", {"precision": "float64"}, 1, "embed_tokens.weight in float64"),
-    ("tiny-qwen3", {"fp32_head": True}, 1, "fp32_head"),
-    ("tiny-qwen3", {}, 4, "2 key/value heads"),
-    ("tiny-qwen3", {}, 32, "19 tokens of a vocabulary"),
-])
+@pytest.mark.parametrize(
+    ("source", "load", "chunks", "words"),
+    [
+        ("tiny-qwen3-moe", {}, 1, "Qwen3MoeAttention at model.layers.0.self_attn"),
+        ("tiny-qwen3", {"precision": "float64"}, 1, "embed_tokens.weight in float64"),
+        ("tiny-qwen3", {"fp32_head": True}, 1, "fp32_head"),
+        ("tiny-qwen3", {}, 4, "2 key/value heads"),
+        ("tiny-qwen3", {}, 32, "19 tokens of a vocabulary"),
+    ],
+)
 def test_what_is_not_known_to_be_exact_is_refused_by_name(source, load, chunks, words):
     policy = load_policy(source, **load)
     with pytest.raises(SpecError, match=words):

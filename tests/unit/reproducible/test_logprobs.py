@@ -37,13 +37,20 @@ def said(mesh, chunks, dtype=torch.float32):
     return [*(one.detach() for one in outputs), hidden.grad, into.total.double() * 2.0**-32]
 
 
-@pytest.mark.parametrize(("dtype", "far", "chunks"), [(torch.float32, 1e-5, 1), (torch.bfloat16, 0.1, 1),
-                                                      (torch.float32, 1e-5, 4)])
+@pytest.mark.parametrize(
+    ("dtype", "far", "chunks"), [(torch.float32, 1e-5, 1), (torch.bfloat16, 0.1, 1), (torch.float32, 1e-5, 4)]
+)
 def test_it_says_what_the_reference_says_in_one_piece_of_the_vocabulary_and_in_several(dtype, far, chunks):
     hidden, weight, targets, temperature, gradients = problem()
     hidden, weight = hidden.to(dtype).double().requires_grad_(), weight.to(dtype).double().requires_grad_()
-    expected = token_logprobs(hidden, weight, targets, implementation="reference", temperature=temperature,
-                              wanted=("entropy", "logsumexp", "mean_squared_logit"))[:4]
+    expected = token_logprobs(
+        hidden,
+        weight,
+        targets,
+        implementation="reference",
+        temperature=temperature,
+        wanted=("entropy", "logsumexp", "mean_squared_logit"),
+    )[:4]
     sum((one * gradient).sum() for one, gradient in zip(expected, gradients, strict=True)).backward()
     (found,) = simulate(lambda mesh: said(mesh, chunks, dtype))
     for actual, wanted in zip(found, [*(one.detach() for one in expected), hidden.grad, weight.grad], strict=True):
@@ -53,7 +60,7 @@ def test_it_says_what_the_reference_says_in_one_piece_of_the_vocabulary_and_in_s
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_over_tp_it_is_the_same_bits(chunks):
     (alone,) = simulate(lambda mesh: said(mesh, chunks))
-    for tp in (2, 4)[:chunks // 2]:
+    for tp in (2, 4)[: chunks // 2]:
         found = simulate(lambda mesh: said(mesh, chunks), tp=tp)
         for of_rank in found:
             assert all(torch.equal(actual, wanted) for actual, wanted in zip(of_rank[:5], alone[:5], strict=True))

@@ -38,8 +38,9 @@ def test_a_linear_layer_in_pieces_is_a_linear_layer(by_outputs, here):
     torch.testing.assert_close(own_x.grad, x.grad)
     torch.testing.assert_close(gradient(into).float(), layer.weight.grad)
     torch.testing.assert_close(gradient(into_bias).float(), layer.bias.grad)
-    assert float(into.peak) == pytest.approx(max(float((dy[0, at:at + 4].T @ x.detach()[0, at:at + 4]).abs().max())
-                                                 for at in (0, 4, 8)), rel=1e-5)
+    assert float(into.peak) == pytest.approx(
+        max(float((dy[0, at : at + 4].T @ x.detach()[0, at : at + 4]).abs().max()) for at in (0, 4, 8)), rel=1e-5
+    )
     assert float(into_bias.peak) == float(dy.abs().max())
 
 

@@ -57,8 +57,9 @@ def test_a_row_of_zeros_changes_nothing_wherever_it_is_counted():
     with_zeros = torch.cat([NUMBERS, torch.zeros(1, 1)])
     for place in (-1, 0, 2, 9):
         numbers = torch.tensor([0, 1, 2, 3, place])
-        assert float(sum_in_order(with_zeros, numbers, Axis("dp"))) == \
-            float(sum_in_order(NUMBERS, torch.arange(4), Axis("dp")))
+        assert float(sum_in_order(with_zeros, numbers, Axis("dp"))) == float(
+            sum_in_order(NUMBERS, torch.arange(4), Axis("dp"))
+        )
 
 
 def test_lines_come_in_the_order_of_their_numbers():

@@ -35,7 +35,7 @@ def test_gradients_are_finished_in_parts_and_whole_everywhere(ranks, bucket, mon
         policy = load_policy("tiny-qwen3", mesh=mesh)
         exact = install(policy, Resolution(4))
         for number, (name, accumulator) in enumerate(exact.accumulators.items()):
-            drawn = torch.randint(-2**40, 2**40, accumulator.shape, generator=torch.Generator().manual_seed(number))
+            drawn = torch.randint(-(2**40), 2**40, accumulator.shape, generator=torch.Generator().manual_seed(number))
             accumulator.total.copy_(drawn + mesh["dp"].rank)
             given[name] = ranks * drawn + ranks * (ranks - 1) // 2
         held = held_parameters(policy)
@@ -49,8 +49,10 @@ def test_gradients_are_finished_in_parts_and_whole_everywhere(ranks, bucket, mon
 
 def held_of(sizes):
     """Whole parameters of these sizes and dtypes, and their accumulators full of their own numbers."""
-    held = {f"{number} of {size}": Held(torch.nn.Parameter(torch.zeros(size, dtype=dtype)), ParameterShard())
-            for number, (size, dtype) in enumerate(sizes)}
+    held = {
+        f"{number} of {size}": Held(torch.nn.Parameter(torch.zeros(size, dtype=dtype)), ParameterShard())
+        for number, (size, dtype) in enumerate(sizes)
+    }
     accumulators = {name: Accumulator(one.parameter.shape, torch.device("cpu"), Leaves()) for name, one in held.items()}
     for number, accumulator in enumerate(accumulators.values()):
         accumulator.total.fill_(number + 1)
@@ -58,8 +60,10 @@ def held_of(sizes):
 
 
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("sizes", "together"), [
-    ([4, 6], [10]), ([4, 7], [4, 7]), ([2, 3, 5, 1], [10, 1]), ([11, 2, 12], [11, 2, 12]), ([6, 3, 3, 3], [9, 6])])
+@pytest.mark.parametrize(
+    ("sizes", "together"),
+    [([4, 6], [10]), ([4, 7], [4, 7]), ([2, 3, 5, 1], [10, 1]), ([11, 2, 12], [11, 2, 12]), ([6, 3, 3, 3], [9, 6])],
+)
 def test_neighbours_are_summed_together_until_a_bucket_is_full(sizes, together, first, monkeypatch):
     monkeypatch.setattr(shards, "BUCKET", 10)
     held, accumulators = held_of([(size, first) for size in sizes])
@@ -132,8 +136,10 @@ def test_a_layer_keeps_no_whole_integers_after_its_backward():
     held = {name: accumulator._total is not None for name, accumulator in exact.accumulators.items()}
     assert {name for name, is_held in held.items() if is_held} == {"model.embed_tokens.weight", "model.norm.weight"}
     assert all(accumulator.rows is not None for name, accumulator in exact.accumulators.items() if not held[name])
-    flushed = {name: total.clone() for name, total in sum_over_ranks(exact.accumulators, held_parameters(policy),
-                                                                      policy.mesh, as_they_are)}
+    flushed = {
+        name: total.clone()
+        for name, total in sum_over_ranks(exact.accumulators, held_parameters(policy), policy.mesh, as_they_are)
+    }
     exact.remove()
     other = load_policy("tiny-qwen3")
     whole = install(other, Resolution(4))

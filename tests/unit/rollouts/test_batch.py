@@ -12,12 +12,36 @@ from workbench.rollouts.packing import pack
 from workbench.rollouts.targets import shift_targets
 
 DOCUMENTS = [
-    {"tokens": [5, 7, 2], "loss_mask": [0, 1, 1], "advantages": 0.5, "old_logprobs": [0, -1.0, -0.3],
-     "sampler_logprobs": [0, -1.1, -0.2], "ref_logprobs": [0, -2.0, -0.1], "reward": 1.0, "group_id": 4},
-    {"tokens": [6], "loss_mask": [0], "advantages": 0.0, "old_logprobs": [0],
-     "sampler_logprobs": [0], "ref_logprobs": [0], "reward": 0.0, "group_id": 4},
-    {"tokens": [8, 9], "loss_mask": [0, 1], "advantages": [0.0, -0.5], "old_logprobs": [0, -2.0],
-     "sampler_logprobs": [0, -1.9], "ref_logprobs": [0, -1.5], "reward": 0.1, "group_id": 9},
+    {
+        "tokens": [5, 7, 2],
+        "loss_mask": [0, 1, 1],
+        "advantages": 0.5,
+        "old_logprobs": [0, -1.0, -0.3],
+        "sampler_logprobs": [0, -1.1, -0.2],
+        "ref_logprobs": [0, -2.0, -0.1],
+        "reward": 1.0,
+        "group_id": 4,
+    },
+    {
+        "tokens": [6],
+        "loss_mask": [0],
+        "advantages": 0.0,
+        "old_logprobs": [0],
+        "sampler_logprobs": [0],
+        "ref_logprobs": [0],
+        "reward": 0.0,
+        "group_id": 4,
+    },
+    {
+        "tokens": [8, 9],
+        "loss_mask": [0, 1],
+        "advantages": [0.0, -0.5],
+        "old_logprobs": [0, -2.0],
+        "sampler_logprobs": [0, -1.9],
+        "ref_logprobs": [0, -1.5],
+        "reward": 0.1,
+        "group_id": 9,
+    },
 ]
 
 
@@ -123,11 +147,14 @@ def test_extensions_move_with_their_tokens():
         replace(batch, extensions={"scale": replace(scale, values=torch.zeros(2))})
 
 
-@pytest.mark.parametrize(("name", "level", "words"), [
-    ("tokens_T", "token", "extension tokens_T has the name of a field"),
-    ("temperature", "token", "extension temperature has the name of a field"),
-    ("turns", "docs", "extension turns has level 'docs', not token or document"),
-])
+@pytest.mark.parametrize(
+    ("name", "level", "words"),
+    [
+        ("tokens_T", "token", "extension tokens_T has the name of a field"),
+        ("temperature", "token", "extension temperature has the name of a field"),
+        ("turns", "docs", "extension turns has level 'docs', not token or document"),
+    ],
+)
 def test_an_extension_has_a_name_and_a_known_level_of_its_own(name, level, words):
     with pytest.raises(ShapeError, match=words):
         replace(make_batch(), extensions={name: Extension(torch.zeros(6), level, "turn", "Which turn.")})
@@ -138,28 +165,33 @@ def test_an_extension_that_is_no_tensor_is_refused():
         replace(make_batch(), extensions={"turns": Extension([0] * 6, "token", "turn", "Which turn.")})
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"loss_mask_T": torch.tensor([1, 1, 1, 0, 0, 1]).bool()}, "true on the first token of a document"),
-    ({"positions_T": torch.tensor([0, 1, 2, 3, 4, 5])}, "does not count from 0 in each document"),
-    ({"document_ids_T": torch.tensor([1, 1, 1, 0, 2, 2])}, "does not count 0, 1, 2"),
-    ({"tokens_T": torch.tensor([5, 7, -1, 6, 8, 9])}, "tokens_T holds -1"),
-    ({"tokens_T": torch.zeros(6)}, "dtype torch.float32, not int64"),
-    ({"loss_mask_T": torch.zeros(6, dtype=torch.int64)}, "dtype torch.int64, not bool"),
-    ({"old_logprobs_T": torch.zeros(5)}, r"shape \(5,\), not \[6\]"),
-    ({"rewards_N": torch.zeros(2)}, r"rewards_N has shape \(2,\), not \[3\]"),
-    ({"old_logprobs_T": torch.tensor([0, -1, float("-inf"), 0, 0, -1])}, "old_logprobs_T is not finite"),
-    ({"advantages_T": torch.full((6,), float("nan"))}, "advantages_T is not finite"),
-    ({"ref_logprobs_T": torch.full((6,), 0.5)}, "these are not log-probabilities"),
-    ({"temperature": 0.0}, "temperature is 0.0"),
-    ({"temperature": float("nan")}, "temperature is nan"),
-    ({"temperature": float("inf")}, "temperature is inf"),
-    ({"rewards_N": torch.tensor([1.0, float("nan"), 0.0])}, r"rewards_N is not finite for documents \[1\]"),
-    ({"advantages_T": None}, "advantages_T is None, not a tensor"),
-    ({"tokens_T": None, "loss_mask_T": [True]}, "tokens_T is None, not a tensor; loss_mask_T is a list"),
-    ({"document_ids_T": torch.zeros(5, dtype=torch.int64), "source_T": None},
-     r"document_ids_T has shape \(5,\), not \[6\]"),
-    ({"tokens_T": torch.zeros(2, 3, dtype=torch.int64)}, r"tokens_T has shape \(2, 3\), not \[6\]"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"loss_mask_T": torch.tensor([1, 1, 1, 0, 0, 1]).bool()}, "true on the first token of a document"),
+        ({"positions_T": torch.tensor([0, 1, 2, 3, 4, 5])}, "does not count from 0 in each document"),
+        ({"document_ids_T": torch.tensor([1, 1, 1, 0, 2, 2])}, "does not count 0, 1, 2"),
+        ({"tokens_T": torch.tensor([5, 7, -1, 6, 8, 9])}, "tokens_T holds -1"),
+        ({"tokens_T": torch.zeros(6)}, "dtype torch.float32, not int64"),
+        ({"loss_mask_T": torch.zeros(6, dtype=torch.int64)}, "dtype torch.int64, not bool"),
+        ({"old_logprobs_T": torch.zeros(5)}, r"shape \(5,\), not \[6\]"),
+        ({"rewards_N": torch.zeros(2)}, r"rewards_N has shape \(2,\), not \[3\]"),
+        ({"old_logprobs_T": torch.tensor([0, -1, float("-inf"), 0, 0, -1])}, "old_logprobs_T is not finite"),
+        ({"advantages_T": torch.full((6,), float("nan"))}, "advantages_T is not finite"),
+        ({"ref_logprobs_T": torch.full((6,), 0.5)}, "these are not log-probabilities"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"rewards_N": torch.tensor([1.0, float("nan"), 0.0])}, r"rewards_N is not finite for documents \[1\]"),
+        ({"advantages_T": None}, "advantages_T is None, not a tensor"),
+        ({"tokens_T": None, "loss_mask_T": [True]}, "tokens_T is None, not a tensor; loss_mask_T is a list"),
+        (
+            {"document_ids_T": torch.zeros(5, dtype=torch.int64), "source_T": None},
+            r"document_ids_T has shape \(5,\), not \[6\]",
+        ),
+        ({"tokens_T": torch.zeros(2, 3, dtype=torch.int64)}, r"tokens_T has shape \(2, 3\), not \[6\]"),
+    ],
+)
 def test_a_row_that_breaks_a_rule_is_refused(change, words):
     with pytest.raises(ShapeError, match=words):
         replace(make_batch(), **change)
@@ -189,26 +221,29 @@ def without(key):
     return {name: value for name, value in DOCUMENTS[0].items() if name != key}
 
 
-@pytest.mark.parametrize(("documents", "words"), [
-    ([], "at least one document"),
-    ([DOCUMENTS[0], without("reward")], "document 1 has other keys"),
-    ([DOCUMENTS[0] | {"loss_masks": []}], "document 0 has other keys"),
-    ([without("old_logprobs")], "no old_logprobs"),
-    ([DOCUMENTS[0] | {"old_logprobs": None}], "no old_logprobs"),
-    ([DOCUMENTS[0], DOCUMENTS[1] | {"tokens": None}], "document 1 has other keys"),
-    ([DOCUMENTS[0] | {"old_logprobs": [-1.0]}], r"document 0, old_logprobs\n  found: shape \[1\] for 3 tokens"),
-    ([DOCUMENTS[0] | {"reward": [1.0, 2.0]}], r"document 0, reward\n  found: shape \[2\] for 3 tokens"),
-    ([DOCUMENTS[0] | {"tokens": [1.7, 2.2, 3.0]}], "document 0, tokens\n  found: dtype torch.float32"),
-    ([DOCUMENTS[0] | {"tokens": 5}], r"document 0, tokens\n  found: shape \[\] for 1 tokens"),
-    ([DOCUMENTS[0] | {"tokens": [5, 2**70, 2]}], "document 0, tokens"),
-    ([DOCUMENTS[0] | {"group_id": 1.5}], "document 0, group_id\n  found: dtype torch.float32"),
-    ([DOCUMENTS[0], DOCUMENTS[1] | {"loss_mask": [0.5]}], "document 1, loss_mask\n  found: from 0.5 to 0.5"),
-    ([DOCUMENTS[0] | {"loss_mask": [0, 7, 1]}], "document 0, loss_mask\n  found: from 0.0 to 7.0"),
-    ([DOCUMENTS[0] | {"old_logprobs": [0, None, -1.0]}], "document 0, old_logprobs"),
-    ([DOCUMENTS[0] | {"old_logprobs": [0, -1j, -1.0]}], "document 0, old_logprobs\n  found: dtype torch.complex64"),
-    ([DOCUMENTS[0] | {"reward": float("nan")}], "rewards_N is not finite"),
-    ([DOCUMENTS[0], {key: [] for key in DOCUMENTS[0]}], "document 1, tokens\n  found: no token"),
-])
+@pytest.mark.parametrize(
+    ("documents", "words"),
+    [
+        ([], "at least one document"),
+        ([DOCUMENTS[0], without("reward")], "document 1 has other keys"),
+        ([DOCUMENTS[0] | {"loss_masks": []}], "document 0 has other keys"),
+        ([without("old_logprobs")], "no old_logprobs"),
+        ([DOCUMENTS[0] | {"old_logprobs": None}], "no old_logprobs"),
+        ([DOCUMENTS[0], DOCUMENTS[1] | {"tokens": None}], "document 1 has other keys"),
+        ([DOCUMENTS[0] | {"old_logprobs": [-1.0]}], r"document 0, old_logprobs\n  found: shape \[1\] for 3 tokens"),
+        ([DOCUMENTS[0] | {"reward": [1.0, 2.0]}], r"document 0, reward\n  found: shape \[2\] for 3 tokens"),
+        ([DOCUMENTS[0] | {"tokens": [1.7, 2.2, 3.0]}], "document 0, tokens\n  found: dtype torch.float32"),
+        ([DOCUMENTS[0] | {"tokens": 5}], r"document 0, tokens\n  found: shape \[\] for 1 tokens"),
+        ([DOCUMENTS[0] | {"tokens": [5, 2**70, 2]}], "document 0, tokens"),
+        ([DOCUMENTS[0] | {"group_id": 1.5}], "document 0, group_id\n  found: dtype torch.float32"),
+        ([DOCUMENTS[0], DOCUMENTS[1] | {"loss_mask": [0.5]}], "document 1, loss_mask\n  found: from 0.5 to 0.5"),
+        ([DOCUMENTS[0] | {"loss_mask": [0, 7, 1]}], "document 0, loss_mask\n  found: from 0.0 to 7.0"),
+        ([DOCUMENTS[0] | {"old_logprobs": [0, None, -1.0]}], "document 0, old_logprobs"),
+        ([DOCUMENTS[0] | {"old_logprobs": [0, -1j, -1.0]}], "document 0, old_logprobs\n  found: dtype torch.complex64"),
+        ([DOCUMENTS[0] | {"reward": float("nan")}], "rewards_N is not finite"),
+        ([DOCUMENTS[0], {key: [] for key in DOCUMENTS[0]}], "document 1, tokens\n  found: no token"),
+    ],
+)
 def test_documents_that_do_not_fit_are_refused(documents, words):
     with pytest.raises(ShapeError, match=words):
         RolloutBatch.from_documents(documents)
@@ -222,8 +257,9 @@ def test_none_counts_as_absent():
 @pytest.mark.parametrize("convert", [np.asarray, lambda values: torch.tensor(values, dtype=torch.float64)])
 def test_float64_values_stay_in_float64_through_packing_and_shifting(convert):
     exact = [0.0, -0.123456789012345, -1.0 / 3.0]
-    batch = RolloutBatch.from_documents([document | {"old_logprobs": convert(exact[:len(document["tokens"])])}
-                                         for document in DOCUMENTS])
+    batch = RolloutBatch.from_documents(
+        [document | {"old_logprobs": convert(exact[: len(document["tokens"])])} for document in DOCUMENTS]
+    )
     assert batch.old_logprobs_T.dtype == torch.float64
     assert batch.old_logprobs_T[:3].tolist() == exact
     assert batch.ref_logprobs_T.dtype == torch.float32

@@ -44,8 +44,7 @@ def test_rows_are_unpadded_in_order():
 
 
 def test_without_a_loss_mask_the_completion_trains():
-    batch = RolloutBatch.from_padded(**make_arrays(
-        loss_mask=None, old_logprobs=np.full((3, 3), -1.0)))
+    batch = RolloutBatch.from_padded(**make_arrays(loss_mask=None, old_logprobs=np.full((3, 3), -1.0)))
     assert batch.loss_mask_T.int().tolist() == [0, 0, 1, 1, 1, 0, 1, 1, 0, 0]
 
 
@@ -71,16 +70,18 @@ def test_float64_arrays_stay_in_float64():
     assert batch.advantages_T.dtype == batch.ref_logprobs_T.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages",
-                                  "old_logprobs"])
+@pytest.mark.parametrize(
+    "name", ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "old_logprobs"]
+)
 def test_what_is_required_is_refused_by_name_where_it_is_none(name):
     with pytest.raises(ShapeError, match=f"found: no {name}\n"):
         RolloutBatch.from_padded(**make_arrays() | {name: None})
 
 
 def test_what_is_not_given_stays_absent():
-    batch = RolloutBatch.from_padded(**make_arrays(sampler_logprobs=None, ref_logprobs=None, rewards=None,
-                                                   group_ids=None))
+    batch = RolloutBatch.from_padded(
+        **make_arrays(sampler_logprobs=None, ref_logprobs=None, rewards=None, group_ids=None)
+    )
     assert batch.sampler_logprobs_T is None
     assert batch.ref_logprobs_T is None
     assert batch.rewards_N is None
@@ -95,35 +96,45 @@ def test_a_hole_in_the_completion_mask_is_refused_in_words():
     assert "would drop the token from the context" in str(caught.value)
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"prompt_mask": [[1, 0], [0, 1], [1, 1]]}, r"row 0\n  found: prompt_mask is 0 after a 1"),
-    ({"loss_mask": [[1, 0, 1], [1, 1, 1], [0, 0, 0]]},
-     r"row 1\n  found: loss_mask is 1 where completion_mask is 0"),
-    ({"prompt_mask": [[0, 0], [0, 1], [1, 1]]},
-     r"row 0\n  found: the first completion token trains and there is no prompt"),
-    ({"prompt_mask": [[1, 1], [0, 1], [0, 0]]}, r"row 2\n  found: the row has no token at all"),
-    ({"completion_mask": [[1, 1, 2], [1, 1, 0], [0, 0, 0]]}, r"completion_mask\n  found: from 0.0 to 2.0"),
-    ({"loss_mask": [[0.5, 0, 1], [1, 1, 0], [0, 0, 0]]}, "a mask holds 0 and 1 only"),
-    ({"old_logprobs": [[-1.0, 0, NAN], [-1, -1, 0], [0, 0, 0]]},
-     r"old_logprobs, row 0, completion token 2\n  found: nan; 1 such"),
-    ({"sampler_logprobs": [[-1.0, 0, 0], [-1, -float("inf"), 0], [0, 0, 0]]},
-     "sampler_logprobs, row 1, completion token 1"),
-    ({"advantages": [0.5, NAN, 2.0]}, "advantages, row 1, completion token 0"),
-    ({"old_logprobs": [[0.4, 0, -1], [-1, -1, 0], [0, 0, 0]]}, "old_logprobs_T is positive"),
-    ({"old_logprobs": [[-1.0, 0], [-1, -1], [0, 0]]}, "old_logprobs_BC has C=2, but C=3 was seen before"),
-    ({"advantages": [0.5, 1.0]}, "advantages_B has B=2, but B=3"),
-    ({"advantages": 0.5}, r"advantages_BC has shape \(\)"),
-    ({"rewards": [[1.0], [0.0], [0.0]]}, r"rewards_B has shape \(3, 1\)"),
-    ({"completion_ids": [[10, 11, 12], [13], [0]]},
-     r"completion_ids\n  found: expected sequence of length 3"),
-    ({"completion_ids": np.ones((3, 3))}, "dtype torch.float64\n  rule: whole numbers"),
-    ({"completion_ids": [[-10, 11, 12], [13, 14, 0], [0, 0, 0]]}, "tokens_T holds -10"),
-    ({"group_ids": [0.5, 1, 2]}, "group_ids\n  found: dtype torch.float32"),
-    ({"temperature": 0.0}, "temperature is 0.0"),
-    ({"temperature": NAN}, "temperature is nan"),
-    ({"rewards": [1.0, NAN, 0.0]}, r"rewards_N is not finite for documents \[1\]"),
-    ({"advantages": [1j, 0, 0]}, "advantages\n  found: dtype torch.complex64"),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt_mask": [[1, 0], [0, 1], [1, 1]]}, r"row 0\n  found: prompt_mask is 0 after a 1"),
+        (
+            {"loss_mask": [[1, 0, 1], [1, 1, 1], [0, 0, 0]]},
+            r"row 1\n  found: loss_mask is 1 where completion_mask is 0",
+        ),
+        (
+            {"prompt_mask": [[0, 0], [0, 1], [1, 1]]},
+            r"row 0\n  found: the first completion token trains and there is no prompt",
+        ),
+        ({"prompt_mask": [[1, 1], [0, 1], [0, 0]]}, r"row 2\n  found: the row has no token at all"),
+        ({"completion_mask": [[1, 1, 2], [1, 1, 0], [0, 0, 0]]}, r"completion_mask\n  found: from 0.0 to 2.0"),
+        ({"loss_mask": [[0.5, 0, 1], [1, 1, 0], [0, 0, 0]]}, "a mask holds 0 and 1 only"),
+        (
+            {"old_logprobs": [[-1.0, 0, NAN], [-1, -1, 0], [0, 0, 0]]},
+            r"old_logprobs, row 0, completion token 2\n  found: nan; 1 such",
+        ),
+        (
+            {"sampler_logprobs": [[-1.0, 0, 0], [-1, -float("inf"), 0], [0, 0, 0]]},
+            "sampler_logprobs, row 1, completion token 1",
+        ),
+        ({"advantages": [0.5, NAN, 2.0]}, "advantages, row 1, completion token 0"),
+        ({"old_logprobs": [[0.4, 0, -1], [-1, -1, 0], [0, 0, 0]]}, "old_logprobs_T is positive"),
+        ({"old_logprobs": [[-1.0, 0], [-1, -1], [0, 0]]}, "old_logprobs_BC has C=2, but C=3 was seen before"),
+        ({"advantages": [0.5, 1.0]}, "advantages_B has B=2, but B=3"),
+        ({"advantages": 0.5}, r"advantages_BC has shape \(\)"),
+        ({"rewards": [[1.0], [0.0], [0.0]]}, r"rewards_B has shape \(3, 1\)"),
+        ({"completion_ids": [[10, 11, 12], [13], [0]]}, r"completion_ids\n  found: expected sequence of length 3"),
+        ({"completion_ids": np.ones((3, 3))}, "dtype torch.float64\n  rule: whole numbers"),
+        ({"completion_ids": [[-10, 11, 12], [13, 14, 0], [0, 0, 0]]}, "tokens_T holds -10"),
+        ({"group_ids": [0.5, 1, 2]}, "group_ids\n  found: dtype torch.float32"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"temperature": NAN}, "temperature is nan"),
+        ({"rewards": [1.0, NAN, 0.0]}, r"rewards_N is not finite for documents \[1\]"),
+        ({"advantages": [1j, 0, 0]}, "advantages\n  found: dtype torch.complex64"),
+    ],
+)
 def test_arrays_that_do_not_fit_are_refused_by_name(changes, words):
     with pytest.raises(ShapeError, match=words):
         RolloutBatch.from_padded(**make_arrays(**changes))
@@ -132,4 +143,14 @@ def test_arrays_that_do_not_fit_are_refused_by_name(changes, words):
 def test_padding_may_hold_anything():
     ids = [[10, 11, 12], [13, 14, -100], [-100, -100, -100]]
     assert RolloutBatch.from_padded(**make_arrays(completion_ids=ids)).tokens_T.tolist() == [
-        5, 6, 10, 11, 12, 7, 13, 14, 8, 9]
+        5,
+        6,
+        10,
+        11,
+        12,
+        7,
+        13,
+        14,
+        8,
+        9,
+    ]

@@ -12,15 +12,32 @@ from workbench.rollouts.batch import PADDING, Extension, RolloutBatch
 
 
 def make_batch() -> RolloutBatch:
-    batch = RolloutBatch.from_documents([
-        {"tokens": [5, 7, 2], "loss_mask": [0, 1, 1], "advantages": [0.0, 0.5, 0.25],
-         "old_logprobs": [0, -1, -0.3], "sampler_logprobs": [0, -1.1, -0.2],
-         "ref_logprobs": [0, -2, -0.1], "reward": 1.0, "group_id": 4},
-        {"tokens": [5, 9], "loss_mask": [0, 1], "advantages": -0.5, "old_logprobs": [0, -2.0],
-         "sampler_logprobs": [0, -1.9], "ref_logprobs": [0, -1.5], "reward": 0.1, "group_id": 4},
-    ], temperature=0.7)
-    turns = Extension(torch.tensor([0, 0, 1, 0, 0]), "token", "turn", "Which turn wrote the token.", pad=-1,
-                      at="input")
+    batch = RolloutBatch.from_documents(
+        [
+            {
+                "tokens": [5, 7, 2],
+                "loss_mask": [0, 1, 1],
+                "advantages": [0.0, 0.5, 0.25],
+                "old_logprobs": [0, -1, -0.3],
+                "sampler_logprobs": [0, -1.1, -0.2],
+                "ref_logprobs": [0, -2, -0.1],
+                "reward": 1.0,
+                "group_id": 4,
+            },
+            {
+                "tokens": [5, 9],
+                "loss_mask": [0, 1],
+                "advantages": -0.5,
+                "old_logprobs": [0, -2.0],
+                "sampler_logprobs": [0, -1.9],
+                "ref_logprobs": [0, -1.5],
+                "reward": 0.1,
+                "group_id": 4,
+            },
+        ],
+        temperature=0.7,
+    )
+    turns = Extension(torch.tensor([0, 0, 1, 0, 0]), "token", "turn", "Which turn wrote the token.", pad=-1, at="input")
     scale = Extension(torch.tensor([2.0, 3.0], dtype=torch.float64), "document", "factor", "Its scale.")
     return replace(batch, extensions={"turns": turns, "scale": scale}).pad_to(8)
 
@@ -43,12 +60,21 @@ def test_a_batch_comes_back_bit_for_bit(folder):
     for name, extension in expected.extensions.items():
         back = actual.extensions[name]
         assert (back.level, back.unit, back.meaning, back.pad, back.at) == (
-            extension.level, extension.unit, extension.meaning, extension.pad, extension.at)
+            extension.level,
+            extension.unit,
+            extension.meaning,
+            extension.pad,
+            extension.at,
+        )
 
 
 def test_fields_that_are_absent_stay_absent(tmp_path):
-    files.save(RolloutBatch.from_documents(
-        [{"tokens": [1, 2], "loss_mask": [0, 1], "advantages": 1.0, "old_logprobs": [0, -1]}]), tmp_path)
+    files.save(
+        RolloutBatch.from_documents(
+            [{"tokens": [1, 2], "loss_mask": [0, 1], "advantages": 1.0, "old_logprobs": [0, -1]}]
+        ),
+        tmp_path,
+    )
     batch = files.load(tmp_path)
     assert batch.sampler_logprobs_T is None
     assert batch.rewards_N is None
@@ -117,20 +143,22 @@ def change_manifest(folder, change):
     path.write_text(json.dumps(manifest))
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda m: m.update(version=2), "version: Input should be 1"),
-    (lambda m: m.update(format="other"), "format: Input should be 'workbench rollouts'"),
-    (lambda m: m.pop("temperature"), "temperature: Field required"),
-    (lambda m: m.update(surprise=1), "surprise: Extra inputs are not permitted"),
-    (lambda m: m["counts"].update(tokens=9), "tokens=9.* holds documents=2 tokens=8"),
-    (lambda m: m["fields"].pop("rewards_N"), "rewards_N.* where manifest.json says"),
-    (lambda m: m["fields"]["rewards_N"].update(dtype="float64"),
-     r"rewards_N is float32\[2\].* says float64\[2\]"),
-    (lambda m: m["fields"]["tokens_T"].update(shape=[3]), r"tokens_T is int64\[8\].* says int64\[3\]"),
-    (lambda m: m["fields"]["turns"].update(extension=False), "fields .'turns'., which no batch has"),
-    (lambda m: m.update(temperature=-1.0), "temperature is -1.0"),
-    (lambda m: m.update(temperature=float("nan")), "temperature is nan"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: m.update(version=2), "version: Input should be 1"),
+        (lambda m: m.update(format="other"), "format: Input should be 'workbench rollouts'"),
+        (lambda m: m.pop("temperature"), "temperature: Field required"),
+        (lambda m: m.update(surprise=1), "surprise: Extra inputs are not permitted"),
+        (lambda m: m["counts"].update(tokens=9), "tokens=9.* holds documents=2 tokens=8"),
+        (lambda m: m["fields"].pop("rewards_N"), "rewards_N.* where manifest.json says"),
+        (lambda m: m["fields"]["rewards_N"].update(dtype="float64"), r"rewards_N is float32\[2\].* says float64\[2\]"),
+        (lambda m: m["fields"]["tokens_T"].update(shape=[3]), r"tokens_T is int64\[8\].* says int64\[3\]"),
+        (lambda m: m["fields"]["turns"].update(extension=False), "fields .'turns'., which no batch has"),
+        (lambda m: m.update(temperature=-1.0), "temperature is -1.0"),
+        (lambda m: m.update(temperature=float("nan")), "temperature is nan"),
+    ],
+)
 def test_manifest_that_does_not_fit_is_refused(folder, change, words):
     change_manifest(folder, change)
     with pytest.raises(RecordError, match=words):
@@ -151,8 +179,12 @@ def test_pickle_is_never_loaded(folder):
     buffer = io.BytesIO()
     torch.save({"tokens_T": torch.zeros(3)}, buffer)
     (folder / "rollouts.safetensors").write_bytes(buffer.getvalue())
-    change_manifest(folder, lambda m: m["tensors"].update(
-        bytes=len(buffer.getvalue()), sha256=hashlib.sha256(buffer.getvalue()).hexdigest()))
+    change_manifest(
+        folder,
+        lambda m: m["tensors"].update(
+            bytes=len(buffer.getvalue()), sha256=hashlib.sha256(buffer.getvalue()).hexdigest()
+        ),
+    )
     with pytest.raises(RecordError, match="not safetensors"):
         files.load(folder)
 
@@ -197,8 +229,10 @@ def test_a_saved_subset_is_its_own_source(tmp_path):
 
 def test_float64_values_come_back_in_float64(tmp_path):
     old = torch.tensor([0.0, -0.123456789012345], dtype=torch.float64)
-    files.save(RolloutBatch.from_documents([{"tokens": [1, 2], "loss_mask": [0, 1], "advantages": 1.0,
-                                             "old_logprobs": old}]), tmp_path)
+    files.save(
+        RolloutBatch.from_documents([{"tokens": [1, 2], "loss_mask": [0, 1], "advantages": 1.0, "old_logprobs": old}]),
+        tmp_path,
+    )
     batch = files.load(tmp_path)
     assert batch.old_logprobs_T.dtype == torch.float64
     assert batch.old_logprobs_T.tolist() == [0.0, -0.123456789012345]

@@ -14,22 +14,42 @@ from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.importers import read_jsonl, read_npz, read_parquet, read_trl
 
 RECORDS = [
-    {"prompt_tokens": [5, 6], "completion_tokens": [10, 11, 12], "completion_loss_mask": [1, 0, 1],
-     "advantage": 0.5, "old_logprobs": [-1.0, None, -3.0], "sampler_logprobs": [-1.5, -9.0, -3.5],
-     "ref_logprobs": [-2.0, 0.0, -2.5], "reward": 1.0, "group_id": "prompt-b"},
-    {"prompt_tokens": [7], "completion_tokens": [13, 14], "completion_loss_mask": [1, 1],
-     "advantage": -0.5, "old_logprobs": [-4.0, -5.0], "sampler_logprobs": [-4.5, -5.5],
-     "ref_logprobs": [-1.0, -0.5], "reward": 0.25, "group_id": "prompt-a"},
+    {
+        "prompt_tokens": [5, 6],
+        "completion_tokens": [10, 11, 12],
+        "completion_loss_mask": [1, 0, 1],
+        "advantage": 0.5,
+        "old_logprobs": [-1.0, None, -3.0],
+        "sampler_logprobs": [-1.5, -9.0, -3.5],
+        "ref_logprobs": [-2.0, 0.0, -2.5],
+        "reward": 1.0,
+        "group_id": "prompt-b",
+    },
+    {
+        "prompt_tokens": [7],
+        "completion_tokens": [13, 14],
+        "completion_loss_mask": [1, 1],
+        "advantage": -0.5,
+        "old_logprobs": [-4.0, -5.0],
+        "sampler_logprobs": [-4.5, -5.5],
+        "ref_logprobs": [-1.0, -0.5],
+        "reward": 0.25,
+        "group_id": "prompt-a",
+    },
 ]
 TRL = {
-    "prompt_ids": [[5, 6], [0, 7]], "prompt_mask": [[1, 1], [0, 1]],
-    "completion_ids": [[10, 11, 12], [13, 14, 0]], "completion_mask": [[1, 1, 1], [1, 1, 0]],
+    "prompt_ids": [[5, 6], [0, 7]],
+    "prompt_mask": [[1, 1], [0, 1]],
+    "completion_ids": [[10, 11, 12], [13, 14, 0]],
+    "completion_mask": [[1, 1, 1], [1, 1, 0]],
     "tool_mask": [[1, 0, 1], [1, 1, 1]],
     "advantages": [0.5, -0.5],
     "old_per_token_logps": [[-1.0, 0.0, -3.0], [-4.0, -5.0, 0.0]],
     "sampling_per_token_logps": [[-1.5, -9.0, -3.5], [-4.5, -5.5, 0.0]],
     "ref_per_token_logps": [[-2.0, 0.0, -2.5], [-1.0, -0.5, 0.0]],
-    "num_items_in_batch": 5, "rewards": [1.0, 0.25], "group_ids": [0, 1],
+    "num_items_in_batch": 5,
+    "rewards": [1.0, 0.25],
+    "group_ids": [0, 1],
 }
 
 
@@ -44,8 +64,13 @@ def write_parquet(path, records):
 
 
 def write_npz(path, arrays):
-    np.savez(path, **{name: array.astype("f4") if (array := np.asarray(value)).dtype == "f8" else array
-                      for name, value in arrays.items()})
+    np.savez(
+        path,
+        **{
+            name: array.astype("f4") if (array := np.asarray(value)).dtype == "f8" else array
+            for name, value in arrays.items()
+        },
+    )
     return path
 
 
@@ -59,13 +84,31 @@ def assert_same(actual: RolloutBatch, expected: RolloutBatch):
 
 
 def expected_batch():
-    return RolloutBatch.from_documents([
-        {"tokens": [5, 6, 10, 11, 12], "loss_mask": [0, 0, 1, 0, 1], "advantages": [0, 0, 0.5, 0.5, 0.5],
-         "old_logprobs": [0, 0, -1.0, 0, -3.0], "sampler_logprobs": [0, 0, -1.5, -9.0, -3.5],
-         "ref_logprobs": [0, 0, -2.0, 0, -2.5], "reward": 1.0, "group_id": 0},
-        {"tokens": [7, 13, 14], "loss_mask": [0, 1, 1], "advantages": [0, -0.5, -0.5],
-         "old_logprobs": [0, -4.0, -5.0], "sampler_logprobs": [0, -4.5, -5.5],
-         "ref_logprobs": [0, -1.0, -0.5], "reward": 0.25, "group_id": 1}], temperature=0.9)
+    return RolloutBatch.from_documents(
+        [
+            {
+                "tokens": [5, 6, 10, 11, 12],
+                "loss_mask": [0, 0, 1, 0, 1],
+                "advantages": [0, 0, 0.5, 0.5, 0.5],
+                "old_logprobs": [0, 0, -1.0, 0, -3.0],
+                "sampler_logprobs": [0, 0, -1.5, -9.0, -3.5],
+                "ref_logprobs": [0, 0, -2.0, 0, -2.5],
+                "reward": 1.0,
+                "group_id": 0,
+            },
+            {
+                "tokens": [7, 13, 14],
+                "loss_mask": [0, 1, 1],
+                "advantages": [0, -0.5, -0.5],
+                "old_logprobs": [0, -4.0, -5.0],
+                "sampler_logprobs": [0, -4.5, -5.5],
+                "ref_logprobs": [0, -1.0, -0.5],
+                "reward": 0.25,
+                "group_id": 1,
+            },
+        ],
+        temperature=0.9,
+    )
 
 
 def test_every_source_gives_the_same_batch(tmp_path):
@@ -83,8 +126,10 @@ def test_imported_rollouts_survive_a_round_trip_over_disk(tmp_path):
 
 
 def test_smallest_record_with_one_advantage_per_token(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [
-        {"prompt_tokens": [5], "completion_tokens": [6, 7], "advantages": [1, -2], "old_logprobs": [-1, -2]}])
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        [{"prompt_tokens": [5], "completion_tokens": [6, 7], "advantages": [1, -2], "old_logprobs": [-1, -2]}],
+    )
     batch = read_jsonl(path)
     assert batch.advantages_T.tolist() == [0.0, 1.0, -2.0]
     assert batch.loss_mask_T.tolist() == [False, True, True]
@@ -104,28 +149,31 @@ def test_whole_number_groups_are_kept_as_they_are(tmp_path):
     assert read_jsonl(path).group_ids_N.tolist() == [7, 3]
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"old_logprob": [0.0]}, "line 2: old_logprob\n  found: unknown"),
-    ({"old_logprobs": None}, "line 2: old_logprobs\n  found: missing"),
-    ({"completion_tokens": None}, "line 2: completion_tokens\n  found: missing"),
-    ({"advantage": None}, "line 2: advantage\n  found: missing"),
-    ({"advantages": [1.0, 1.0]}, "line 2: advantage, advantages\n  found: both"),
-    ({"reward": None}, r"line 2: reward\n  found: present here or in .*line 1, but not in both"),
-    ({"old_logprobs": [-1.0]}, "line 2: old_logprobs\n  found: 1 values"),
-    ({"old_logprobs": [-1.0, None]}, "line 2, completion token 1: old_logprobs\n  found: None"),
-    ({"ref_logprobs": [float("nan"), -1.0]}, "line 2, completion token 0: ref_logprobs\n  found: nan"),
-    ({"sampler_logprobs": [-1.0, 0.3]}, "line 2, completion token 1: sampler_logprobs\n  found: 0.3"),
-    ({"old_logprobs": "-1.0"}, "line 2: old_logprobs\n  found: '-1.0'"),
-    ({"advantage": float("inf")}, "line 2: advantage\n  found: inf"),
-    ({"advantage": True}, "line 2: advantage\n  found: True"),
-    ({"completion_tokens": [13, 1.5]}, r"line 2: completion_tokens\n  found: 1\.5"),
-    ({"prompt_tokens": [-1]}, "line 2: prompt_tokens\n  found: -1"),
-    ({"prompt_tokens": []}, "line 2: prompt_tokens\n  found: empty"),
-    ({"completion_loss_mask": [1, 2]}, r"line 2: completion_loss_mask\n  found: \[1, 2\]"),
-    ({"completion_loss_mask": [1]}, r"line 2: completion_loss_mask\n  found: \[1\]"),
-    ({"group_id": 3}, "line 2: group_id\n  found: 3"),
-    ({"group_id": 0.5}, "line 2: group_id\n  found: 0.5"),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"old_logprob": [0.0]}, "line 2: old_logprob\n  found: unknown"),
+        ({"old_logprobs": None}, "line 2: old_logprobs\n  found: missing"),
+        ({"completion_tokens": None}, "line 2: completion_tokens\n  found: missing"),
+        ({"advantage": None}, "line 2: advantage\n  found: missing"),
+        ({"advantages": [1.0, 1.0]}, "line 2: advantage, advantages\n  found: both"),
+        ({"reward": None}, r"line 2: reward\n  found: present here or in .*line 1, but not in both"),
+        ({"old_logprobs": [-1.0]}, "line 2: old_logprobs\n  found: 1 values"),
+        ({"old_logprobs": [-1.0, None]}, "line 2, completion token 1: old_logprobs\n  found: None"),
+        ({"ref_logprobs": [float("nan"), -1.0]}, "line 2, completion token 0: ref_logprobs\n  found: nan"),
+        ({"sampler_logprobs": [-1.0, 0.3]}, "line 2, completion token 1: sampler_logprobs\n  found: 0.3"),
+        ({"old_logprobs": "-1.0"}, "line 2: old_logprobs\n  found: '-1.0'"),
+        ({"advantage": float("inf")}, "line 2: advantage\n  found: inf"),
+        ({"advantage": True}, "line 2: advantage\n  found: True"),
+        ({"completion_tokens": [13, 1.5]}, r"line 2: completion_tokens\n  found: 1\.5"),
+        ({"prompt_tokens": [-1]}, "line 2: prompt_tokens\n  found: -1"),
+        ({"prompt_tokens": []}, "line 2: prompt_tokens\n  found: empty"),
+        ({"completion_loss_mask": [1, 2]}, r"line 2: completion_loss_mask\n  found: \[1, 2\]"),
+        ({"completion_loss_mask": [1]}, r"line 2: completion_loss_mask\n  found: \[1\]"),
+        ({"group_id": 3}, "line 2: group_id\n  found: 3"),
+        ({"group_id": 0.5}, "line 2: group_id\n  found: 0.5"),
+    ],
+)
 def test_record_that_breaks_a_rule_is_refused_with_line_and_key(tmp_path, changes, words):
     path = write_jsonl(tmp_path / "a.jsonl", [RECORDS[0], RECORDS[1] | changes])
     with pytest.raises(RecordError, match=words) as caught:
@@ -193,21 +241,28 @@ def test_unknown_trl_key_is_refused_unless_it_is_named():
     assert_same(read_trl(arrays, ignore=["importance_sampling_ratio"], temperature=0.9), expected_batch())
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"old_per_token_logps": [[-1.0, 0.0, -3.0], [-4.0, float("nan"), 0.0]]},
-     ": old_per_token_logps, row 1, completion token 1\n  found: nan"),
-    ({"old_per_token_logps": [[-1.0, 0.0, -3.0], [4.0, -5.0, 0.0]]}, "found: old_per_token_logps is positive"),
-    ({"old_per_token_logps": [[-1.0], [-2.0]]}, "disagree\n  found: old_per_token_logps_BC has C=1"),
-    ({"sampling_per_token_logps": [[1j, 0, 0], [0, 0, 0]]}, ": sampling_per_token_logps\n  found: dtype"),
-    ({"ref_per_token_logps": ["a"]}, ": ref_per_token_logps\n"),
-    ({"tool_mask": [[0.5, 0, 1], [1, 1, 1]]}, ": tool_mask\n  found: from 0.0 to 1.0"),
-    ({"tool_mask": [[7, 0, 1], [1, 1, 1]]}, ": tool_mask\n  found: from 0.0 to 7.0"),
-    ({"completion_ids": [[10.5, 11, 12], [13, 14, 0]]}, ": completion_ids\n  found: dtype torch.float"),
-    ({"completion_mask": [[1, 0, 1], [1, 1, 0]], "tool_mask": None},
-     "row 0\n  found: completion_mask is 1 after a 0(?s:.)*pass the holes as tool_mask"),
-    ({"rewards": [1.0, float("nan")]}, r"found: rewards is not finite for documents \[1\]"),
-    ({"old_per_token_logps": None}, "found: no old_per_token_logps"),
-])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"old_per_token_logps": [[-1.0, 0.0, -3.0], [-4.0, float("nan"), 0.0]]},
+            ": old_per_token_logps, row 1, completion token 1\n  found: nan",
+        ),
+        ({"old_per_token_logps": [[-1.0, 0.0, -3.0], [4.0, -5.0, 0.0]]}, "found: old_per_token_logps is positive"),
+        ({"old_per_token_logps": [[-1.0], [-2.0]]}, "disagree\n  found: old_per_token_logps_BC has C=1"),
+        ({"sampling_per_token_logps": [[1j, 0, 0], [0, 0, 0]]}, ": sampling_per_token_logps\n  found: dtype"),
+        ({"ref_per_token_logps": ["a"]}, ": ref_per_token_logps\n"),
+        ({"tool_mask": [[0.5, 0, 1], [1, 1, 1]]}, ": tool_mask\n  found: from 0.0 to 1.0"),
+        ({"tool_mask": [[7, 0, 1], [1, 1, 1]]}, ": tool_mask\n  found: from 0.0 to 7.0"),
+        ({"completion_ids": [[10.5, 11, 12], [13, 14, 0]]}, ": completion_ids\n  found: dtype torch.float"),
+        (
+            {"completion_mask": [[1, 0, 1], [1, 1, 0]], "tool_mask": None},
+            "row 0\n  found: completion_mask is 1 after a 0(?s:.)*pass the holes as tool_mask",
+        ),
+        ({"rewards": [1.0, float("nan")]}, r"found: rewards is not finite for documents \[1\]"),
+        ({"old_per_token_logps": None}, "found: no old_per_token_logps"),
+    ],
+)
 def test_refused_arrays_are_named_as_trl_names_them_and_with_their_file(tmp_path, changes, words):
     arrays = {name: value for name, value in (TRL | changes).items() if value is not None}
     with pytest.raises(ShapeError, match=words) as caught:

@@ -9,9 +9,17 @@ from workbench.rollouts.packing import deal, fill, pack
 
 
 def make_batch(lengths) -> RolloutBatch:
-    return RolloutBatch.from_documents([
-        {"tokens": [number + 1] * length, "loss_mask": [0] + [1] * (length - 1), "advantages": float(number),
-         "old_logprobs": [-1.0] * length} for number, length in enumerate(lengths)])
+    return RolloutBatch.from_documents(
+        [
+            {
+                "tokens": [number + 1] * length,
+                "loss_mask": [0] + [1] * (length - 1),
+                "advantages": float(number),
+                "old_logprobs": [-1.0] * length,
+            }
+            for number, length in enumerate(lengths)
+        ]
+    )
 
 
 def test_one_row_keeps_the_order():

@@ -28,8 +28,10 @@ def test_a_divergence_costs_its_coefficient():
     assert kl_penalties(torch.tensor([1.0, -0.5]), 0.2).tolist() == pytest.approx([0.2, -0.1])
 
 
-@pytest.mark.parametrize("settings", [{"max_length": 4, "buffer": 5}, {"max_length": 4, "buffer": 0},
-                                      {"max_length": 4, "buffer": 2, "penalty": -1.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_length": 4, "buffer": 5}, {"max_length": 4, "buffer": 0}, {"max_length": 4, "buffer": 2, "penalty": -1.0}],
+)
 def test_a_buffer_that_is_none_is_refused(settings):
     with pytest.raises(SpecError, match="the last stretch of max_length"):
         overlong(REWARDS, torch.arange(4), **settings)

@@ -11,12 +11,25 @@ from workbench.rollouts.targets import shift_targets
 
 
 def make_row() -> RolloutBatch:
-    batch = RolloutBatch.from_documents([
-        {"tokens": [5, 7, 2], "loss_mask": [0, 1, 1], "advantages": [0, 0.5, 0.25],
-         "old_logprobs": [0, -1.0, -0.5], "ref_logprobs": [0, -4.0, -3.0]},
-        {"tokens": [6], "loss_mask": [0], "advantages": 9.0, "old_logprobs": [0], "ref_logprobs": [0]},
-        {"tokens": [8, 9], "loss_mask": [0, 1], "advantages": [0, -0.5], "old_logprobs": [0, -2.0],
-         "ref_logprobs": [0, -1.5]}])
+    batch = RolloutBatch.from_documents(
+        [
+            {
+                "tokens": [5, 7, 2],
+                "loss_mask": [0, 1, 1],
+                "advantages": [0, 0.5, 0.25],
+                "old_logprobs": [0, -1.0, -0.5],
+                "ref_logprobs": [0, -4.0, -3.0],
+            },
+            {"tokens": [6], "loss_mask": [0], "advantages": 9.0, "old_logprobs": [0], "ref_logprobs": [0]},
+            {
+                "tokens": [8, 9],
+                "loss_mask": [0, 1],
+                "advantages": [0, -0.5],
+                "old_logprobs": [0, -2.0],
+                "ref_logprobs": [0, -1.5],
+            },
+        ]
+    )
     turns = Extension(torch.arange(1, 7), "token", "turn", "Which turn.", pad=-7)
     scale = Extension(torch.ones(3), "document", "factor", "Scale.")
     return replace(batch, extensions={"turns": turns, "scale": scale}).pad_to(8)
@@ -99,8 +112,12 @@ def test_every_token_knows_how_many_of_its_whole_document_count():
 def test_values_of_a_document_lie_on_each_of_its_tokens():
     row = make_row()
     rollouts = Extension(torch.tensor([4, 5, 4]), "document", "rollout index", "Whose sample.")
-    row = replace(row, group_ids_N=torch.tensor([9, 8, 9]), rewards_N=torch.tensor([0.5, 1.0, -2.0]),
-                  extensions={"rollout_ids": rollouts})
+    row = replace(
+        row,
+        group_ids_N=torch.tensor([9, 8, 9]),
+        rewards_N=torch.tensor([0.5, 1.0, -2.0]),
+        extensions={"rollout_ids": rollouts},
+    )
     shifted = shift_targets(row)
     assert shifted.group_ids_T.tolist() == [9, 9, 9, 8, 9, 9, PADDING, PADDING]
     assert shifted.rollout_ids_T.tolist() == [4, 4, 4, 5, 4, 4, PADDING, PADDING]
@@ -112,9 +129,13 @@ def test_what_a_batch_does_not_have_is_none():
     assert (shifted.rewards_T, shifted.group_ids_T, shifted.rollout_ids_T) == (None, None, None)
 
 
-@pytest.mark.parametrize("extension", [
-    Extension(torch.arange(8), "token", "rollout index", "At another level."),
-    Extension(torch.ones(3), "document", "rollout index", "No whole numbers.")])
+@pytest.mark.parametrize(
+    "extension",
+    [
+        Extension(torch.arange(8), "token", "rollout index", "At another level."),
+        Extension(torch.ones(3), "document", "rollout index", "No whole numbers."),
+    ],
+)
 def test_rollout_ids_of_another_kind_are_refused(extension):
     with pytest.raises(ShapeError, match="extension 'rollout_ids'\n  found: level"):
         shift_targets(replace(make_row(), extensions={"rollout_ids": extension}))

@@ -49,39 +49,46 @@ def test_problems_depend_on_the_seed_alone():
     assert TASK.problems(5, 10) != TASK.problems(6, 10)
 
 
-@pytest.mark.parametrize(("expression", "solution"), [
-    ("37+85-12", "122-12=110$"),
-    ("2*(30-4)+5", "2*26+5=52+5=57$"),
-    ("9-2*3", "9-6=3$"),
-    ("7+8", "15$"),
-])
+@pytest.mark.parametrize(
+    ("expression", "solution"),
+    [
+        ("37+85-12", "122-12=110$"),
+        ("2*(30-4)+5", "2*26+5=52+5=57$"),
+        ("9-2*3", "9-6=3$"),
+        ("7+8", "15$"),
+    ],
+)
 def test_solutions_are_worked_out_in_the_usual_order(expression, solution):
     assert Problem(expression, eval(expression)).solution == solution
 
 
-@pytest.mark.parametrize(("completion", "expected_reward"), [
-    ("122-12=110$", 1.0),
-    ("110$", 1.0),
-    ("99=110$", 1.0),
-    ("122-12=111$", 0.1),
-    ("122-12$", 0.0),
-    ("122-12=$", 0.0),
-    ("$", 0.0),
-    ("", 0.0),
-    ("110", 0.0),
-    ("110$$", 0.0),
-    ("110$5$", 0.0),
-    ("5$=110$", 0.0),
-    ("0110$", 0.0),
-    ("-110$", 0.0),
-    ("110$_", 0.0),
-])
+@pytest.mark.parametrize(
+    ("completion", "expected_reward"),
+    [
+        ("122-12=110$", 1.0),
+        ("110$", 1.0),
+        ("99=110$", 1.0),
+        ("122-12=111$", 0.1),
+        ("122-12$", 0.0),
+        ("122-12=$", 0.0),
+        ("$", 0.0),
+        ("", 0.0),
+        ("110", 0.0),
+        ("110$$", 0.0),
+        ("110$5$", 0.0),
+        ("5$=110$", 0.0),
+        ("0110$", 0.0),
+        ("-110$", 0.0),
+        ("110$_", 0.0),
+    ],
+)
 def test_reward(completion, expected_reward):
     assert TASK.reward("^37+85-12=", completion) == expected_reward
 
 
-@pytest.mark.parametrize("prompt", ["37+85=", "^37+85", "^37+=", "^=", "^3-5=", "^3-5+9=", "^9-(3-5)=",
-                                    "^(3+4=", "^5="])
+@pytest.mark.parametrize(
+    "prompt", ["37+85=", "^37+85", "^37+=", "^=", "^3-5=", "^3-5+9=", "^9-(3-5)=", "^(3+4=", "^5="]
+)
 def test_reward_of_an_answer_to_no_problem_is_refused(prompt):
     with pytest.raises(ShapeError, match="no such expression"):
         TASK.reward(prompt, "1$")
@@ -161,18 +168,24 @@ def test_a_class_or_an_object_of_a_file_is_a_task(tasks):
     assert task_file("mine/tasks.py:EAGER", tasks) == (tasks / "mine" / "tasks.py", "EAGER")
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("sorting", "found: no task of that name\n  rule: +arithmetic, or FILE.py:NAME"),
-    ("mine/tasks.py", "no task of that name"),
-    ("mine/tasks:Copying", "no task of that name"),
-    ("mine/tasks.py:", "no task of that name"),
-    ("mine/other.py:Copying", "found: no file .*other.py"),
-    ("mine/tasks.py:Sorting", "found: no Sorting in tasks.py"),
-    ("mine/tasks.py:Lazy", "found: Lazy has no right_reward, encode, decode, reward"),
-    ("mine/tasks.py:Asks", "found: Asks cannot be made: .*question"),
-    ("mine/tasks.py:UNENDED", r"found: UNENDED.end_ids = \[None\]\n  rule: a sequence (.|\n)*tokenizer.eos_token_id"),
-    ("mine/tasks.py:ONE_END", "found: ONE_END.end_ids = 2\n"),
-])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sorting", "found: no task of that name\n  rule: +arithmetic, or FILE.py:NAME"),
+        ("mine/tasks.py", "no task of that name"),
+        ("mine/tasks:Copying", "no task of that name"),
+        ("mine/tasks.py:", "no task of that name"),
+        ("mine/other.py:Copying", "found: no file .*other.py"),
+        ("mine/tasks.py:Sorting", "found: no Sorting in tasks.py"),
+        ("mine/tasks.py:Lazy", "found: Lazy has no right_reward, encode, decode, reward"),
+        ("mine/tasks.py:Asks", "found: Asks cannot be made: .*question"),
+        (
+            "mine/tasks.py:UNENDED",
+            r"found: UNENDED.end_ids = \[None\]\n  rule: a sequence (.|\n)*tokenizer.eos_token_id",
+        ),
+        ("mine/tasks.py:ONE_END", "found: ONE_END.end_ids = 2\n"),
+    ],
+)
 def test_what_is_no_task_is_refused_in_words(name, words, tasks):
     with pytest.raises(SpecError, match=words):
         named_task(name, tasks)

@@ -36,6 +36,7 @@ def test_its_seam_is_there_and_whole_again_afterwards(name):
 @pytest.mark.parametrize(("slot", "taken"), [(0, 1), (1, 2), (2, 0)])
 def test_the_neighbours_slot_is_the_next_and_the_first_ones_for_the_last(slot, taken):
     """Two slots alone would not tell the next from the one before."""
+
     def own_slot(values, direct):
         return values[direct.slot]
 

@@ -15,9 +15,13 @@ from workbench.runs.store import RunDirectory
 from workbench.runs.worker import run_here
 
 PROJECT = Path(__file__).parents[3]
-BASE = {"model": {"source": "tiny-qwen3", "tied": False}, "data": {"documents_per_step": 6, "micro_batches": 2},
-        "steps": 2, "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.01},
-        "record": {"certificate": True, "gradients": "full"}}
+BASE = {
+    "model": {"source": "tiny-qwen3", "tied": False},
+    "data": {"documents_per_step": 6, "micro_batches": 2},
+    "steps": 2,
+    "optimizer": {"learning_rate": 1e-3, "max_grad_norm": 0.01},
+    "record": {"certificate": True, "gradients": "full"},
+}
 EXACT = {"reproducible": {"block_tokens": 8, "weight_chunks": 2}, "record": {"gradients": "none", "tokens": False}}
 
 
@@ -102,18 +106,27 @@ class TestInTheReproducibleMode:
 class TestOneAlone:
     def test_hash_sees_names_values_and_unlike_replicas(self):
         one = Certificate({"a": "float32 00", "b": "float32 01"})
-        others = [Certificate({"a": "float32 00"}), Certificate({"a": "float32 00", "c": "float32 01"}),
-                  Certificate({"a": "float32 00", "b": "bfloat16 01"}), Certificate(one.fingerprints, ("b",))]
+        others = [
+            Certificate({"a": "float32 00"}),
+            Certificate({"a": "float32 00", "c": "float32 01"}),
+            Certificate({"a": "float32 00", "b": "bfloat16 01"}),
+            Certificate(one.fingerprints, ("b",)),
+        ]
         assert len({each.hash for each in (one, *others)}) == 5
         assert [one.differing(other) for other in others] == [["b"], ["b", "c"], ["b"], ["b"]]
         assert one.differing(Certificate(dict(one.fingerprints))) == []
 
 
 class TestOnDisk:
-    @pytest.mark.parametrize("change", [
-        lambda content: "{", lambda content: "[]",
-        lambda content: json.dumps({**json.loads(content), "certificate": "0" * 64}),
-        lambda content: content.replace("float32 ", "float64 ", 1)])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda content: "{",
+            lambda content: "[]",
+            lambda content: json.dumps({**json.loads(content), "certificate": "0" * 64}),
+            lambda content: content.replace("float32 ", "float64 ", 1),
+        ],
+    )
     def test_what_was_changed_is_refused(self, ran, change):
         run = ran(steps=1)
         file = run.path / "certificates" / "step0000.json"

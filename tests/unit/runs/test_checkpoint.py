@@ -47,14 +47,18 @@ def train(policy, optimizer, steps=2):
         for name, parameter in policy.model.named_parameters():
             shape = full_weights(policy.model, policy.shards, policy.mesh)[name].shape
             parameter.grad = torch.zeros_like(parameter)
-            keep_own_part(parameter.grad, torch.randn(shape, generator=draw).to(parameter.dtype), policy.shards[name],
-                          policy.mesh)
+            keep_own_part(
+                parameter.grad, torch.randn(shape, generator=draw).to(parameter.dtype), policy.shards[name], policy.mesh
+            )
         optimizer.step()
 
 
 def kept(folder):
-    return {f"{name}/{key}": value for name in ("weights", "optimizer")
-            for key, value in load_file(folder / f"{name}.safetensors").items()}
+    return {
+        f"{name}/{key}": value
+        for name in ("weights", "optimizer")
+        for key, value in load_file(folder / f"{name}.safetensors").items()
+    }
 
 
 def newest(run):
@@ -133,8 +137,9 @@ def test_a_plain_optimizer_has_nothing_to_keep(tmp_path):
 def sharded_copy(source, sizes, folder):
     """Read a checkpoint with parameters sharded over dp x cp, and say what lies there, whole, and how much here."""
     mesh = make_mesh(**sizes)
-    policy, optimizer = held(spec_of(model={"source": source}, precision="float32", layout=sizes | {
-        "shard_parameters": True}), mesh)
+    policy, optimizer = held(
+        spec_of(model={"source": source}, precision="float32", layout=sizes | {"shard_parameters": True}), mesh
+    )
     load_checkpoint(folder, policy, optimizer)
     said = {f"weights/{name}": value for name, value in full_weights(policy.model, policy.shards, mesh).items()}
     for name, parameter in policy.model.named_parameters():
@@ -143,11 +148,15 @@ def sharded_copy(source, sizes, folder):
     return said, sum(parameter.to_local().numel() for parameter in policy.model.parameters())
 
 
-@pytest.mark.parametrize(("source", "sizes"), [
-    ("tiny-qwen3", {"dp": 2}),
-    pytest.param("tiny-qwen3", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
-    pytest.param("tiny-qwen3", {"dp": 4}, marks=pytest.mark.slow),
-    pytest.param("tiny-qwen3-moe", {"cp": 2}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("source", "sizes"),
+    [
+        ("tiny-qwen3", {"dp": 2}),
+        pytest.param("tiny-qwen3", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("tiny-qwen3", {"dp": 4}, marks=pytest.mark.slow),
+        pytest.param("tiny-qwen3-moe", {"cp": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_parameters_take_their_parts(source, sizes, tmp_path):
     run = new_run(tmp_path)
     policy, optimizer = held(spec_of(model={"source": source}, precision="float32"))
@@ -190,8 +199,10 @@ def test_only_the_newest_stays_whole_or_absent(tmp_path, monkeypatch):
     save_checkpoint(run, 6, policy, optimizer)
     assert list(run.checkpoints()) == [6]
     assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == ["step0006"]
-    assert sorted(path.name for path in run.checkpoints()[6].iterdir()) == ["optimizer.safetensors",
-                                                                           "weights.safetensors"]
+    assert sorted(path.name for path in run.checkpoints()[6].iterdir()) == [
+        "optimizer.safetensors",
+        "weights.safetensors",
+    ]
 
 
 def test_the_newest_is_the_one_after_the_most_steps(tmp_path):
@@ -234,24 +245,35 @@ def killed(monkeypatch):
 
 def contents(run):
     """All that a run found, of every step, without times."""
-    lines = [{key: value for key, value in record.items() if not key.startswith(("time/", "memory/", "run/"))}
-             for record in run.steps()]
+    lines = [
+        {key: value for key, value in record.items() if not key.startswith(("time/", "memory/", "run/"))}
+        for record in run.steps()
+    ]
     tensors = {path.name: load_file(path) for path in sorted((run.path / "tensors").glob("*"))}
     rollouts = {path.name: files.load(path) for path in sorted((run.path / "rollouts").glob("*"))}
     rollouts = {name: batch.token_fields() | batch.document_fields() for name, batch in rollouts.items()}
-    said = {f"{of}/{name}": value for kind in (tensors, rollouts) for of, named in kind.items()
-            for name, value in named.items()}
+    said = {
+        f"{of}/{name}": value
+        for kind in (tensors, rollouts)
+        for of, named in kind.items()
+        for name, value in named.items()
+    }
     return lines, said | newest(run)
 
 
-RECORDED = {"online": {"task": None, "prompts": 16, "answers": 8, "max_new_tokens": 64, "prompts_at_once": 8},
-            "data": {"path": "rollouts", "documents_per_step": 4, "advantages": {"name": "recorded"}}}
+RECORDED = {
+    "online": {"task": None, "prompts": 16, "answers": 8, "max_new_tokens": 64, "prompts_at_once": 8},
+    "data": {"path": "rollouts", "documents_per_step": 4, "advantages": {"name": "recorded"}},
+}
 KINDS = {
     "adamw": {},
     "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.3}},
     "bfloat16": {"precision": "bfloat16"},
-    "two updates and a reference": {"online": {"updates": 2}, "data": {"documents_per_step": 5},
-                                    "loss": {"kl": {"coefficient": 0.1}}},
+    "two updates and a reference": {
+        "online": {"updates": 2},
+        "data": {"documents_per_step": 5},
+        "loss": {"kl": {"coefficient": 0.1}},
+    },
     "recorded": RECORDED,
     "recorded, sgd": RECORDED | {"optimizer": {"name": "sgd", "learning_rate": 0.3}},
     "reproducible": {"reproducible": {"block_tokens": 8, "weight_chunks": 1}},
@@ -275,8 +297,9 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(kind, killed, tmp_p
     assert differing(said, expected) == []
     assert contents(begun)[0] == before[0], "what was interrupted stays as it ended"
     assert differing(contents(begun)[1], before[1]) == []
-    assert {record["step"]: record["run/continues"] for record in goes_on.steps() if "run/continues" in record} \
-        == {4: begun.path.name}
+    assert {record["step"]: record["run/continues"] for record in goes_on.steps() if "run/continues" in record} == {
+        4: begun.path.name
+    }
     if kind == "reproducible":
         names = [sorted(path.name for path in (run.path / "certificates").iterdir()) for run in (goes_on, unbroken)]
         assert names[0] == names[1] == [f"step{step:04d}.json" for step in range(6)]
@@ -374,7 +397,8 @@ def test_the_trained_policy_can_be_saved_and_named_as_a_source(tmp_path):
     run_here(following, tmp_path)
     assert following.status == "succeeded"
     [answer] = Sampler("trained", project=tmp_path).answers(
-        [[16, 3, 15]], by_uniforms(torch.full((1, 2), 0.5)), temperature=1.0, max_new_tokens=2, end_ids=())
+        [[16, 3, 15]], by_uniforms(torch.full((1, 2), 0.5)), temperature=1.0, max_new_tokens=2, end_ids=()
+    )
     assert len(answer.tokens) == 2
 
 
@@ -382,8 +406,10 @@ def test_the_checkpoint_of_another_layout_continues(tmp_path):
     """What is kept says nothing of a layout; a run on other ranks goes on with the same numbers."""
     changes = {"record": {"checkpoint_every": 2}}
     half = done(tmp_path, "half", **changes, steps=2)
-    one, other = (done(tmp_path, name, continues=half.path.name, **changes, steps=4, layout=layout)
-                  for name, layout in (("one", {}), ("other", {"tp": 2})))
+    one, other = (
+        done(tmp_path, name, continues=half.path.name, **changes, steps=4, layout=layout)
+        for name, layout in (("one", {}), ("other", {"tp": 2}))
+    )
     for mine, theirs in zip(other.steps(), one.steps(), strict=True):
         assert mine["loss/total/sum"] == pytest.approx(theirs["loss/total/sum"], rel=1e-9, abs=1e-12)
     shutil.rmtree(half.path)

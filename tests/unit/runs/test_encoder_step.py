@@ -73,8 +73,15 @@ def test_a_bridge_puts_together_what_the_encoder_cut():
         source, destination = Grid.of(cp=2), Grid.of(dp=2)
         bridge = connect(source, destination, groups, delivery="whole", source_order="contiguous")
         encoder, policy = modules(case, groups.mesh(source), groups.mesh(destination))
-        return encoder_step.prepare_image_rows(batch_of(case, documents, reads), pixels, case.spec, policy.mesh,
-                                               encoder, bridge, dealt_for(case, documents))
+        return encoder_step.prepare_image_rows(
+            batch_of(case, documents, reads),
+            pixels,
+            case.spec,
+            policy.mesh,
+            encoder,
+            bridge,
+            dealt_for(case, documents),
+        )
 
     with pytest.raises(ShardingError, match="source_order 'contiguous'"):
         simulate(otherwise, dp=2)
@@ -85,8 +92,9 @@ def test_whole_images_are_dealt_in_order_or_refused():
         documents, reads, pixels = problem(TWO)
         bridge = connect(Grid.of(dp=2), Grid.of(dp=2), GridGroups(mesh["dp"]), delivery="whole")
         encoder, _ = modules(TWO, mesh, mesh)
-        rows, _ = encoder_step.prepare_image_rows(batch_of(TWO, documents, reads), pixels, TWO.spec, mesh, encoder,
-                                                  bridge, rows or dealt_for(TWO, documents))
+        rows, _ = encoder_step.prepare_image_rows(
+            batch_of(TWO, documents, reads), pixels, TWO.spec, mesh, encoder, bridge, rows or dealt_for(TWO, documents)
+        )
         return len(rows[0].pixels_bchw)
 
     assert simulate(lambda mesh: dealt(mesh, None), dp=2) == [4, 3]
@@ -105,8 +113,9 @@ def test_a_step_that_reads_no_image_is_a_step_of_the_policy_alone():
         loss = step.make_loss(ONE.spec.loss)
         with_images = encoder_step.run_image_step(encoder, policy, loss, rows, totals, keep_gradients=True)
         documents, reads, _ = problem(ONE)
-        alone = step.run_step(policy, loss, *step.prepare_rows(batch_of(ONE, documents, reads), ONE.spec, mesh),
-                              keep_gradients=True)
+        alone = step.run_step(
+            policy, loss, *step.prepare_rows(batch_of(ONE, documents, reads), ONE.spec, mesh), keep_gradients=True
+        )
         return with_images, alone
 
     with_images, alone = on_one_rank(both)
@@ -129,8 +138,10 @@ def test_norms_of_both_modules_are_reported_and_clipped_together():
     result, norm, after = on_one_rank(clipped)
     assert norm > 0.5
     assert after == pytest.approx(0.5, rel=1e-12)
-    parts = {part: sum(value**2 for name, value in result.norms.items() if name.startswith(f"encoder.{part}.")) ** 0.5
-             for part in ("vision", "projector")}
+    parts = {
+        part: sum(value**2 for name, value in result.norms.items() if name.startswith(f"encoder.{part}.")) ** 0.5
+        for part in ("vision", "projector")
+    }
     assert {part: result.metrics[f"gradient/norm/{part}"] for part in parts} == pytest.approx(parts)
     assert not result.gradients
 
@@ -167,8 +178,9 @@ def test_features_that_nobody_reads_have_no_gradient_and_are_no_error():
         encoder, policy = modules(case, groups.mesh(source), groups.mesh(destination))
         spec = case.spec.model_copy(update={"layout": case.spec.layout.model_copy(update=layout)})
         rows, totals = encoder_step.prepare_image_rows(batch, pixels, spec, policy.mesh, encoder, bridge)
-        return encoder_step.run_image_step(encoder, policy, step.make_loss(spec.loss), rows, totals,
-                                           keep_gradients=True).gradients
+        return encoder_step.run_image_step(
+            encoder, policy, step.make_loss(spec.loss), rows, totals, keep_gradients=True
+        ).gradients
 
     [alone] = simulate(lambda mesh: on(mesh, Grid.of(), Grid.of(), {"cp": 1}))
     cut, _ = simulate(lambda mesh: on(mesh, Grid.of(dp=2), Grid.of(cp=2), {}), dp=2)

@@ -20,8 +20,13 @@ from workbench.runs.spec import RunSpec
 from workbench.sharding.mesh import Axis, Mesh
 
 BLOCK = 8
-LAYOUTS = [{}, {"dp": 2}, {"dp": 4}, {"cp": 4, "order": "zigzag"}, {"dp": 2, "cp": 2, "order": "balanced",
-                                                                    "block_tokens": BLOCK}]
+LAYOUTS = [
+    {},
+    {"dp": 2},
+    {"dp": 4},
+    {"cp": 4, "order": "zigzag"},
+    {"dp": 2, "cp": 2, "order": "balanced", "block_tokens": BLOCK},
+]
 LOSSES = {
     "normalised": {"name": "ppo", "correction": {"kind": "batch_normalized", "ratio_high": 1.03}},
     "document": {"name": "gspo"},
@@ -35,8 +40,9 @@ def batch():
 
 
 def spec_of(layout, data, loss="normalised"):
-    return RunSpec.model_validate({"layout": layout, "data": data, "loss": LOSSES[loss], "reproducible": {
-        "block_tokens": BLOCK}})
+    return RunSpec.model_validate(
+        {"layout": layout, "data": data, "loss": LOSSES[loss], "reproducible": {"block_tokens": BLOCK}}
+    )
 
 
 def ranks(layout):
@@ -81,8 +87,11 @@ def test_what_is_prepared_is_the_same_bits_in_every_layout(batch, layout, loss):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_rows_that_are_filled_are_alike_though_ranks_without_documents_have_empty_ones(batch, loss):
     """All but the weights that count rows, of which there are more then."""
-    expected = {name: value for name, value in prepared(batch, {}, {"micro_batch_tokens": 64}, loss).items()
-                if not name.endswith("local_token")}
+    expected = {
+        name: value
+        for name, value in prepared(batch, {}, {"micro_batch_tokens": 64}, loss).items()
+        if not name.endswith("local_token")
+    }
     for layout in LAYOUTS[1:]:
         assert_alike(prepared(batch, layout, {"micro_batch_tokens": 64}, loss), expected)
 
@@ -96,8 +105,10 @@ def test_grouping_rows_otherwise_changes_nothing(batch):
 
 
 def test_rows_are_counted_by_their_first_target(batch):
-    rows = [shift_targets(row) for row in (batch.select([5, 6]), batch.select([0, 9]), batch.select([]).pad_to(8),
-                                           batch.select([3]))]
+    rows = [
+        shift_targets(row)
+        for row in (batch.select([5, 6]), batch.select([0, 9]), batch.select([]).pad_to(8), batch.select([3]))
+    ]
     assert exact.row_numbers(rows) == [2, 0, 3, 1]
 
 
@@ -116,17 +127,28 @@ def test_the_loss_is_scaled_so_that_tokens_weigh_about_one(batch, weight, scale)
     assert exact.power_of_two([row], [{"policy": TokenWeights(weights_T, weights_T)}]) == scale
 
 
-@pytest.mark.parametrize(("layout", "row"), [
-    ({}, BLOCK), ({"cp": 2}, 2 * BLOCK), ({"cp": 2, "order": "zigzag"}, 4 * BLOCK),
-    ({"cp": 2, "order": "balanced", "block_tokens": 24}, 48), ({"dp": 2, "tp": 2}, BLOCK)])
+@pytest.mark.parametrize(
+    ("layout", "row"),
+    [
+        ({}, BLOCK),
+        ({"cp": 2}, 2 * BLOCK),
+        ({"cp": 2, "order": "zigzag"}, 4 * BLOCK),
+        ({"cp": 2, "order": "balanced", "block_tokens": 24}, 48),
+        ({"dp": 2, "tp": 2}, BLOCK),
+    ],
+)
 def test_rows_are_whole_blocks_on_every_rank(layout, row):
     spec = RunSpec.model_validate({"layout": layout, "reproducible": {"block_tokens": BLOCK, "weight_chunks": 2}})
     assert flow.multiples(spec.layout, spec.reproducible).row == row
 
 
-@pytest.mark.parametrize(("data", "words"), [
-    ({"multiple_of": 16}, "multiples of 32 tokens"),
-    ({"micro_batch_tokens": 72}, "data.micro_batch_tokens = 72 in the reproducible mode")])
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"multiple_of": 16}, "multiples of 32 tokens"),
+        ({"micro_batch_tokens": 72}, "data.micro_batch_tokens = 72 in the reproducible mode"),
+    ],
+)
 def test_rows_that_would_not_be_those_of_another_layout_are_refused(batch, data, words):
     with pytest.raises(SpecError, match=words):
         flow.pack_step(batch, spec_of({"cp": 2, "order": "zigzag"}, data))
@@ -179,9 +201,14 @@ def test_the_next_step_begins_with_the_bits_of_the_spec():
     assert [bits for _, bits in sums.started] == [32, 20, 32, 20]
 
 
-@pytest.mark.parametrize(("fits", "tried"), [
-    (lambda bits: {32: 20, 20: 32}[bits], [32, 20]), (lambda bits: bits - 1, list(range(32, 25, -1))),
-    (lambda bits: None, [32])])
+@pytest.mark.parametrize(
+    ("fits", "tried"),
+    [
+        (lambda bits: {32: 20, 20: 32}[bits], [32, 20]),
+        (lambda bits: bits - 1, list(range(32, 25, -1))),
+        (lambda bits: None, [32]),
+    ],
+)
 def test_a_step_that_no_bits_fit_is_an_error_that_says_what_was_tried(fits, tried):
     sums, step = step_with(fits)
     with pytest.raises(OutOfRange) as caught:

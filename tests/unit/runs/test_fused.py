@@ -45,25 +45,35 @@ def documents(spread, advantages="documents"):
     for place, document in enumerate(found):
         size, away = len(document["tokens"]), (place % 4 - 1.5) * spread
         for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"):
-            document[name] = [min(-1e-3, value + away + rng.gauss(0, spread)) for value in own[taken:taken + size]]
+            document[name] = [min(-1e-3, value + away + rng.gauss(0, spread)) for value in own[taken : taken + size]]
         if advantages == "tokens":
             document["advantages"] = [rng.gauss(0, 1) for _ in range(size)]
         document |= {"reward": float(place % 2), "group_id": place // 2}
         taken += size
-    return found[:2 * (len(found) // 2)]
+    return found[: 2 * (len(found) // 2)]
 
 
 def step(loss, batch, *, make=flow.make_loss, loss_spec=True, frozen_clip=None, **settings):
     """One step under a spec; its result, and products with the head for each trained token."""
     spec = RunSpec.model_validate({"model": TINY, "precision": "float64", "loss": loss} | settings)
-    held = replace(policy(spec.policy.fused_loss), chunk_tokens=spec.policy.chunk_tokens,
-                   keep_bytes=spec.policy.keep_bytes)
+    held = replace(
+        policy(spec.policy.fused_loss), chunk_tokens=spec.policy.chunk_tokens, keep_bytes=spec.policy.keep_bytes
+    )
     batch = RolloutBatch.from_documents(batch)
     rows, totals = flow.prepare_rows(batch, spec, held.mesh)
     with count_products() as count:
-        found = flow.run_step(held, make(spec.loss), rows, totals, num_source=batch.num_tokens, keep_gradients=True,
-                              frozen_clip_S=frozen_clip, level="full", loss_spec=spec.loss if loss_spec else None,
-                              fused=spec.policy.fused_loss)
+        found = flow.run_step(
+            held,
+            make(spec.loss),
+            rows,
+            totals,
+            num_source=batch.num_tokens,
+            keep_gradients=True,
+            frozen_clip_S=frozen_clip,
+            level="full",
+            loss_spec=spec.loss if loss_spec else None,
+            fused=spec.policy.fused_loss,
+        )
     return found, count.rows / max(1, totals.tokens)
 
 
@@ -108,17 +118,21 @@ def test_a_budget_saves_the_fourth_product(name):
     assert (taken, found.fallbacks) == (3, ())
 
 
-@pytest.mark.parametrize("loss", [
-    {"name": "gspo", "kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01},
-    {"name": "ppo", "entropy_coefficient": 0.02, "squared_logit_coefficient": 1e-3, "kl": {"coefficient": 0.05}},
-    {"name": "vespo", "positive_nll_coefficient": 0.1},
-    {"name": "gspo", "surrogate": {"level": "segment", "clip_high": 0.1, "clip_low": 0.1}},
-    {"name": "grpo", "correction": {"kind": "sequence_tis_sum", "ratio_high": 1.1}},
-    {"name": "grpo", "correction": {"kind": "m2po", "m2_threshold": 0.01}},
-    {"name": "grpo", "correction": {"kind": "batch_normalized", "population": "micro_batch"}},
-    {"name": "gmpo", "correction": {"kind": "opsm", "opsm_threshold": 0.01}},
-    {"name": "grpo", "denominator": "document_sum", "normalize_by_documents": True},
-], ids=lambda loss: "-".join([loss["name"], *loss][:1] + [k for k in loss if k != "name"]))
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"name": "gspo", "kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01},
+        {"name": "ppo", "entropy_coefficient": 0.02, "squared_logit_coefficient": 1e-3, "kl": {"coefficient": 0.05}},
+        {"name": "vespo", "positive_nll_coefficient": 0.1},
+        {"name": "gspo", "surrogate": {"level": "segment", "clip_high": 0.1, "clip_low": 0.1}},
+        {"name": "grpo", "correction": {"kind": "sequence_tis_sum", "ratio_high": 1.1}},
+        {"name": "grpo", "correction": {"kind": "m2po", "m2_threshold": 0.01}},
+        {"name": "grpo", "correction": {"kind": "batch_normalized", "population": "micro_batch"}},
+        {"name": "gmpo", "correction": {"kind": "opsm", "opsm_threshold": 0.01}},
+        {"name": "grpo", "denominator": "document_sum", "normalize_by_documents": True},
+    ],
+    ids=lambda loss: "-".join([loss["name"], *loss][:1] + [k for k in loss if k != "name"]),
+)
 @pytest.mark.parametrize("cut", [{}, {"micro_batches": 3}], ids=["", "micro_batches"])
 def test_terms_corrections_and_advantages_of_tokens(loss, cut):
     batch = documents(0.1, "tokens")
@@ -199,14 +213,25 @@ def test_only_what_is_trained_goes_through_the_head():
 # -- settings and records --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("settings", "words"), [
-    ({"policy": {"logprobs": "reference", "fused_loss": True}}, "fused_loss with logprobs 'reference', which holds"),
-    ({"policy": {"logprobs": "vocabulary_parallel", "chunk_tokens": 8, "keep_bytes": 1}},
-     "chunk_tokens and keep_bytes with logprobs 'vocabulary_parallel'"),
-    ({"policy": {"fp32_head": True}, "precision": "float64"}, "policy.fp32_head lifts the head to float32, and prec"),
-    ({"policy": {"chunk_tokens": 0}}, "policy.chunk_tokens = 0"),
-    ({"policy": {"keep_bytes": -1}}, "policy.keep_bytes = -1"),
-])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"policy": {"logprobs": "reference", "fused_loss": True}},
+            "fused_loss with logprobs 'reference', which holds",
+        ),
+        (
+            {"policy": {"logprobs": "vocabulary_parallel", "chunk_tokens": 8, "keep_bytes": 1}},
+            "chunk_tokens and keep_bytes with logprobs 'vocabulary_parallel'",
+        ),
+        (
+            {"policy": {"fp32_head": True}, "precision": "float64"},
+            "policy.fp32_head lifts the head to float32, and prec",
+        ),
+        ({"policy": {"chunk_tokens": 0}}, "policy.chunk_tokens = 0"),
+        ({"policy": {"keep_bytes": -1}}, "policy.keep_bytes = -1"),
+    ],
+)
 def test_settings_that_are_void_together_are_refused(settings, words):
     with pytest.raises(SpecError, match=words):
         parse_spec(RunSpec, settings, where="here")

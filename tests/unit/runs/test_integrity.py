@@ -55,9 +55,17 @@ class TestNorms:
         assert found["found"].endswith(f"recorded {norms['b.weight']!r}")
         assert "damaged" in found["fix"]
 
-    @pytest.mark.parametrize(("dtype", "off", "refused"), [
-        (torch.bfloat16, 0.01, False), (torch.bfloat16, 0.1, True), (torch.float32, 3e-7, False),
-        (torch.float32, 1e-5, True), (torch.float64, 1e-15, False), (torch.float64, 1e-9, True)])
+    @pytest.mark.parametrize(
+        ("dtype", "off", "refused"),
+        [
+            (torch.bfloat16, 0.01, False),
+            (torch.bfloat16, 0.1, True),
+            (torch.float32, 3e-7, False),
+            (torch.float32, 1e-5, True),
+            (torch.float64, 1e-15, False),
+            (torch.float64, 1e-9, True),
+        ],
+    )
     def test_may_round_as_the_dtype_does_and_no_further(self, gradients, dtype, off, refused):
         stored = {name: values.to(dtype) for name, values in gradients.items()}
         norms = norms_of(stored)

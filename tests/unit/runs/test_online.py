@@ -49,8 +49,12 @@ from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
 
 TASK = Digits()
-LAYOUTS = {"dp2": {"dp": 2}, "cp2": {"cp": 2, "order": "zigzag"}, "tp2": {"tp": 2},
-           "dp2_cp2": {"dp": 2, "cp": 2, "order": "zigzag"}}
+LAYOUTS = {
+    "dp2": {"dp": 2},
+    "cp2": {"cp": 2, "order": "zigzag"},
+    "tp2": {"tp": 2},
+    "dp2_cp2": {"dp": 2, "cp": 2, "order": "zigzag"},
+}
 
 
 def online_of(spec, mesh=None, task=None):
@@ -117,7 +121,7 @@ def test_each_answer_says_how_likely_it_was_where_it_was_drawn(usual):
     for prompt, answer, places in documents(batch):
         with torch.no_grad():
             logits_TV = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]
-        said_TV = torch.log_softmax(logits_TV[len(prompt) - 1: -1] / 0.8, dim=-1)
+        said_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1] / 0.8, dim=-1)
         expected = said_TV.gather(1, torch.tensor(answer)[:, None])[:, 0]
         torch.testing.assert_close(batch.sampler_logprobs_T[places], expected, rtol=0, atol=1e-12)
     for logprobs_T in (batch.sampler_logprobs_T, batch.old_logprobs_T):
@@ -138,16 +142,32 @@ def test_advantages_are_those_of_the_estimator(usual):
 def test_what_is_said_of_a_sampling():
     """Two prompts, the second with answers that all earn the same."""
     lengths, cut_off = (2, 3, 4, 5), (0.0, 1.0, 0.0, 1.0)
-    made = [{"tokens": [1] * (2 + n), "loss_mask": [0, 0] + [1] * n, "advantages": 0.0, "old_logprobs": [0.0] * (2 + n),
-             "reward": torch.tensor(reward, dtype=torch.float64), "group_id": number // 2}
-            for number, (n, reward) in enumerate(zip(lengths, (0.7, 0.1, 0.1, 0.1), strict=True))]
+    made = [
+        {
+            "tokens": [1] * (2 + n),
+            "loss_mask": [0, 0] + [1] * n,
+            "advantages": 0.0,
+            "old_logprobs": [0.0] * (2 + n),
+            "reward": torch.tensor(reward, dtype=torch.float64),
+            "group_id": number // 2,
+        }
+        for number, (n, reward) in enumerate(zip(lengths, (0.7, 0.1, 0.1, 0.1), strict=True))
+    ]
     batch = RolloutBatch.from_documents(made)
     truncated = Extension(torch.tensor(cut_off)[batch.document_ids_T], "token", "1", "cut off")
     found = describe(replace(batch, extensions={"truncated": truncated}), 0.7, 2)
-    assert found == pytest.approx({
-        "reward/all/mean": 0.25, "reward/all/std": math.sqrt(0.0675), "reward/right/fraction": 0.25,
-        "reward/mixed_prompts/fraction": 0.5, "length/answer/mean": 3.5, "length/answer/max": 5.0,
-        "length/truncated/fraction": 0.5}, rel=1e-12)
+    assert found == pytest.approx(
+        {
+            "reward/all/mean": 0.25,
+            "reward/all/std": math.sqrt(0.0675),
+            "reward/right/fraction": 0.25,
+            "reward/mixed_prompts/fraction": 0.5,
+            "length/answer/mean": 3.5,
+            "length/answer/max": 5.0,
+            "length/truncated/fraction": 0.5,
+        },
+        rel=1e-12,
+    )
 
 
 def test_a_sampling_is_described_with_its_batch(usual):
@@ -204,8 +224,9 @@ def test_a_reference_is_kept_as_the_run_began():
 @pytest.mark.parametrize("name", [*PRESETS, "kl_sampler"])
 def test_a_reference_is_made_exactly_where_a_loss_looks_at_one(name):
     """Without one, such a loss says so."""
-    spec = LossSpec.model_validate({"name": name} if name in PRESETS else {
-        "kl": {"coefficient": 0.1, "against": "sampler"}})
+    spec = LossSpec.model_validate(
+        {"name": name} if name in PRESETS else {"kl": {"coefficient": 0.1, "against": "sampler"}}
+    )
     mask_T, zeros_T = torch.tensor([True, True]), torch.zeros(2)
     inputs = flow.LossInputs(zeros_T - 1, zeros_T - 1, zeros_T + 1, zeros_T - 1, None, loss_mask_T=mask_T)
     try:
@@ -222,8 +243,9 @@ def test_a_reference_is_made_exactly_where_a_loss_looks_at_one(name):
 
 
 def test_documents_are_taken_in_order_and_around():
-    batch = RolloutBatch.from_documents([{"tokens": [n, n], "loss_mask": [0, 1], "advantages": 0.0,
-                                          "old_logprobs": [0.0, 0.0]} for n in range(5)])
+    batch = RolloutBatch.from_documents(
+        [{"tokens": [n, n], "loss_mask": [0, 1], "advantages": 0.0, "old_logprobs": [0.0, 0.0]} for n in range(5)]
+    )
     taken = in_order(batch, 2, first=1)
     assert [next(taken).tokens_T[::2].tolist() for _ in range(3)] == [[2, 3], [4, 0], [1, 2]]
     assert next(in_order(batch, None, first=7)) is batch
@@ -231,8 +253,10 @@ def test_documents_are_taken_in_order_and_around():
 
 def test_each_update_takes_its_share_with_advantages_of_the_whole_sampling():
     """The estimator divides by a spread over all that it is given."""
-    spec = spec_of(online={"updates": 2, "prompts": 2}, data={
-        "documents_per_step": 4, "advantages": {"name": "reinforce_plus_plus"}})
+    spec = spec_of(
+        online={"updates": 2, "prompts": 2},
+        data={"documents_per_step": 4, "advantages": {"name": "reinforce_plus_plus"}},
+    )
     online = online_of(spec)
     taken = online.steps(0)
     steps = [next(taken) for _ in range(4)]
@@ -317,8 +341,11 @@ def one_step(spec, mesh=None):
     return fields(batch), result.gradients, online.sample(1)[0].tokens_T
 
 
-TRAINED = {"optimizer": {"name": "sgd", "learning_rate": 1.0}, "loss": {"kl": {"coefficient": 0.1}},
-           "online": {"temperature": 0.9}}
+TRAINED = {
+    "optimizer": {"name": "sgd", "learning_rate": 1.0},
+    "loss": {"kl": {"coefficient": 0.1}},
+    "online": {"temperature": 0.9},
+}
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +360,8 @@ def test_every_rank_of_every_layout_samples_and_trains_alike(name, truth):
     sizes = {axis: layout.get(axis, 1) for axis in ("dp", "cp", "tp")}
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 1e-4
     for rank, (found, actual, found_after) in enumerate(
-            simulate(lambda mesh: one_step(spec_of(**TRAINED, layout=layout), mesh), **sizes)):
+        simulate(lambda mesh: one_step(spec_of(**TRAINED, layout=layout), mesh), **sizes)
+    ):
         assert found.keys() == batch.keys()
         for field, values in batch.items():
             exact = field not in ("old_logprobs_T", "ref_logprobs_T")
@@ -347,8 +375,10 @@ def test_every_rank_of_every_layout_samples_and_trains_alike(name, truth):
 NEEDS = {
     "dpo": ({"name": "dpo"}, {"online": {"answers": 2, "prompts": 4}}),
     "kl in the loss": ({"kl": {"coefficient": 0.1}}, {}),
-    "kl in the reward": ({"kl": {"coefficient": 0.1, "placement": "reward"}},
-                         {"data": {"advantages": {"name": "reinforce_plus_plus"}}}),
+    "kl in the reward": (
+        {"kl": {"coefficient": 0.1, "placement": "reward"}},
+        {"data": {"advantages": {"name": "reinforce_plus_plus"}}},
+    ),
     "correction": ({"correction": {"kind": "tis", "ratio_high": 2.0}}, {"online": {"sampler_precision": "bfloat16"}}),
     "truncated": ({"truncated": "silent"}, {}),
     "current": ({"old_policy": "current"}, {}),
@@ -365,8 +395,15 @@ def test_losses_with_all_kinds_of_needs_train(name):
     move(online.policy)
     data = next(online.steps())
     rows, totals = flow.prepare_rows(data.documents, with_advantages(spec), online.mesh)
-    result = flow.run_step(online.policy, flow.make_loss(spec.loss), rows, totals, level="full", loss_spec=spec.loss,
-                           num_source=data.source.num_tokens)
+    result = flow.run_step(
+        online.policy,
+        flow.make_loss(spec.loss),
+        rows,
+        totals,
+        level="full",
+        loss_spec=spec.loss,
+        num_source=data.source.num_tokens,
+    )
     assert math.isfinite(float(result.loss["total"]))
     assert max(result.norms.values()) > 1e-6
     if name == "truncated":
@@ -379,10 +416,25 @@ def test_losses_with_all_kinds_of_needs_train(name):
 
 def test_pairs_of_which_neither_is_better_train_nothing():
     """Where all rewards are alike nothing is left, and nothing fails."""
-    made = [{"tokens": [1, 2], "loss_mask": [0, 1], "advantages": 0.0, "old_logprobs": [0.0, -1.0], "reward": reward,
-             "group_id": number // 2} for number, reward in enumerate((1.0, 0.0, 0.5, 0.5, 0.0, 1.0))]
+    made = [
+        {
+            "tokens": [1, 2],
+            "loss_mask": [0, 1],
+            "advantages": 0.0,
+            "old_logprobs": [0.0, -1.0],
+            "reward": reward,
+            "group_id": number // 2,
+        }
+        for number, reward in enumerate((1.0, 0.0, 0.5, 0.5, 0.0, 1.0))
+    ]
     assert without_ties(RolloutBatch.from_documents(made)).loss_mask_T[1::2].tolist() == [
-        True, True, False, False, True, True]
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
     spec = spec_of(loss={"name": "dpo"}, online={"answers": 2})
     online = online_of(spec, task=Wrong())
     batch, numbers = online.sample(0)
@@ -411,23 +463,29 @@ class Wrong(Digits):
         return self.how.get("reward", 0.0)
 
 
-@pytest.mark.parametrize(("how", "words"), [
-    ({"reward": math.nan}, r"reward of the answer '.+' to '\^.+='\n  found: nan"),
-    ({"reward": math.inf}, "found: inf"),
-    ({"prompts": 2}, "3 prompts of (.|\n)*found: 2\n"),
-    ({"encode": []}, r"tokens of the prompt '\^.+='\n  found: \[\]"),
-    ({"encode": [3, 19]}, r"found: \[3, 19\]\n  rule: +at least one, each from 0 to 18"),
-    ({"encode": [-1]}, r"found: \[-1\]"),
-    ({"encode": BatchEncoding({"input_ids": [3, 4]})}, r"found: a BatchEncoding, (.|\n)*tokenizer\(text\)\.input_ids"),
-    ({"encode": "34"}, "found: a str, '34'"),
-    ({"encode": [[3, 4]]}, r"found: a list, \[\[3, 4\]\]"),
-    ({"encode": torch.tensor([[3, 4]])}, r"found: a Tensor, tensor\(\[\[3, 4\]\]\)"),
-    ({"encode": [3.0]}, r"found: a list, \[3.0\]"),
-    ({"encode": None}, "found: a NoneType, None"),
-    ({"reward": None}, r"reward of the answer '.+' to '\^.+='\n  found: None\n  rule: a reward is a finite number"),
-    ({"reward": "good"}, "found: 'good'"),
-    ({"reward": torch.ones(2)}, r"found: tensor\(\[1., 1.\]\)"),
-])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"reward": math.nan}, r"reward of the answer '.+' to '\^.+='\n  found: nan"),
+        ({"reward": math.inf}, "found: inf"),
+        ({"prompts": 2}, "3 prompts of (.|\n)*found: 2\n"),
+        ({"encode": []}, r"tokens of the prompt '\^.+='\n  found: \[\]"),
+        ({"encode": [3, 19]}, r"found: \[3, 19\]\n  rule: +at least one, each from 0 to 18"),
+        ({"encode": [-1]}, r"found: \[-1\]"),
+        (
+            {"encode": BatchEncoding({"input_ids": [3, 4]})},
+            r"found: a BatchEncoding, (.|\n)*tokenizer\(text\)\.input_ids",
+        ),
+        ({"encode": "34"}, "found: a str, '34'"),
+        ({"encode": [[3, 4]]}, r"found: a list, \[\[3, 4\]\]"),
+        ({"encode": torch.tensor([[3, 4]])}, r"found: a Tensor, tensor\(\[\[3, 4\]\]\)"),
+        ({"encode": [3.0]}, r"found: a list, \[3.0\]"),
+        ({"encode": None}, "found: a NoneType, None"),
+        ({"reward": None}, r"reward of the answer '.+' to '\^.+='\n  found: None\n  rule: a reward is a finite number"),
+        ({"reward": "good"}, "found: 'good'"),
+        ({"reward": torch.ones(2)}, r"found: tensor\(\[1., 1.\]\)"),
+    ],
+)
 def test_a_task_that_gives_what_cannot_be_used_is_refused(how, words):
     with pytest.raises(SpecError, match=words):
         online_of(spec_of(), task=Wrong(**how)).sample(0)
@@ -476,10 +534,13 @@ def wider(tmp_path_factory):
     return {"model": {"source": str(folder)}}
 
 
-@pytest.mark.parametrize(("task", "words"), [
-    (Digits(), r"does not read \(ShapeError\), of a policy of 40 ids and a task of 19\n"),
-    (ByTable(), r"does not read \(KeyError\), of a policy of 40 ids\n"),
-])
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Digits(), r"does not read \(ShapeError\), of a policy of 40 ids and a task of 19\n"),
+        (ByTable(), r"does not read \(KeyError\), of a policy of 40 ids\n"),
+    ],
+)
 def test_ids_that_the_task_does_not_know_are_named_with_the_model(task, words, wider):
     with pytest.raises(SpecError, match=words) as caught:
         online_of(spec_of(**wider), task=task).sample(0)
@@ -507,8 +568,14 @@ def test_what_else_goes_wrong_in_decode_is_said_as_it_is():
         online_of(spec_of(), task=Broken()).sample(0)
 
 
-@pytest.mark.parametrize("changes", [{"data": {"micro_batch_tokens": 24}}, {"loss": {"name": "dpo"}, "online": {
-    "answers": 2}, "data": {"micro_batch_tokens": 30}}, {"data": {"micro_batch_tokens": 60, "keep_groups": True}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": {"micro_batch_tokens": 24}},
+        {"loss": {"name": "dpo"}, "online": {"answers": 2}, "data": {"micro_batch_tokens": 30}},
+        {"data": {"micro_batch_tokens": 60, "keep_groups": True}},
+    ],
+)
 def test_rows_that_the_longest_answer_would_not_fit_into_are_refused_before_it_comes(changes):
     spec = merge({"online": {"max_new_tokens": 20}}, changes)
     with pytest.raises(SpecError, match=rf"micro_batch_tokens = {changes['data']['micro_batch_tokens']} for answers"):
@@ -571,8 +638,13 @@ def three_steps(tmp_path_factory):
 def test_a_run_records_what_was_sampled_beside_its_steps(three_steps):
     steps = three_steps.steps()
     assert [path.name for path in sorted((three_steps.path / "rollouts").iterdir())] == ["step0000", "step0002"]
-    for name in ("reward/all/mean", "reward/right/fraction", "length/answer/mean", "length/truncated/fraction",
-                 "kl/policy_sampler/k3_mean"):
+    for name in (
+        "reward/all/mean",
+        "reward/right/fraction",
+        "length/answer/mean",
+        "length/truncated/fraction",
+        "kl/policy_sampler/k3_mean",
+    ):
         assert all(name in record for record in steps)
     assert [record["documents/trained/sum"] for record in steps] == [5, 5, 5]
     for name in ("time/sample_ms", "time/score_ms"):
@@ -593,7 +665,9 @@ def test_a_sampling_in_which_all_earn_the_same_trains_nothing_and_is_said_to(tmp
     said = capfd.readouterr()
     assert said.err.splitlines() == [
         f"step {number}: nothing is trained: no document has a gradient; the completions of each prompt earned the "
-        "same reward" for number in range(2)]
+        "same reward"
+        for number in range(2)
+    ]
     assert said.out == ""
     assert diagnose(run, run).verdict == "vacuous"
 
@@ -606,10 +680,16 @@ def test_a_step_that_trains_says_nothing_of_it(tmp_path, capfd):
 
 def test_what_was_sampled_is_a_recording_like_any_other(three_steps, tmp_path):
     """Its advantages are those of whole groups, which a step of five documents cuts."""
-    replayed = RunSpec.model_validate({
-        "model": {"source": "tiny-qwen3"}, "precision": "float64", "device": "cpu",
-        "optimizer": {"learning_rate": 1e-2},
-        "data": {"path": str(three_steps.path / "rollouts" / "step0000"), "documents_per_step": 5}, "steps": 2})
+    replayed = RunSpec.model_validate(
+        {
+            "model": {"source": "tiny-qwen3"},
+            "precision": "float64",
+            "device": "cpu",
+            "optimizer": {"learning_rate": 1e-2},
+            "data": {"path": str(three_steps.path / "rollouts" / "step0000"), "documents_per_step": 5},
+            "steps": 2,
+        }
+    )
     run = RunDirectory.create(tmp_path, "replayed", replayed)
     run_here(run, tmp_path)
     assert len(records(run)) == 2
@@ -619,14 +699,19 @@ def test_what_was_sampled_is_a_recording_like_any_other(three_steps, tmp_path):
 
 def test_a_reproducible_run_samples_and_trains_the_same_bits_in_two_layouts(tmp_path):
     """Certificates are of loss, log-probabilities, gradients and weights; answers are drawn from those weights."""
-    changes = {"precision": "float32", "steps": 2, "loss": {"kl": {"coefficient": 0.05}},
-               "reproducible": {"block_tokens": 8, "weight_chunks": 2}}
+    changes = {
+        "precision": "float32",
+        "steps": 2,
+        "loss": {"kl": {"coefficient": 0.05}},
+        "reproducible": {"block_tokens": 8, "weight_chunks": 2},
+    }
     expected = done(tmp_path, "one", **changes, data={"micro_batches": 2})
     assert expected.steps()[1]["gradient/norm/global"] > 1e-3
     for name, layout in {"dp2_cp2": {"dp": 2, "cp": 2, "order": "zigzag"}, "tp2": {"tp": 2}}.items():
         run = done(tmp_path, name, **changes, layout=layout, data={"micro_batches": 2 // layout.get("dp", 1)})
         assert [record["certificate"] for record in run.steps()] == [
-            record["certificate"] for record in expected.steps()], name
+            record["certificate"] for record in expected.steps()
+        ], name
         assert records(run) == records(expected)
         for number in range(2):
             mine, theirs = (fields(load(one.path / "rollouts" / f"step{number:04d}")) for one in (run, expected))
@@ -660,13 +745,19 @@ def test_real_processes_with_sharded_parameters_train_as_one_rank(tmp_path):
     changes = {"steps": 2, "record": {"checkpoint_every": 2}, "loss": {"kl": {"coefficient": 0.05}}}
     one = done(tmp_path, "one", **changes)
     spec = spec_of(**changes, layout={"dp": 2, "shard_parameters": True})
-    ablation = AblationSpec(reference="two", base=spec.model_dump(mode="json") | {"loss": spec.loss.overrides()},
-                            configurations={"two": {}})
+    ablation = AblationSpec(
+        reference="two", base=spec.model_dump(mode="json") | {"loss": spec.loss.overrides()}, configurations={"two": {}}
+    )
     [run] = launch(ablation, tmp_path / "experiment", where="processes", project=tmp_path).wait(120)
     assert run.status == "succeeded", run.failure()
     for number, (mine, theirs) in enumerate(zip(run.steps(), one.steps(), strict=True)):
-        for name in ("loss/total/sum", "gradient/norm/global", "reward/all/mean", "length/answer/mean",
-                     "entropy/policy/mean"):
+        for name in (
+            "loss/total/sum",
+            "gradient/norm/global",
+            "reward/all/mean",
+            "length/answer/mean",
+            "entropy/policy/mean",
+        ):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-9, abs=1e-13), (number, name)
         batches = [load(of.path / "rollouts" / f"step{number:04d}") for of in (run, one)]
         assert torch.equal(batches[0].tokens_T, batches[1].tokens_T)

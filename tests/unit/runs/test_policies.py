@@ -17,16 +17,36 @@ def test_every_setting_is_handed_on(monkeypatch):
     """Numbers are the same without most of them, so no number would tell."""
     asked = {}
     monkeypatch.setattr(policies, "load_policy", lambda source, **given: asked.update({"source": source} | given))
-    spec = RunSpec.model_validate({
-        "model": MODEL, "precision": "bfloat16", "policy": {
-            "logprobs": "chunked", "fp32_head": True, "chunk_tokens": 8, "keep_bytes": 99, "fused_loss": True},
-        "layout": {"shard_parameters": True, "checkpointing": True, "sequence_parallel": True}})
+    spec = RunSpec.model_validate(
+        {
+            "model": MODEL,
+            "precision": "bfloat16",
+            "policy": {
+                "logprobs": "chunked",
+                "fp32_head": True,
+                "chunk_tokens": 8,
+                "keep_bytes": 99,
+                "fused_loss": True,
+            },
+            "layout": {"shard_parameters": True, "checkpointing": True, "sequence_parallel": True},
+        }
+    )
     mesh, project = single_process_mesh(), Path("somewhere")
     make_policy(spec, mesh, project, temperature=0.7)
     assert asked == MODEL | {
-        "mesh": mesh, "project": project, "precision": "bfloat16", "temperature": 0.7, "implementation": "chunked",
-        "fp32_head": True, "chunk_tokens": 8, "keep_bytes": 99, "shard_parameters": True, "checkpointing": True,
-        "sequence_parallel": True, "fused_loss": True}
+        "mesh": mesh,
+        "project": project,
+        "precision": "bfloat16",
+        "temperature": 0.7,
+        "implementation": "chunked",
+        "fp32_head": True,
+        "chunk_tokens": 8,
+        "keep_bytes": 99,
+        "shard_parameters": True,
+        "checkpointing": True,
+        "sequence_parallel": True,
+        "fused_loss": True,
+    }
     handed_on = set(load_policy.__kwdefaults__) - set(asked)
     assert not handed_on, "load_policy has learnt something that no spec can ask for"
 

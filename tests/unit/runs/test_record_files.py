@@ -75,8 +75,9 @@ def test_damaged_lines_and_tensors_are_named(folder):
         files.read_tensors(folder, 0, "gradients")
 
 
-@pytest.mark.parametrize("content", [b"{", to_json({"record": 2, "context": {}}), to_json([1]),
-                                     to_json({"record": 1, "context": 3})])
+@pytest.mark.parametrize(
+    "content", [b"{", to_json({"record": 2, "context": {}}), to_json([1]), to_json({"record": 1, "context": 3})]
+)
 def test_a_context_that_is_damaged_or_of_another_version_is_refused(folder, content):
     (folder / "record.json").write_bytes(content)
     with pytest.raises(RecordError, match=r"record\.json"):

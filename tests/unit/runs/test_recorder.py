@@ -83,8 +83,13 @@ class TestAlone:
         assert set(gradients) == {"0.weight", "0.bias", "2.weight", "2.bias"}
         for name, parameter in expected.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-13, atol=1e-16)
-        assert files.read_context(folder) == {"precision": "float64", "optimizer": "sgd", "learning_rate": 0.1,
-                                              "dp": 1, "trainer": "mine"}
+        assert files.read_context(folder) == {
+            "precision": "float64",
+            "optimizer": "sgd",
+            "learning_rate": 0.1,
+            "dp": 1,
+            "trainer": "mine",
+        }
 
     def test_a_step_by_hand_needs_no_optimizer_and_a_step_may_say_nothing(self, folder):
         model = model_of()
@@ -205,8 +210,10 @@ class TestAlone:
         does = {"hook": optimizer.step, "take": recorder.take_gradients}.get(how, lambda: recorder.step(1.0))
         with pytest.raises(RecordError) as caught:
             does()
-        assert caught.value.parts["found"] == ("no gradient in any of 4 trained parameter(s): grad is None and there "
-                                               "is no main_grad in 0.weight, 0.bias, 2.weight and 1 more")
+        assert caught.value.parts["found"] == (
+            "no gradient in any of 4 trained parameter(s): grad is None and there "
+            "is no main_grad in 0.weight, 0.bias, 2.weight and 1 more"
+        )
         assert "take_gradients() after backward and before zero_grad()" in caught.value.parts["fix"]
         assert steps_of(folder) == []
 
@@ -255,9 +262,11 @@ class TestAlone:
             recorder.note(tokens={"trained": torch.ones(3)})
 
     def test_it_needs_no_more_than_torch_and_safetensors(self):
-        code = ("import sys, torch; before = set(sys.modules); import workbench.runs.recorder;"
-                "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}"
-                " - set(sys.stdlib_module_names)))")
+        code = (
+            "import sys, torch; before = set(sys.modules); import workbench.runs.recorder;"
+            "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}"
+            " - set(sys.stdlib_module_names)))"
+        )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert set(done.stdout.split()) <= {"workbench", "torch"}
 

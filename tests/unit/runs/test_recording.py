@@ -20,8 +20,17 @@ from workbench.runs.recording import RecordingSettings, document_logprobs, recor
 DATA = Path(__file__).parents[3] / "data"
 TASK = ArithmeticTask()
 SMALL = RecordingSettings(
-    prompts=2, answers=3, temperature=0.7, max_new_tokens=6, success_low=0.0, success_high=1.0,
-    cool_down_steps=2, evaluate_every=2, evaluation_problems=4, documents_per_step=4)
+    prompts=2,
+    answers=3,
+    temperature=0.7,
+    max_new_tokens=6,
+    success_low=0.0,
+    success_high=1.0,
+    cool_down_steps=2,
+    evaluate_every=2,
+    evaluation_problems=4,
+    documents_per_step=4,
+)
 
 
 def split(batch, document):
@@ -98,8 +107,7 @@ def test_prompts_rewards_and_advantages_follow_from_the_tokens(committed):
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize(("lift", "bar", "every"), [
-    (lambda model: model, 1e-5, 1), (lift_to_float64, 1e-6, 5)])
+@pytest.mark.parametrize(("lift", "bar", "every"), [(lambda model: model, 1e-5, 1), (lift_to_float64, 1e-6, 5)])
 def test_the_policy_gives_the_old_logprobs(committed, policy, lift, bar, every):
     model = lift(copy.deepcopy(policy))
     for document in range(0, committed.num_documents, every):
@@ -120,8 +128,9 @@ def test_sampler_and_reference_are_their_own_numbers(committed):
 def test_sampled_logprobs_are_those_of_the_document_at_the_temperature():
     model = tiny_qwen3(TASK.vocab_size, seed=5)
     prompts = ["^12+3=", "^4+5=", "^66-6=", "^12+3="]
-    answers = sample(model, TASK, prompts, temperature=0.5, max_new_tokens=9,
-                     generator=torch.Generator().manual_seed(3))
+    answers = sample(
+        model, TASK, prompts, temperature=0.5, max_new_tokens=9, generator=torch.Generator().manual_seed(3)
+    )
     assert answers[0].tokens != answers[3].tokens
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = document_logprobs(model, TASK.encode(prompt), answer.tokens, temperature=0.5)
@@ -130,8 +139,9 @@ def test_sampled_logprobs_are_those_of_the_document_at_the_temperature():
 
 def test_an_answer_ends_with_its_end_symbol_or_at_the_limit():
     model = tiny_qwen3(TASK.vocab_size, seed=5)
-    answers = sample(model, TASK, ["^4+5="] * 40, temperature=1.0, max_new_tokens=9,
-                     generator=torch.Generator().manual_seed(3))
+    answers = sample(
+        model, TASK, ["^4+5="] * 40, temperature=1.0, max_new_tokens=9, generator=torch.Generator().manual_seed(3)
+    )
     ended = [answer.tokens for answer in answers if TASK.end_id in answer.tokens]
     assert 0 < len(ended) < 40
     assert all(tokens.index(TASK.end_id) == len(tokens) - 1 for tokens in ended)
@@ -174,8 +184,14 @@ def test_an_existing_recording_is_refused_before_the_warm_up(tmp_path, monkeypat
 
 
 def test_a_warm_up_that_never_succeeds_says_so():
-    settings = RecordingSettings(max_warm_up_steps=1, evaluate_every=1, evaluation_problems=1,
-                                 documents_per_step=1, max_new_tokens=2, success_low=0.5)
+    settings = RecordingSettings(
+        max_warm_up_steps=1,
+        evaluate_every=1,
+        evaluation_problems=1,
+        documents_per_step=1,
+        max_new_tokens=2,
+        success_low=0.5,
+    )
     with pytest.raises(SpecError, match=r"success rate of 0\.5\n  found: less after 1 steps"):
         recording.warm_up(TASK, settings)
 
@@ -191,8 +207,11 @@ def test_a_policy_of_ones_own_is_warmed_up_in_place(monkeypatch):
     model = tiny_qwen3(TASK.vocab_size, seed=7)
     before, asked = copy.deepcopy(model), []
     answered = recording.generate
-    monkeypatch.setattr(recording, "generate",
-                        lambda policy, prompts, *a, **k: asked.append(prompts) or answered(policy, prompts, *a, **k))
+    monkeypatch.setattr(
+        recording,
+        "generate",
+        lambda policy, prompts, *a, **k: asked.append(prompts) or answered(policy, prompts, *a, **k),
+    )
     warmed = recording.warm_up(TASK, SMALL, policy=model)
     assert warmed.policy is model
     assert not torch.equal(model.model.embed_tokens.weight, before.model.embed_tokens.weight)
@@ -203,8 +222,9 @@ def test_a_policy_of_ones_own_is_warmed_up_in_place(monkeypatch):
 def test_prompts_of_all_lengths_together_draw_from_the_same_distribution():
     model = tiny_qwen3(TASK.vocab_size, seed=5)
     prompts = ["^12+3=", "^4+5=", "^66-6+10="]
-    answers = sample(model, TASK, prompts, temperature=0.5, max_new_tokens=9, padded=True,
-                     generator=torch.Generator().manual_seed(3))
+    answers = sample(
+        model, TASK, prompts, temperature=0.5, max_new_tokens=9, padded=True, generator=torch.Generator().manual_seed(3)
+    )
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = document_logprobs(model, TASK.encode(prompt), answer.tokens, temperature=0.5)
         torch.testing.assert_close(torch.tensor(answer.logprobs), expected, rtol=0, atol=1e-5)

@@ -56,8 +56,14 @@ def test_metrics_see_the_old_policy_that_the_loss_sees():
 
 def test_attention_is_fetched_and_computed_as_the_layout_says():
     """All ways give the same numbers: that the one which was asked for ran, only this sees."""
-    lines = {"dp": Axis("dp"), "tp": Axis("tp"), "cp": Axis("cp", 4, 3), "dp_cp": Axis("dp_cp", 4, 3),
-             "cp_inner": Axis("cp_inner", 2, 1), "cp_outer": Axis("cp_outer", 2, 1)}
+    lines = {
+        "dp": Axis("dp"),
+        "tp": Axis("tp"),
+        "cp": Axis("cp", 4, 3),
+        "dp_cp": Axis("dp_cp", 4, 3),
+        "cp_inner": Axis("cp_inner", 2, 1),
+        "cp_outer": Axis("cp_outer", 2, 1),
+    }
     mesh, found = Mesh(lines, torch.device("cpu")), []
     for attention, more in (("gathered", {}), ("ring", {}), ("ulysses", {}), ("hybrid", {"ulysses": 2})):
         layout = {"cp": 4, "order": "zigzag", "attention": attention, "kernel": "plain"} | more
@@ -67,8 +73,12 @@ def test_attention_is_fetched_and_computed_as_the_layout_says():
         found.append((shard.algorithm, shard.kernel, shard.inner.size, shard.outer.size))
         held = shard.positions_GUt.view(4, -1)[3]
         assert held.tolist() == list(range(3 * eighth, 5 * eighth))  # the last rank has the two chunks in the middle
-    assert found == [("gathered", "plain", 1, 4), ("ring", "plain", 1, 4), ("ulysses", "plain", 4, 1),
-                     ("hybrid", "plain", 2, 2)]
+    assert found == [
+        ("gathered", "plain", 1, 4),
+        ("ring", "plain", 1, 4),
+        ("ulysses", "plain", 4, 1),
+        ("hybrid", "plain", 2, 2),
+    ]
 
 
 def test_every_rank_of_a_mesh_takes_its_own_rows():
@@ -85,9 +95,14 @@ def test_every_rank_of_a_mesh_takes_its_own_rows():
     assert totals.tokens == batch.num_trained_tokens
 
 
-@pytest.mark.parametrize(("layout", "needed"), [
-    ({"cp": 2, "order": "zigzag"}, 4), ({"dp": 2, "tp": 4, "sequence_parallel": True}, 4),
-    ({"cp": 2, "tp": 4, "sequence_parallel": True}, 8)])
+@pytest.mark.parametrize(
+    ("layout", "needed"),
+    [
+        ({"cp": 2, "order": "zigzag"}, 4),
+        ({"dp": 2, "tp": 4, "sequence_parallel": True}, 4),
+        ({"cp": 2, "tp": 4, "sequence_parallel": True}, 8),
+    ],
+)
 def test_rows_that_a_layout_can_only_split_by_luck_are_refused(layout, needed):
     """On every rank, and in the first step: not on one of them, in the first step with a row of another length."""
     batch = RolloutBatch.from_documents(nasty_documents(4))
@@ -98,14 +113,23 @@ def test_rows_that_a_layout_can_only_split_by_luck_are_refused(layout, needed):
         flow.pack_step(lucky, spec)
 
 
-@pytest.mark.parametrize(("layout", "data", "words"), [
-    ({"cp": 2, "order": "balanced"}, {"multiple_of": 4},
-     "multiples of 256 tokens(.|\n)*smaller layout.block_tokens"),
-    ({"cp": 4, "order": "document_zigzag"}, {"multiple_of": 51}, "multiples of 8 tokens"),
-    ({"cp": 4, "order": "document_zigzag"}, {"micro_batch_tokens": 40},
-     r"of 48 tokens with their padding to multiples of 8(.|\n)*allow at least 48 tokens"),
-    ({"cp": 2, "order": "balanced"}, {"micro_batch_tokens": 200}, "allow at least 256 tokens"),
-])
+@pytest.mark.parametrize(
+    ("layout", "data", "words"),
+    [
+        (
+            {"cp": 2, "order": "balanced"},
+            {"multiple_of": 4},
+            "multiples of 256 tokens(.|\n)*smaller layout.block_tokens",
+        ),
+        ({"cp": 4, "order": "document_zigzag"}, {"multiple_of": 51}, "multiples of 8 tokens"),
+        (
+            {"cp": 4, "order": "document_zigzag"},
+            {"micro_batch_tokens": 40},
+            r"of 48 tokens with their padding to multiples of 8(.|\n)*allow at least 48 tokens",
+        ),
+        ({"cp": 2, "order": "balanced"}, {"micro_batch_tokens": 200}, "allow at least 256 tokens"),
+    ],
+)
 def test_rows_that_an_order_cannot_deal_are_refused(layout, data, words):
     batch = RolloutBatch.from_documents(nasty_documents(4))
     axes = {name: Axis(name) for name in ("dp", "tp", "dp_cp")} | {"cp": Axis("cp", layout["cp"])}
@@ -134,8 +158,10 @@ def test_clipping_scales_every_gradient_by_the_whole_norm():
     assert flow.clip_gradients(policy, result.norms, None) == norm
 
 
-@pytest.mark.parametrize(("norm", "most", "expected"), [
-    (10.0, 0.3, 0.03), (0.3, 0.3, 1.0), (0.1, 0.3, 1.0), (0.0, 0.3, 1.0), (10.0, None, 1.0)])
+@pytest.mark.parametrize(
+    ("norm", "most", "expected"),
+    [(10.0, 0.3, 0.03), (0.3, 0.3, 1.0), (0.1, 0.3, 1.0), (0.0, 0.3, 1.0), (10.0, None, 1.0)],
+)
 def test_the_clip_coefficient_is_what_gradients_are_multiplied_with(norm, most, expected):
     assert flow.clip_coefficient(norm, most) == pytest.approx(expected, rel=1e-15)
 
@@ -153,8 +179,9 @@ def test_clipping_never_scales_up():
 def test_a_step_forgets_the_gradients_of_the_one_before():
     spec, batch, policy = fixture()
     rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
-    first, second = (flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, keep_gradients=True).gradients
-                     for _ in range(2))
+    first, second = (
+        flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, keep_gradients=True).gradients for _ in range(2)
+    )
     for name, gradient in first.items():
         torch.testing.assert_close(second[name], gradient, rtol=0, atol=1e-13)
 
@@ -174,8 +201,9 @@ def test_what_a_run_would_decide_is_recorded_beside_the_decision_that_acted():
 
 def grouped():
     """The nasty documents in groups of three, with rewards."""
-    return RolloutBatch.from_documents([d | {"group_id": number // 3, "reward": float(number)}
-                                        for number, d in enumerate(nasty_documents(4))])
+    return RolloutBatch.from_documents(
+        [d | {"group_id": number // 3, "reward": float(number)} for number, d in enumerate(nasty_documents(4))]
+    )
 
 
 def test_a_loss_sees_the_whole_document_that_a_token_belongs_to():
@@ -197,8 +225,9 @@ def test_a_loss_sees_the_whole_document_that_a_token_belongs_to():
     assert inputs.rewards_T[trained].tolist() == batch.rewards_N[document].tolist()
     assert inputs.group_ids_T[trained].tolist() == batch.group_ids_N[document].tolist()
     means = inputs.document_mean(inputs.advantages_T)[trained]
-    expected = [float(batch.advantages_T[(batch.document_ids_T == d) & batch.loss_mask_T].double().mean())
-                for d in document]
+    expected = [
+        float(batch.advantages_T[(batch.document_ids_T == d) & batch.loss_mask_T].double().mean()) for d in document
+    ]
     assert means.tolist() == pytest.approx(expected, rel=1e-12)
 
 
@@ -282,20 +311,25 @@ def test_a_penalty_in_the_reward_moves_advantages_where_an_estimator_makes_them(
     batch = replace(batch, ref_logprobs_T=batch.old_logprobs_T - 0.5)
     made = {}
     for coefficient in (0.0, 0.1):
-        spec, _, _ = fixture(data={"advantages": {"name": "reinforce_plus_plus"}},
-                             loss={"kl": {"coefficient": coefficient, "placement": "reward", "estimator": "k1"}})
+        spec, _, _ = fixture(
+            data={"advantages": {"name": "reinforce_plus_plus"}},
+            loss={"kl": {"coefficient": coefficient, "placement": "reward", "estimator": "k1"}},
+        )
         made[coefficient] = flow.make_advantages(batch, spec).advantages_T
     assert not torch.equal(made[0.0], made[0.1])
-    spec, _, _ = fixture(data={"advantages": {"name": "grpo"}},
-                         loss={"kl": {"coefficient": 0.1, "placement": "reward"}})
+    spec, _, _ = fixture(
+        data={"advantages": {"name": "grpo"}}, loss={"kl": {"coefficient": 0.1, "placement": "reward"}}
+    )
     with pytest.raises(SpecError, match="no ref_logprobs"):
         flow.make_advantages(replace(grouped(), ref_logprobs_T=None), spec)
 
 
 def test_settings_of_the_estimator_are_handed_on_and_strange_ones_are_refused():
     batch = grouped()
-    one, other = (flow.make_advantages(batch, fixture(data={"advantages": {"name": "grpo", "settings": settings}})[0])
-                  for settings in ({"ddof": 1.0}, {"scale": "none"}))
+    one, other = (
+        flow.make_advantages(batch, fixture(data={"advantages": {"name": "grpo", "settings": settings}})[0])
+        for settings in ({"ddof": 1.0}, {"scale": "none"})
+    )
     assert not torch.equal(one.advantages_T, other.advantages_T)
     with pytest.raises(SpecError, match="slope"):
         flow.make_advantages(batch, fixture(data={"advantages": {"name": "rloo", "settings": {"slope": 1}}})[0])

@@ -117,10 +117,19 @@ class TestState:
         assert not store.process_alive(process.pid, created)
         process.wait()
 
-    @pytest.mark.parametrize(("first", "second", "stands"), [
-        ("succeeded", "failed", "failed"), ("failed", "cancelled", "cancelled"), ("failed", "succeeded", "failed"),
-        ("cancelled", "failed", "cancelled"), ("cancelled", "running", "cancelled"), ("lost", "running", "lost"),
-        ("succeeded", "cancelled", "succeeded"), ("succeeded", "running", "succeeded")])
+    @pytest.mark.parametrize(
+        ("first", "second", "stands"),
+        [
+            ("succeeded", "failed", "failed"),
+            ("failed", "cancelled", "cancelled"),
+            ("failed", "succeeded", "failed"),
+            ("cancelled", "failed", "cancelled"),
+            ("cancelled", "running", "cancelled"),
+            ("lost", "running", "lost"),
+            ("succeeded", "cancelled", "succeeded"),
+            ("succeeded", "running", "succeeded"),
+        ],
+    )
     def test_an_end_is_final_but_for_what_the_first_rank_cannot_know(self, run, first, second, stands):
         run.set_state(first, why="first")
         assert run.set_state(second) == stands
@@ -132,8 +141,9 @@ class TestState:
         assert (run.state["state"], run.state["handle"]) == ("cancelled", "x")
 
     def test_writers_do_not_undo_one_another(self, run):
-        threads = [threading.Thread(target=lambda n=n: [run.note(**{f"field{n}-{i}": i}) for i in range(20)])
-                   for n in range(4)]
+        threads = [
+            threading.Thread(target=lambda n=n: [run.note(**{f"field{n}-{i}": i}) for i in range(20)]) for n in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -170,7 +180,10 @@ class TestSteps:
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not standard JSON"))
         [record] = run.steps()
         assert (repr(record["value"]), record["text"], repr(record["nested"])) == (
-            value, value, f"[{{'deep': {value}}}]")
+            value,
+            value,
+            f"[{{'deep': {value}}}]",
+        )
 
     def test_a_line_that_could_not_be_written_is_cut_off_before_the_next(self, run, monkeypatch):
         run.append_step({"step": 0})
@@ -220,18 +233,26 @@ class TestSteps:
         run = RunDirectory.create(run.path.parent, "whole", RunSpec(steps=steps))
         for step in range(steps):
             run.write_tensors(f"step{step:04d}.gradients", {"b": torch.ones(4), "a": torch.ones(2)})
-            run.append_step({"step": step, "loss/total/sum": 0.5, "gradient/norm/global": 1.5,
-                             "gradient_norms": {"b": 2.0, "a": 2**0.5}})
+            run.append_step(
+                {
+                    "step": step,
+                    "loss/total/sum": 0.5,
+                    "gradient/norm/global": 1.5,
+                    "gradient_norms": {"b": 2.0, "a": 2**0.5},
+                }
+            )
         run.set_state("succeeded")
         return run
 
-    @pytest.mark.parametrize(("cut", "found"), [
-        (0, ""), (1, ""), (10, "2 whole records; the last line is cut or damaged"), (10**6, "0 whole records")])
+    @pytest.mark.parametrize(
+        ("cut", "found"),
+        [(0, ""), (1, ""), (10, "2 whole records; the last line is cut or damaged"), (10**6, "0 whole records")],
+    )
     def test_a_run_that_succeeded_has_all_its_steps(self, run, cut, found):
         run = self.whole(run)
         path = run.path / "metrics.jsonl"
         content = path.read_bytes()
-        path.write_bytes(content[:max(0, len(content) - cut)])
+        path.write_bytes(content[: max(0, len(content) - cut)])
         if not found:
             assert [record["step"] for record in run.steps()] == [0, 1, 2]
             run.check_whole()
@@ -252,10 +273,14 @@ class TestSteps:
         with pytest.raises(RecordError, match="IsADirectoryError"):
             run.steps()
 
-    @pytest.mark.parametrize(("records", "found"), [
-        ([{"step": 0}, {"step": 0}], "line 2 is of step 0, not 1"),
-        ([{"step": 0, "loss/total/sum": 1.0}, {"step": 1}], "line 2 has no loss/total/sum"),
-        ([{"step": 0}, {"step": 1}, {"step": 2}], "3 whole records")])
+    @pytest.mark.parametrize(
+        ("records", "found"),
+        [
+            ([{"step": 0}, {"step": 0}], "line 2 is of step 0, not 1"),
+            ([{"step": 0, "loss/total/sum": 1.0}, {"step": 1}], "line 2 has no loss/total/sum"),
+            ([{"step": 0}, {"step": 1}, {"step": 2}], "3 whole records"),
+        ],
+    )
     def test_a_run_that_succeeded_has_one_record_of_each_step_with_the_same_numbers(self, run, records, found):
         run = RunDirectory.create(run.path.parent, "odd", RunSpec(steps=2))
         for record in records:
@@ -412,12 +437,17 @@ class TestFailure:
         run.write_exit(None, {}, RuntimeError("no port"))
         assert run.failure()["rank"] is None
 
-
-    @pytest.mark.parametrize(("error", "cause"), [
-        (MemoryError(), "out of memory"), (RuntimeError("CUDA out of memory. Tried to allocate"), "out of memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
-        (torch.OutOfMemoryError("x"), "out of memory"), (ConnectionResetError("reset"), "peer"),
-        (ValueError("7"), "exception")])
+    @pytest.mark.parametrize(
+        ("error", "cause"),
+        [
+            (MemoryError(), "out of memory"),
+            (RuntimeError("CUDA out of memory. Tried to allocate"), "out of memory"),
+            (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+            (torch.OutOfMemoryError("x"), "out of memory"),
+            (ConnectionResetError("reset"), "peer"),
+            (ValueError("7"), "exception"),
+        ],
+    )
     def test_the_cause_is_read_from_the_error_unless_it_is_said(self, run, error, cause):
         run.write_exit(0, {}, error)
         assert run.failure()["cause"] == cause
@@ -489,7 +519,8 @@ class TestProvenance:
     def test_text_keeps_only_what_says_which_file_is_meant(self, tmp_path):
         text = f"{tmp_path}/data/a.json and /opt/site-packages/torch/nn.py, a/b, and http://host/x/y"
         assert store.without_machine_paths(text, tmp_path) == (
-            "data/a.json and .../torch/nn.py, a/b, and http://host/x/y")
+            "data/a.json and .../torch/nn.py, a/b, and http://host/x/y"
+        )
 
 
 class TestProjectRoot:
@@ -525,8 +556,9 @@ def test_a_state_that_says_none_is_a_damaged_one(tmp_path, content):
 
 
 def test_a_job_that_waits_on_a_cluster_is_not_lost_with_its_launcher(tmp_path):
-    run = RunDirectory.create(tmp_path, "cp2", RunSpec(), launcher=this_process() | {"create_time": 0.0},
-                              backend="slurm")
+    run = RunDirectory.create(
+        tmp_path, "cp2", RunSpec(), launcher=this_process() | {"create_time": 0.0}, backend="slurm"
+    )
     assert run.status == "lost"
     run.note(handle="slurm://torchx/7")
     assert run.status == "pending"

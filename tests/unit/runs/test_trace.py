@@ -19,8 +19,11 @@ from workbench.sharding.tensor_parallel import ParameterShard
 
 PROJECT = Path(__file__).parents[3]
 BLOCK = 8
-BASE = {"model": {"source": "tiny-qwen3"}, "data": {"documents_per_step": 6, "micro_batches": 2, "multiple_of": 32},
-        "record": {"trace_tokens": BLOCK, "gradients": "none", "tokens": False}}
+BASE = {
+    "model": {"source": "tiny-qwen3"},
+    "data": {"documents_per_step": 6, "micro_batches": 2, "multiple_of": 32},
+    "record": {"trace_tokens": BLOCK, "gradients": "none", "tokens": False},
+}
 EXACT = {"reproducible": {"block_tokens": BLOCK, "weight_chunks": 2}}
 
 
@@ -69,7 +72,7 @@ def test_is_made_of_what_came_by(traced, monkeypatch):
         said = blocks["model.layers.1.self_attn.q_norm"][0]
         for block in (0, 2):
             places = range(block * BLOCK, (block + 1) * BLOCK)
-            assert said[block] == loop(values_TF[places.start: places.stop], places), what
+            assert said[block] == loop(values_TF[places.start : places.stop], places), what
 
 
 def test_stations_stand_in_the_order_of_the_pass(traced):
@@ -77,10 +80,25 @@ def test_stations_stand_in_the_order_of_the_pass(traced):
     forward, backward = list(found.forward), list(found.backward)
     assert (forward[0], forward[1], forward[-1]) == ("tokens", "model.embed_tokens", "logprobs")
     layer = [name.removeprefix("model.layers.0.") for name in forward if name.startswith("model.layers.0.")]
-    assert layer == ["input_layernorm", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm",
-                     "self_attn.v_proj", f"self_attn.o_proj{INPUT}", "self_attn.o_proj", "self_attn",
-                     f"post_attention_layernorm{INPUT}", "post_attention_layernorm", "mlp.gate_proj", "mlp.act_fn",
-                     "mlp.up_proj", f"mlp.down_proj{INPUT}", "mlp.down_proj", "mlp"]
+    assert layer == [
+        "input_layernorm",
+        "self_attn.q_proj",
+        "self_attn.q_norm",
+        "self_attn.k_proj",
+        "self_attn.k_norm",
+        "self_attn.v_proj",
+        f"self_attn.o_proj{INPUT}",
+        "self_attn.o_proj",
+        "self_attn",
+        f"post_attention_layernorm{INPUT}",
+        "post_attention_layernorm",
+        "mlp.gate_proj",
+        "mlp.act_fn",
+        "mlp.up_proj",
+        f"mlp.down_proj{INPUT}",
+        "mlp.down_proj",
+        "mlp",
+    ]
     assert backward == [name for name in reversed(forward) if name not in ("tokens", "model.rotary_emb", "logprobs")]
 
 
@@ -91,8 +109,7 @@ def test_padding_counts_nothing(traced):
     assert all(padded(row) for row in found.forward["tokens"])
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2, "tp": 2}, {"cp": 2, "order": "zigzag"}, {"checkpointing": True}],
-                         ids=str)
+@pytest.mark.parametrize("layout", [{"dp": 2, "tp": 2}, {"cp": 2, "order": "zigzag"}, {"checkpointing": True}], ids=str)
 def test_no_layout_of_the_reproducible_mode_changes_it(traced, layout):
     one = traced(**EXACT)
     other = traced(**EXACT, layout=layout, data={"micro_batches": 2 // layout.get("dp", 1)})
@@ -114,8 +131,11 @@ def test_one_bit_is_found_where_it_is(traced, monkeypatch):
     other = traced()
     apart = [name for name in one.forward if one.forward[name] != other.forward[name]]
     assert apart[0] == "model.layers.1.mlp.up_proj"
-    blocks = [number for number, (a, b) in enumerate(zip(one.forward[apart[0]][0], other.forward[apart[0]][0],
-                                                         strict=True)) if a != b]
+    blocks = [
+        number
+        for number, (a, b) in enumerate(zip(one.forward[apart[0]][0], other.forward[apart[0]][0], strict=True))
+        if a != b
+    ]
     assert blocks == [17 // BLOCK]
 
 

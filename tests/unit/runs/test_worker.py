@@ -71,8 +71,10 @@ def test_a_reproducible_run_is_the_same_bits_on_several_ranks(tmp_path):
         data = {"documents_per_step": 24, "micro_batches": 2 // layout.get("dp", 1)}
         run = small(tmp_path / str(number), steps=2, data=data, layout=layout, reproducible=mode)
         run_here(run, PROJECT)
-        lines = [{key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}
-                 for line in run.steps()]
+        lines = [
+            {key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}
+            for line in run.steps()
+        ]
         records.append((lines, [run.read_tensors(f"step0001.{name}") for name in ("gradients", "tokens")]))
         assert json.loads((run.path / "provenance.json").read_text())["reproducible_kernels"] == "plain"
     (lines, tensors), (others, theirs) = records
@@ -97,8 +99,13 @@ def test_micro_batches_are_taken_until_the_step_has_its_documents(tmp_path):
     """However many a step takes, it has the same documents and the same loss."""
     records = {}
     for tokens in (None, 64, 400):
-        run = small(tmp_path / str(tokens), steps=2, precision="float64", optimizer={"name": "sgd"},
-                    data={"documents_per_step": 30, "micro_batch_tokens": tokens})
+        run = small(
+            tmp_path / str(tokens),
+            steps=2,
+            precision="float64",
+            optimizer={"name": "sgd"},
+            data={"documents_per_step": 30, "micro_batch_tokens": tokens},
+        )
         run_here(run, PROJECT)
         records[tokens] = run.steps()
     for step in range(2):
@@ -154,8 +161,9 @@ def test_a_failure_is_written_with_rank_coordinates_and_traceback(tmp_path):
 
 def test_several_ranks_are_simulated_here_and_the_first_one_writes(tmp_path):
     one = small(tmp_path / "one", precision="float64", data={"documents_per_step": 6})
-    several = small(tmp_path / "several", precision="float64", layout={"cp": 2, "tp": 2},
-                    data={"documents_per_step": 6})
+    several = small(
+        tmp_path / "several", precision="float64", layout={"cp": 2, "tp": 2}, data={"documents_per_step": 6}
+    )
     for run in (one, several):
         run_here(run, PROJECT)
     assert list(several.exits()) == [0, 1, 2, 3]
@@ -172,8 +180,9 @@ def test_a_simulated_rank_that_fails_is_the_failure_of_the_run(tmp_path):
     with pytest.raises(SpecError, match="no_such_bug"):
         run_here(run, PROJECT)
     assert (run.status, run.failure()["exception"]) == ("failed", "SpecError")
-    run = small(tmp_path / "skipped", layout={"cp": 2}, faults=["skipped_collective"], steps=2,
-                data={"documents_per_step": 6})
+    run = small(
+        tmp_path / "skipped", layout={"cp": 2}, faults=["skipped_collective"], steps=2, data={"documents_per_step": 6}
+    )
     with pytest.raises(LaunchError, match="simulated ranks"):
         run_here(run, PROJECT)
     assert (run.status, run.failure()["exception"]) == ("failed", "LaunchError")

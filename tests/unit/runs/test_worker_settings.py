@@ -21,8 +21,13 @@ SGD = {"name": "sgd", "learning_rate": 0.05}
 def created(project, name, **settings):
     if not (project / "rollouts").exists():
         files.save(BATCH, project / "rollouts")
-    spec = {"model": {"source": "tiny-qwen3"}, "precision": "float64", "device": "cpu",
-            "data": {"path": "rollouts"}, "optimizer": SGD}
+    spec = {
+        "model": {"source": "tiny-qwen3"},
+        "precision": "float64",
+        "device": "cpu",
+        "data": {"path": "rollouts"},
+        "optimizer": SGD,
+    }
     return RunDirectory.create(project / "runs", name, RunSpec.model_validate(spec).merged(settings))
 
 
@@ -56,8 +61,16 @@ def as_one_of_many(run, project):
 @pytest.mark.parametrize("do", [worker.run_here, as_one_of_many])
 def test_all_of_a_layout_reaches_the_mesh_and_the_policy(do, monkeypatch, tmp_path):
     """Numbers are the same without most of it, so no number would tell."""
-    layout = {"dp": 3, "cp": 4, "tp": 2, "attention": "hybrid", "ulysses": 2, "sequence_parallel": True,
-              "shard_parameters": True, "checkpointing": True}
+    layout = {
+        "dp": 3,
+        "cp": 4,
+        "tp": 2,
+        "attention": "hybrid",
+        "ulysses": 2,
+        "sequence_parallel": True,
+        "shard_parameters": True,
+        "checkpointing": True,
+    }
     asked = {"attention": "hybrid"}
 
     def make_mesh(*, device, alone, **sizes):
@@ -110,8 +123,11 @@ def test_each_optimizer_moves_as_its_name_says(name, moved):
 
 def test_clip_decisions_of_another_run_act_step_by_step(tmp_path):
     first = done(tmp_path, "first", steps=2, data={"documents_per_step": 4})
-    settings = {"steps": 2, "data": {"documents_per_step": 4},
-                "loss": {"surrogate": {"clip_low": 0.9, "clip_high": 9.0}}}
+    settings = {
+        "steps": 2,
+        "data": {"documents_per_step": 4},
+        "loss": {"surrogate": {"clip_low": 0.9, "clip_high": 9.0}},
+    }
     frozen = done(tmp_path, "frozen", frozen_clip="first", **settings)
     decided = [tokens(first, step, "clipped") for step in range(2)]
     assert not torch.equal(*decided)

@@ -52,8 +52,9 @@ def test_what_averages_gives_the_sum(tmp_path):
         assert len(found) == 4
         for engine, (gradient, _) in found.items():
             torch.testing.assert_close(gradient, layer.weight.grad, rtol=1e-14, atol=0, msg=str(engine))
-        assert found["ddp", "cp"][1] == ("loss * 2: gradients are averaged over 2 ranks (dp=1 x cp=2), and each "
-                                         "back-propagates a part of a sum")
+        assert found["ddp", "cp"][1] == (
+            "loss * 2: gradients are averaged over 2 ranks (dp=1 x cp=2), and each back-propagates a part of a sum"
+        )
 
 
 def test_the_factor_is_of_dp_and_cp_and_never_of_tp():

@@ -103,33 +103,51 @@ def test_axis_of_one_rank_is_one_piece(name):
 
 def summed_together(rank, group, bucket_bytes):
     axis = Axis("dp_cp", 2, rank, group, range(2))
-    tensors = [torch.tensor([1.0, 2.0]), torch.arange(6.0).view(2, 3).T, torch.empty(0), torch.tensor(3.0),
-               torch.tensor([4.0], dtype=torch.float64), torch.arange(5.0), torch.tensor([[7.0, 8.0]]).T]
+    tensors = [
+        torch.tensor([1.0, 2.0]),
+        torch.arange(6.0).view(2, 3).T,
+        torch.empty(0),
+        torch.tensor(3.0),
+        torch.tensor([4.0], dtype=torch.float64),
+        torch.arange(5.0),
+        torch.tensor([[7.0, 8.0]]).T,
+    ]
     mine = [tensor.mul_(1 + 10 * rank) for tensor in tensors]
     collectives.all_sum_(tensors, axis, bucket_bytes=bucket_bytes)
     assert all(tensor is one for tensor, one in zip(tensors, mine, strict=True))
     return [tensor.tolist() for tensor in tensors]
 
 
-@pytest.mark.parametrize(("bucket_bytes", "sizes"),
-                         [(2**20, [9, 1, 7]), (35, [8, 1, 1, 7]), (1, [2, 6, 0, 1, 1, 5, 2])])
+@pytest.mark.parametrize(
+    ("bucket_bytes", "sizes"), [(2**20, [9, 1, 7]), (35, [8, 1, 1, 7]), (1, [2, 6, 0, 1, 1, 5, 2])]
+)
 def test_many_tensors_are_summed_in_place_in_few_collectives(bucket_bytes, sizes, monkeypatch):
     slots, barrier, reduced = [None] * 2, threading.Barrier(2), []
     all_reduce = wire.all_reduce
-    monkeypatch.setattr(wire, "all_reduce", lambda tensor, group: (reduced.append((group.rank, tensor.numel())),
-                                                                   all_reduce(tensor, group)))
+    monkeypatch.setattr(
+        wire,
+        "all_reduce",
+        lambda tensor, group: (reduced.append((group.rank, tensor.numel())), all_reduce(tensor, group)),
+    )
     answers = on_threads(lambda rank: summed_together(rank, Threads(rank, slots, barrier), bucket_bytes), 2)
-    assert answers[0] == answers[1] == [[12, 24], [[0, 36], [12, 48], [24, 60]], [], 36, [48], [0, 12, 24, 36, 48],
-                                        [[84], [96]]]
+    assert (
+        answers[0]
+        == answers[1]
+        == [[12, 24], [[0, 36], [12, 48], [24, 60]], [], 36, [48], [0, 12, 24, 36, 48], [[84], [96]]]
+    )
     assert [numel for rank, numel in reduced if rank == 1] == sizes
 
 
 def outside_autograd(axis):
     pieces_R = torch.arange(6.0).view(3, 2) + 100 * axis.rank
     arrive = collectives.start_rotation(pieces_R[0], axis)
-    return (collectives.gather_equal(pieces_R[0], axis), collectives.scatter_sum(pieces_R.clone(), axis),
-            collectives.exchange(pieces_R, axis), arrive(),
-            collectives.exchange_rows(pieces_R[:1], torch.eye(3, dtype=torch.int64).roll(1, 1), axis))
+    return (
+        collectives.gather_equal(pieces_R[0], axis),
+        collectives.scatter_sum(pieces_R.clone(), axis),
+        collectives.exchange(pieces_R, axis),
+        arrive(),
+        collectives.exchange_rows(pieces_R[:1], torch.eye(3, dtype=torch.int64).roll(1, 1), axis),
+    )
 
 
 def test_moves_of_shards_outside_autograd():

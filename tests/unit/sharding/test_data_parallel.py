@@ -75,8 +75,9 @@ def test_gradients_are_summed_over_ranks_and_micro_batches_in_every_precision(tm
             assert found[dtype].keys() == expected.keys()
             for name, gradient in expected.items():
                 assert found[dtype][name].dtype == dtype
-                torch.testing.assert_close(found[dtype][name], gradient, rtol=0.02 if dtype == torch.bfloat16 else 1e-6,
-                                           atol=0)
+                torch.testing.assert_close(
+                    found[dtype][name], gradient, rtol=0.02 if dtype == torch.bfloat16 else 1e-6, atol=0
+                )
         for name, gradient in one_process(torch.float64, 2).items():
             assert norms[name] == pytest.approx(float(gradient.norm()), rel=1e-14), name
         assert norms["unused.weight"] == 0
@@ -93,8 +94,10 @@ def what_a_rank_holds(folder):
     flight.stop()
     sum_gradients(net, shards, mesh)
     optimizer.step()
-    held = {name: (tuple(p.to_local().shape), tuple(optimizer.state[p]["exp_avg"].to_local().shape))
-            for name, p in net.named_parameters()}
+    held = {
+        name: (tuple(p.to_local().shape), tuple(optimizer.state[p]["exp_avg"].to_local().shape))
+        for name, p in net.named_parameters()
+    }
     with torch.no_grad():
         losses = [float(net.loss(batch(0, 0)))]  # nothing goes backward, so what lies in no unit stays gathered
         for shard in optimizer.param_groups[0]["params"]:
@@ -131,9 +134,12 @@ def test_its_collectives_are_in_the_flight_record(held):
     """Forward the root (4 and 8 weights, padded to 8 a rank) and the unit (9, padded to 6), backward the unit again."""
     for _, entries, _, _ in held:
         assert [entry[:4] for entry in entries] == [
-            ("gather_parameters", "dp_cp", "8", "float64"), ("gather_parameters", "dp_cp", "6", "float64"),
-            ("gather_parameters", "dp_cp", "6", "float64"), ("scatter_gradients", "dp_cp", "16", "float64"),
-            ("scatter_gradients", "dp_cp", "12", "float64")]
+            ("gather_parameters", "dp_cp", "8", "float64"),
+            ("gather_parameters", "dp_cp", "6", "float64"),
+            ("gather_parameters", "dp_cp", "6", "float64"),
+            ("scatter_gradients", "dp_cp", "16", "float64"),
+            ("scatter_gradients", "dp_cp", "12", "float64"),
+        ]
         assert {entry[4] for entry in entries} == {"sharding/test_data_parallel.py"}
 
 

@@ -214,13 +214,21 @@ def test_every_collective_is_recorded_with_its_backward_and_its_caller(tmp_path)
     assert [entry[:4] for entry in first] == [
         ("make_mesh", "world", 1, "1x2x1"),
         ("sum_identity", "cp", 1, "4"),
-        ("sum_sum", "cp", 2, "4"), ("backward of sum_sum", "cp", 3, "4"),
+        ("sum_sum", "cp", 2, "4"),
+        ("backward of sum_sum", "cp", 3, "4"),
         ("backward of identity_sum", "cp", 4, "4"),
-        ("gather_scatter", "cp", 5, "4"), ("backward of gather_scatter", "cp", 6, "2x4"),
-        ("all_sum", "cp", 7, "4"), ("all_max", "dp_cp", 8, "4"),
-        ("all_gather of lengths", "cp", 9, "1"), ("all_gather", "cp", 10, "2x3"), ("gather_equal", "cp", 11, "4"),
-        ("scatter_sum", "cp", 12, "2x3"), ("exchange", "cp", 13, "2x3"), ("start_rotation", "cp", 14, "4"),
-        ("end of rotation", "cp", 15, "4")]
+        ("gather_scatter", "cp", 5, "4"),
+        ("backward of gather_scatter", "cp", 6, "2x4"),
+        ("all_sum", "cp", 7, "4"),
+        ("all_max", "dp_cp", 8, "4"),
+        ("all_gather of lengths", "cp", 9, "1"),
+        ("all_gather", "cp", 10, "2x3"),
+        ("gather_equal", "cp", 11, "4"),
+        ("scatter_sum", "cp", 12, "2x3"),
+        ("exchange", "cp", 13, "2x3"),
+        ("start_rotation", "cp", 14, "4"),
+        ("end of rotation", "cp", 15, "4"),
+    ]
     assert {entry[4].partition(":")[0] for entry in first} == {"sharding/test_flight.py"}
     lines = {entry[0]: entry[4] for entry in first}
     assert lines["backward of sum_sum"] == lines["sum_sum"] != lines["gather_scatter"]
@@ -233,14 +241,36 @@ def test_no_collective_of_the_package_goes_unrecorded():
         if path.parent.name == "launch" or path.name == "wire.py":  # the doctor's own two ranks; what is called by it
             continue
         tree = ast.parse(path.read_text())
-        noted = {id(node) for block in ast.walk(tree) if isinstance(block, ast.With)
-                 and any(name in ast.unparse(block.items[0]) for name in ("_in(", "flight.entering("))
-                 for node in ast.walk(block)}
+        noted = {
+            id(node)
+            for block in ast.walk(tree)
+            if isinstance(block, ast.With)
+            and any(name in ast.unparse(block.items[0]) for name in ("_in(", "flight.entering("))
+            for node in ast.walk(block)
+        }
         for node in ast.walk(tree):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if called.startswith(("dist.", "wire.")) and any(word in called for word in (
-                    "all_reduce", "gather", "scatter", "broadcast", "barrier", "send", "recv", "all_to_all", "rotation",
-                    "exchange_rows", "subgroup", "init_process_group")) and id(node) not in noted:
+            if (
+                called.startswith(("dist.", "wire."))
+                and any(
+                    word in called
+                    for word in (
+                        "all_reduce",
+                        "gather",
+                        "scatter",
+                        "broadcast",
+                        "barrier",
+                        "send",
+                        "recv",
+                        "all_to_all",
+                        "rotation",
+                        "exchange_rows",
+                        "subgroup",
+                        "init_process_group",
+                    )
+                )
+                and id(node) not in noted
+            ):
                 unrecorded.append(f"{path.name}:{node.lineno} {called}")
     assert unrecorded == []
 

@@ -50,8 +50,14 @@ def cut(model, mesh, placements):
         for dim, placement in enumerate(placements):
             if placement.is_partial():
                 share = (1 + mesh.get_local_rank(dim)) / sum(range(1, mesh.size(dim) + 1))
-                gradient = DTensor.from_local(gradient.to_local() * share, mesh, placements, run_check=False,
-                                              shape=whole[name].shape, stride=whole[name].stride())
+                gradient = DTensor.from_local(
+                    gradient.to_local() * share,
+                    mesh,
+                    placements,
+                    run_check=False,
+                    shape=whole[name].shape,
+                    stride=whole[name].stride(),
+                )
         dealt.grad = gradient
         setattr(model, name, dealt)
     return model

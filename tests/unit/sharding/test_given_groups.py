@@ -22,17 +22,27 @@ def on_a_rank():
     nameless = init_device_mesh("cpu", (4,))
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     other = pairs[1 - rank // 2]
-    for attempt in (lambda: axes_of(strangers), lambda: axes_of(nameless), lambda: axes_of(mixed),
-                    lambda: axis_of(mesh, "cp"), lambda: axis_of(other, "cp")):
+    for attempt in (
+        lambda: axes_of(strangers),
+        lambda: axes_of(nameless),
+        lambda: axes_of(mixed),
+        lambda: axis_of(mesh, "cp"),
+        lambda: axis_of(other, "cp"),
+    ):
         try:
             attempt()
         except ShardingError as error:
             said.append(str(error))
     cp, dp = axes_of(mesh)
     over = device_mesh_of(cp, "cpu")
-    return {"cp": (cp.size, cp.rank, list(cp.ranks)), "dp": [(a.name, a.size, a.rank) for a in dp], "said": said,
-            "ranks": ranks_of((cp, *dp)), "group": axis_of(pairs[rank // 2], "x").rank,
-            "mesh": (over.ndim, over.size(), over.get_local_rank())}
+    return {
+        "cp": (cp.size, cp.rank, list(cp.ranks)),
+        "dp": [(a.name, a.size, a.rank) for a in dp],
+        "said": said,
+        "ranks": ranks_of((cp, *dp)),
+        "group": axis_of(pairs[rank // 2], "x").rank,
+        "mesh": (over.ndim, over.size(), over.get_local_rank()),
+    }
 
 
 def test_axes_are_read_off_meshes_and_groups(tmp_path):
@@ -40,8 +50,13 @@ def test_axes_are_read_off_meshes_and_groups(tmp_path):
         assert found["cp"] == (2, rank % 2, [rank // 2 * 2, rank // 2 * 2 + 1])
         assert found["dp"] == [("dp_replicate", 2, rank // 2), ("dp_shard", 1, 0)]
         assert (found["ranks"], found["group"], found["mesh"]) == (4, rank % 2, (1, 2, rank % 2))
-        words = ("dimensions dp, tp", "without names", "dimensions dp_shard_cp", "a device mesh of 3 dimensions",
-                 "which this rank is not in")
+        words = (
+            "dimensions dp, tp",
+            "without names",
+            "dimensions dp_shard_cp",
+            "a device mesh of 3 dimensions",
+            "which this rank is not in",
+        )
         assert len(found["said"]) == len(words)
         assert all(word in said for word, said in zip(words, found["said"], strict=True))
 

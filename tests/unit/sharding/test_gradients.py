@@ -22,9 +22,14 @@ def rank_gradients():
     """A parameter cut over tp, one whole with a whole gradient, one whole with a partial gradient."""
     mesh = make_mesh(dp=2, tp=2)
     dp, tp = mesh["dp"].rank, mesh["tp"].rank
-    model = nn.ParameterDict({"cut": nn.Parameter(torch.tensor([1.0, 2.0]) + 2 * tp),
-                              "whole": nn.Parameter(torch.zeros(1)), "partial": nn.Parameter(torch.zeros(1)),
-                              "idle": nn.Parameter(torch.zeros(1))})
+    model = nn.ParameterDict(
+        {
+            "cut": nn.Parameter(torch.tensor([1.0, 2.0]) + 2 * tp),
+            "whole": nn.Parameter(torch.zeros(1)),
+            "partial": nn.Parameter(torch.zeros(1)),
+            "idle": nn.Parameter(torch.zeros(1)),
+        }
+    )
     model["cut"].grad = torch.tensor([1.0, 2.0]) * (1 + tp) * (1 + dp)
     model["whole"].grad = torch.tensor([5.0]) * (1 + dp)
     model["partial"].grad = torch.tensor([1.0 + tp])
@@ -32,8 +37,12 @@ def rank_gradients():
         model["idle"].grad = None
     else:
         model["idle"].grad = torch.tensor([float(dp)])
-    shards = {"cut": ParameterShard(0), "whole": ParameterShard(), "partial": ParameterShard(gradient_is_partial=True),
-              "idle": ParameterShard()}
+    shards = {
+        "cut": ParameterShard(0),
+        "whole": ParameterShard(),
+        "partial": ParameterShard(gradient_is_partial=True),
+        "idle": ParameterShard(),
+    }
     reduced = []
     counted = collectives.wire.all_reduce
     collectives.wire.all_reduce = lambda tensor, *more: (reduced.append(tuple(tensor.shape)), counted(tensor, *more))

@@ -19,7 +19,8 @@ def test_mesh_larger_than_the_job_is_refused_in_words():
         "mesh dp=2 x cp=2 x tp=1 = 4 ranks\n"
         "  found: a job of 1 rank(s)\n"
         "  rule: dp * cp * tp is the number of ranks\n"
-        "  do: start 4 ranks, or choose sizes whose product is 1")
+        "  do: start 4 ranks, or choose sizes whose product is 1"
+    )
 
 
 @pytest.mark.parametrize("axis", ["pp", "ep"])
@@ -44,8 +45,11 @@ def test_axes_join_the_right_ranks(tmp_path):
     assert [a[0] for a in answers] == [{"dp": d, "cp": 0, "tp": t} for d in (0, 1) for t in (0, 1)]
     # Rank r contributes 2 ** r; tp joins 0,1 and 2,3; dp joins 0,2 and 1,3; cp of size 1 joins nobody.
     assert [a[1] for a in answers] == [
-        {"dp": 5, "cp": 1, "tp": 3, "dp_cp": 5}, {"dp": 10, "cp": 2, "tp": 3, "dp_cp": 10},
-        {"dp": 5, "cp": 4, "tp": 12, "dp_cp": 5}, {"dp": 10, "cp": 8, "tp": 12, "dp_cp": 10}]
+        {"dp": 5, "cp": 1, "tp": 3, "dp_cp": 5},
+        {"dp": 10, "cp": 2, "tp": 3, "dp_cp": 10},
+        {"dp": 5, "cp": 4, "tp": 12, "dp_cp": 5},
+        {"dp": 10, "cp": 8, "tp": 12, "dp_cp": 10},
+    ]
     assert [a[2] for a in answers] == [15.0] * 4
     assert [a[3] for a in answers] == [0, 1, 2, 3]
 
@@ -62,8 +66,12 @@ def sums_over_parts_of_cp(sizes):
     one, found = torch.tensor([float(2 ** dist.get_rank())]), []
     for more in sizes:
         mesh = make_mesh(**more)
-        found.append([(float(all_sum(one, axis)), axis.rank, axis.size, tuple(axis.ranks))
-                      for axis in (mesh["cp_inner"], mesh["cp_outer"])])
+        found.append(
+            [
+                (float(all_sum(one, axis)), axis.rank, axis.size, tuple(axis.ranks))
+                for axis in (mesh["cp_inner"], mesh["cp_outer"])
+            ]
+        )
     return found
 
 
@@ -71,8 +79,11 @@ def test_cp_is_cut_into_neighbours_and_the_ranks_at_their_places(tmp_path):
     sizes = [{"cp": 4, "ulysses": 2}, {"cp": 4, "ulysses": 4}, {"cp": 4}, {"dp": 2, "cp": 2, "ulysses": 2}]
     answers = run_ranks(sums_over_parts_of_cp, 4, tmp_path, sizes)
     assert [a[0] for a in answers] == [
-        [(3, 0, 2, (0, 1)), (5, 0, 2, (0, 2))], [(3, 1, 2, (0, 1)), (10, 0, 2, (1, 3))],
-        [(12, 0, 2, (2, 3)), (5, 1, 2, (0, 2))], [(12, 1, 2, (2, 3)), (10, 1, 2, (1, 3))]]
+        [(3, 0, 2, (0, 1)), (5, 0, 2, (0, 2))],
+        [(3, 1, 2, (0, 1)), (10, 0, 2, (1, 3))],
+        [(12, 0, 2, (2, 3)), (5, 1, 2, (0, 2))],
+        [(12, 1, 2, (2, 3)), (10, 1, 2, (1, 3))],
+    ]
     whole = [(15, rank, 4, (0, 1, 2, 3)) for rank in range(4)]
     assert [a[1] for a in answers] == [[all_of_cp, (2**rank, 0, 1, ())] for rank, all_of_cp in enumerate(whole)]
     assert [a[2] for a in answers] == [[(2**rank, 0, 1, ()), all_of_cp] for rank, all_of_cp in enumerate(whole)]
@@ -94,6 +105,7 @@ def test_the_flattened_axis_joins_ranks_of_one_tp_coordinate(tmp_path):
     answers = run_ranks(sum_over_dp_cp, 8, tmp_path)
     assert [total for total, _ in answers] == [85.0, 170.0] * 4
     # cp of four on every second rank: neighbours are two apart, their places four.
-    assert [parts for _, parts in answers] == [[(first, first + 2), (place, place + 4)]
-                                               for first, place in ((0, 0), (1, 1), (0, 2), (1, 3),
-                                                                    (4, 0), (5, 1), (4, 2), (5, 3))]
+    assert [parts for _, parts in answers] == [
+        [(first, first + 2), (place, place + 4)]
+        for first, place in ((0, 0), (1, 1), (0, 2), (1, 3), (4, 0), (5, 1), (4, 2), (5, 3))
+    ]

@@ -30,15 +30,20 @@ def test_blocks_are_dealt_there_and_back_by_their_work():
     assert dealt("balanced", [6], 2) == [[1, 2, 5], [0, 3, 4]]
     # 12 blocks over 3 ranks; blocks of two tokens.
     assert dealt("balanced", [24], 3, 2) == [
-        [0, 1, 10, 11, 12, 13, 22, 23], [2, 3, 8, 9, 14, 15, 20, 21], [4, 5, 6, 7, 16, 17, 18, 19]]
+        [0, 1, 10, 11, 12, 13, 22, 23],
+        [2, 3, 8, 9, 14, 15, 20, 21],
+        [4, 5, 6, 7, 16, 17, 18, 19],
+    ]
 
 
 def test_equal_work_is_dealt_in_the_order_of_the_row():
     assert dealt("balanced", [1, 1, 1, 1], 2) == [[0, 3], [1, 2]]
 
 
-@pytest.mark.parametrize(("lengths", "block_tokens"), [
-    ([8], 2), ([1, 1, 2], 1), ([3, 5, 8], 4), ([7, 1, 4, 4], 4), ([2, 30], 8), ([5, 5, 5, 5, 12], 4)])
+@pytest.mark.parametrize(
+    ("lengths", "block_tokens"),
+    [([8], 2), ([1, 1, 2], 1), ([3, 5, 8], 4), ([7, 1, 4, 4], 4), ([2, 30], 8), ([5, 5, 5, 5, 12], 4)],
+)
 def test_the_work_of_a_block_is_the_blocks_it_looks_at(lengths, block_tokens):
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     at = torch.arange(len(ids))
@@ -47,12 +52,22 @@ def test_the_work_of_a_block_is_the_blocks_it_looks_at(lengths, block_tokens):
     assert block_work(lengths, block_tokens).tolist() == blocks.sum(1).tolist()
 
 
-@pytest.mark.parametrize(("order", "settings", "rule"), [
-    ("contiguous", {}, Multiples(4)), ("striped", {}, Multiples(4)), ("zigzag", {}, Multiples(8)),
-    ("document_zigzag", {}, Multiples(8, 8)), ("balanced", {}, Multiples(512)),
-    ("balanced", {"block_tokens": 6}, Multiples(24)),
-    ("contiguous", {"tp": 3}, Multiples(12)), ("zigzag", {"tp": 2}, Multiples(8)), ("zigzag", {"tp": 4}, Multiples(16)),
-    ("document_zigzag", {"tp": 4}, Multiples(16, 8)), ("balanced", {"block_tokens": 6, "tp": 4}, Multiples(48))])
+@pytest.mark.parametrize(
+    ("order", "settings", "rule"),
+    [
+        ("contiguous", {}, Multiples(4)),
+        ("striped", {}, Multiples(4)),
+        ("zigzag", {}, Multiples(8)),
+        ("document_zigzag", {}, Multiples(8, 8)),
+        ("balanced", {}, Multiples(512)),
+        ("balanced", {"block_tokens": 6}, Multiples(24)),
+        ("contiguous", {"tp": 3}, Multiples(12)),
+        ("zigzag", {"tp": 2}, Multiples(8)),
+        ("zigzag", {"tp": 4}, Multiples(16)),
+        ("document_zigzag", {"tp": 4}, Multiples(16, 8)),
+        ("balanced", {"block_tokens": 6, "tp": 4}, Multiples(48)),
+    ],
+)
 def test_what_must_divide(order, settings, rule):
     assert padding_rule(order, 4, **settings) == rule
     assert rule.row // 4 % settings.get("tp", 1) == 0, "each tp rank takes equally many of a cp rank's tokens"
@@ -65,18 +80,24 @@ def test_what_cannot_be_asked():
         padding_rule("balanced", 2, block_tokens=0)
 
 
-@pytest.mark.parametrize(("ids", "multiple_of", "lengths"), [
-    ([0, 0, 0, 1, 1, -1], 1, (3, 2, 1)),
-    ([0, 0, 0, -1, 1, 1, -1, -1], 4, (4, 4)),
-    ([0, 0, 0, -1, 1, 1, -1, -1], 2, (4, 2, 2)),
-    ([0, 0, 0, 0], 4, (4,)),
-    ([-1, -1], 4, (2,))])
+@pytest.mark.parametrize(
+    ("ids", "multiple_of", "lengths"),
+    [
+        ([0, 0, 0, 1, 1, -1], 1, (3, 2, 1)),
+        ([0, 0, 0, -1, 1, 1, -1, -1], 4, (4, 4)),
+        ([0, 0, 0, -1, 1, 1, -1, -1], 2, (4, 2, 2)),
+        ([0, 0, 0, 0], 4, (4,)),
+        ([-1, -1], 4, (2,)),
+    ],
+)
 def test_documents_are_read_off_with_their_padding(ids, multiple_of, lengths):
     assert document_lengths(torch.tensor(ids), multiple_of) == lengths
 
 
-@pytest.mark.parametrize(("ids", "multiple_of"), [
-    ([0, 0, 0, 1, 1, -1], 2), ([0, 0, -1, -1, 1, 1], 1), ([0, 0, -1, -1, 1, 1], 2), ([-1, 0, 0], 1)])
+@pytest.mark.parametrize(
+    ("ids", "multiple_of"),
+    [([0, 0, 0, 1, 1, -1], 2), ([0, 0, -1, -1, 1, 1], 1), ([0, 0, -1, -1, 1, 1], 2), ([-1, 0, 0], 1)],
+)
 def test_documents_with_other_padding_are_refused(ids, multiple_of):
     with pytest.raises(ShardingError, match="a document begins where the padding of the one before it ends"):
         document_lengths(torch.tensor(ids), multiple_of)

@@ -38,8 +38,13 @@ def test_every_position_has_its_owner():
 
 
 def pairs_by_hand(plan, ids):
-    return [[sum(int(ids[q] == ids[k] and q >= k) for q in plan.positions(r) for k in plan.positions(s))
-             for s in range(plan.cp)] for r in range(plan.cp)]
+    return [
+        [
+            sum(int(ids[q] == ids[k] and q >= k) for q in plan.positions(r) for k in plan.positions(s))
+            for s in range(plan.cp)
+        ]
+        for r in range(plan.cp)
+    ]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -66,6 +71,7 @@ def test_the_figures_of_a_balance():
 
 def test_a_packed_row_is_level_in_the_orders_that_go_by_document():
     lengths = (4096, 64, 64, 64, 1536, 256, 2048, 64)
+
     def slowest(order):
         return ShardPlan.make(order, num_tokens=8192, cp=4, document_lengths=lengths).balance().max_over_mean
 
@@ -88,7 +94,8 @@ def test_tokens_that_do_not_divide_are_refused_in_words():
         "shard plan: zigzag order of 1004 tokens over cp=4\n"
         "  found: 1004 tokens\n"
         "  rule: a positive multiple of 2 * cp = 8\n"
-        "  do: pad the row to 1008 tokens (pack(..., multiple_of=...); data.multiple_of unset does it)")
+        "  do: pad the row to 1008 tokens (pack(..., multiple_of=...); data.multiple_of unset does it)"
+    )
 
 
 def test_unknown_order_is_refused_by_name():
@@ -96,35 +103,45 @@ def test_unknown_order_is_refused_by_name():
         ShardPlan.make("zagzig", num_tokens=8, cp=2)
 
 
-@pytest.mark.parametrize(("order", "more", "words"), [
-    ("striped", {"num_tokens": 9}, "a positive multiple of cp = 2"),
-    ("balanced", {"num_tokens": 8, "document_lengths": (8,)},
-     r"a positive multiple of block_tokens \* cp = 128 \* 2 = 256\n.*pad the row to 256 tokens.*smaller layout.block_"),
-    ("balanced", {"num_tokens": 256}, "the balanced order goes by documents"),
-    ("document_zigzag", {"num_tokens": 8}, "no document_lengths"),
-    ("document_zigzag", {"num_tokens": 16, "document_lengths": (4, 3, 8, 1)},
-     r"document 1 of 3, 3 of 1 tokens\n.*2 \* cp = 4 tokens.*\n.*document_multiple_of=4"),
-    ("zigzag", {"num_tokens": 8, "document_lengths": (4, 5)}, "2 documents of 9 tokens in all"),
-    ("zigzag", {"num_tokens": 8, "document_lengths": (8, 0)}, "0 in the shortest"),
-    ("contiguous", {"num_tokens": 0}, "a positive multiple of cp = 2"),
-    ("contiguous", {"num_tokens": 8, "cp": 0}, "over cp=0"),
-])
+@pytest.mark.parametrize(
+    ("order", "more", "words"),
+    [
+        ("striped", {"num_tokens": 9}, "a positive multiple of cp = 2"),
+        (
+            "balanced",
+            {"num_tokens": 8, "document_lengths": (8,)},
+            r"a positive multiple of block_tokens \* cp = 128 \* 2 = 256\n.*pad the row to 256 tokens"
+            r".*smaller layout.block_",
+        ),
+        ("balanced", {"num_tokens": 256}, "the balanced order goes by documents"),
+        ("document_zigzag", {"num_tokens": 8}, "no document_lengths"),
+        (
+            "document_zigzag",
+            {"num_tokens": 16, "document_lengths": (4, 3, 8, 1)},
+            r"document 1 of 3, 3 of 1 tokens\n.*2 \* cp = 4 tokens.*\n.*document_multiple_of=4",
+        ),
+        ("zigzag", {"num_tokens": 8, "document_lengths": (4, 5)}, "2 documents of 9 tokens in all"),
+        ("zigzag", {"num_tokens": 8, "document_lengths": (8, 0)}, "0 in the shortest"),
+        ("contiguous", {"num_tokens": 0}, "a positive multiple of cp = 2"),
+        ("contiguous", {"num_tokens": 8, "cp": 0}, "over cp=0"),
+    ],
+)
 def test_what_cannot_be_planned_is_refused_in_words(order, more, words):
     with pytest.raises(ShardingError, match=words):
         ShardPlan.make(order, **{"cp": 2} | more)
 
 
-@pytest.mark.parametrize(("tokens", "held"), [
-    (8, "rank 0: 0-0, 2-2, 4-4, 6-6;"), (10, "rank 0: 0-0, 2-2, 4-4, 6-6, and 1 more;"), (12, "6-6, and 2 more;")])
+@pytest.mark.parametrize(
+    ("tokens", "held"),
+    [(8, "rank 0: 0-0, 2-2, 4-4, 6-6;"), (10, "rank 0: 0-0, 2-2, 4-4, 6-6, and 1 more;"), (12, "6-6, and 2 more;")],
+)
 def test_a_plan_names_four_spans_of_a_rank_and_counts_the_others(tokens, held):
     assert held in repr(ShardPlan.make("striped", num_tokens=tokens, cp=2))
 
 
 def test_a_plan_is_drawn_as_text():
     plan = ShardPlan.make("document_zigzag", num_tokens=12, cp=2, document_lengths=(8, 4))
-    assert plan.drawing() == ("tokens     0         11\n"
-                              "documents  aaaaaaaabbbb\n"
-                              "ranks      001111000110")
+    assert plan.drawing() == ("tokens     0         11\ndocuments  aaaaaaaabbbb\nranks      001111000110")
 
 
 def test_a_long_row_is_drawn_by_stretches():

@@ -32,8 +32,16 @@ def a_rank(sharded):
     axis = make_mesh(tp=2)["tp"]
     x, up, down, places = data()
     mine = x.chunk(2, dim=1)[axis.rank] if sharded else x
-    leaves = [tensor.clone().requires_grad_() for tensor in
-              (mine, up.chunk(2, dim=1)[axis.rank], down.chunk(2, dim=0)[axis.rank], torch.ones(4).double(), places)]
+    leaves = [
+        tensor.clone().requires_grad_()
+        for tensor in (
+            mine,
+            up.chunk(2, dim=1)[axis.rank],
+            down.chunk(2, dim=0)[axis.rank],
+            torch.ones(4).double(),
+            places,
+        )
+    ]
     mine, up, down, scale, places = leaves
     out = network(mine, up, down, scale, Stream(axis, sharded), places)
     out.sin().sum().backward()
@@ -66,7 +74,8 @@ def test_tokens_that_tp_does_not_divide_are_refused_in_words():
         assert str(caught.value) == (
             "sequence parallelism of 7 tokens over tp=2\n"
             "  rule: tp divides the tokens of a cp rank\n"
-            "  do: pad rows to a multiple of cp * tp tokens (data.multiple_of unset does it)")
+            "  do: pad rows to a multiple of cp * tp tokens (data.multiple_of unset does it)"
+        )
 
 
 def test_tokens_that_are_not_sharded_need_divide_by_nothing():

@@ -20,8 +20,13 @@ SIZES = {"cp": 2, "tp": 2}
 
 
 def settings(layout, name="gspo"):
-    return {"model": {"source": "tiny-qwen3", "seed": 3}, "precision": "float64", "layout": layout,
-            "loss": {"name": name, "kl": LOSS["kl"]}, "data": {"micro_batches": 2}}
+    return {
+        "model": {"source": "tiny-qwen3", "seed": 3},
+        "precision": "float64",
+        "layout": layout,
+        "loss": {"name": name, "kl": LOSS["kl"]},
+        "data": {"micro_batches": 2},
+    }
 
 
 def collectives(mesh):
@@ -30,8 +35,13 @@ def collectives(mesh):
     value = torch.tensor([own, 0.1 * own], dtype=torch.float64, requires_grad=True)
     whole = gather_scatter(sum_sum(value, mesh["cp"]), mesh["tp"], dim=0)
     (whole * (1 + own)).sum().backward()
-    return {"whole": whole.detach(), "gradient": value.grad, "most": all_max(value, mesh["dp_cp"]),
-            "sum": all_sum(value, mesh["dp"]), "all": torch.stack(all_gather(value, mesh["dp_cp"]))}
+    return {
+        "whole": whole.detach(),
+        "gradient": value.grad,
+        "most": all_max(value, mesh["dp_cp"]),
+        "sum": all_sum(value, mesh["dp"]),
+        "all": torch.stack(all_gather(value, mesh["dp_cp"])),
+    }
 
 
 def real_ranks(documents):
@@ -53,9 +63,15 @@ def test_simulated_ranks_find_what_real_ranks_find_and_one_rank_too(tmp_path):
         assert here["metrics"] == pytest.approx(one["metrics"], rel=1e-10, abs=1e-13)
 
 
-@pytest.mark.parametrize("layout", [{"cp": 4, "attention": "hybrid", "ulysses": 2}, {"cp": 3, "attention": "ring"},
-                                    {"tp": 2, "sequence_parallel": True}, {"dp": 2, "cp": 2, "order": "balanced",
-                                                                           "block_tokens": 4}])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"cp": 4, "attention": "hybrid", "ulysses": 2},
+        {"cp": 3, "attention": "ring"},
+        {"tp": 2, "sequence_parallel": True},
+        {"dp": 2, "cp": 2, "order": "balanced", "block_tokens": 4},
+    ],
+)
 def test_a_layout_of_any_kind_finds_what_one_rank_finds(layout):
     documents = documents_near(11)
     one = step_on(make_mesh(alone=True), settings({}), documents)
@@ -71,8 +87,11 @@ def test_results_come_in_rank_order_and_the_same_each_time():
 
     found = simulate(place, dp=2, cp=1, tp=2)
     assert [coordinates for coordinates, _, _ in found] == [
-        {"dp": 0, "cp": 0, "tp": 0}, {"dp": 0, "cp": 0, "tp": 1},
-        {"dp": 1, "cp": 0, "tp": 0}, {"dp": 1, "cp": 0, "tp": 1}]
+        {"dp": 0, "cp": 0, "tp": 0},
+        {"dp": 0, "cp": 0, "tp": 1},
+        {"dp": 1, "cp": 0, "tp": 0},
+        {"dp": 1, "cp": 0, "tp": 1},
+    ]
     assert found[1][1:] == ([(1, 3), (), (0, 1), (1, 3)], 4)
 
 
@@ -163,15 +182,21 @@ def crossed(mesh):
         all_sum(torch.ones(2), mesh[axis])
 
 
-@pytest.mark.parametrize(("function", "words"), [
-    (ends_early, r"nobody can go on.*rank 0 \(dp=0, cp=0, tp=0\) waits in all_sum over cp of 2 float32 "
-                 r"\(test_simulated\.py:\d+\).*rank 1 .*ended"),
-    (other_shape, r"different collectives.*rank 1 .*all_sum over cp of 3 float32.*rank 0 .*all_sum over cp of 2"),
-    (other_collective, r"rank 1 .*all_max over cp.*rank 0 .*all_sum over cp"),
-    (other_dtype, r"rank 1 .*of 2 float64.*rank 0 .*of 2 float32"),
-    (no_backward, r"rank 1 .*waits in backward of sum_sum over cp"),
-    (crossed, r"nobody can go on.*waits in all_sum over (cp|dp)"),
-])
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            ends_early,
+            r"nobody can go on.*rank 0 \(dp=0, cp=0, tp=0\) waits in all_sum over cp of 2 float32 "
+            r"\(test_simulated\.py:\d+\).*rank 1 .*ended",
+        ),
+        (other_shape, r"different collectives.*rank 1 .*all_sum over cp of 3 float32.*rank 0 .*all_sum over cp of 2"),
+        (other_collective, r"rank 1 .*all_max over cp.*rank 0 .*all_sum over cp"),
+        (other_dtype, r"rank 1 .*of 2 float64.*rank 0 .*of 2 float32"),
+        (no_backward, r"rank 1 .*waits in backward of sum_sum over cp"),
+        (crossed, r"nobody can go on.*waits in all_sum over (cp|dp)"),
+    ],
+)
 def test_ranks_that_part_are_an_error_in_words(function, words):
     before = set(threading.enumerate())  # those of a rank that took too long, in another test, may end meanwhile
     with pytest.raises(LaunchError, match=f"(?s){words}"):

@@ -69,7 +69,8 @@ def test_heads_that_tp_does_not_divide_are_refused_in_words():
         "tensor parallelism over tp=4\n"
         "  found: 2 key/value heads\n"
         "  rule: tp divides the query heads and the key/value heads\n"
-        "  do: choose tp among the common divisors of [2, 4]")
+        "  do: choose tp among the common divisors of [2, 4]"
+    )
 
 
 def test_ranges_cover_an_uneven_vocabulary_once():
@@ -82,10 +83,15 @@ def test_a_rank_without_vocabulary_is_refused():
         shard_range(9, Axis("tp", 4, 0), what="vocabulary")  # pieces of 3: the fourth rank gets nothing
 
 
-@pytest.mark.parametrize(("plan", "message"), [
-    ({"up": "mla_kv_a_proj"}, "'up' is 'mla_kv_a_proj'"), ({"gate": "colwise"}, "no module of that name"),
-    ({"gate": "packed_colwise"}, "no parameter of that name"),
-    ({"up": "moe_tp_experts"}, "up.weight, up.bias left whole")])
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"up": "mla_kv_a_proj"}, "'up' is 'mla_kv_a_proj'"),
+        ({"gate": "colwise"}, "no module of that name"),
+        ({"gate": "packed_colwise"}, "no parameter of that name"),
+        ({"up": "moe_tp_experts"}, "up.weight, up.bias left whole"),
+    ],
+)
 def test_a_plan_that_is_not_understood_is_refused_by_name(plan, message):
     with pytest.raises(ShardingError, match=message):
         apply_tensor_parallel(small(), plan, TWO)
@@ -205,11 +211,19 @@ class Decoder(nn.Module):
 
 
 EVERYTHING = {
-    "embed": "embedding_rowwise", "places": "positions", "layers.*.mixer.into": "colwise_of_three",
-    "layers.*.mixer.out": "rowwise", "layers.*.turned.into": "colwise_of_three", "layers.*.turned.out": "rowwise",
-    "layers.*.gathered.into": "colwise_gather_output", "layers.*.gathered.out": "rowwise_split_input",
-    "layers.*.mixture.experts": "moe_tp_experts", "layers.*.mixture.experts.up": "packed_colwise",
-    "layers.*.mixture.experts.down": "rowwise", "layers.?.up": "colwise", "layers.?.down": "rowwise",
+    "embed": "embedding_rowwise",
+    "places": "positions",
+    "layers.*.mixer.into": "colwise_of_three",
+    "layers.*.mixer.out": "rowwise",
+    "layers.*.turned.into": "colwise_of_three",
+    "layers.*.turned.out": "rowwise",
+    "layers.*.gathered.into": "colwise_gather_output",
+    "layers.*.gathered.out": "rowwise_split_input",
+    "layers.*.mixture.experts": "moe_tp_experts",
+    "layers.*.mixture.experts.up": "packed_colwise",
+    "layers.*.mixture.experts.down": "rowwise",
+    "layers.?.up": "colwise",
+    "layers.?.down": "rowwise",
 }
 STEP = [torch.tensor([[0, 4, 2, 1]]), torch.tensor([[3, 3, 0, 4]])]
 
@@ -251,11 +265,25 @@ def test_every_style_equals_the_whole_model_with_tokens_whole_or_sharded(sharded
             torch.testing.assert_close(hidden, other, rtol=0, atol=1e-12)
         assert_float64_parity(gradients, whole, context="two ranks")
         partial = {name for name, shard in shards.items() if shard.gradient_is_partial}
-        always = {f"layers.{layer}.{name}" for layer in (0, 1)
-                  for name in ("mixer.norm", "turned.norm", "gathered.norm.weight", "gathered.norm.bias")}
-        between = {f"layers.{layer}.{name}" for layer in (0, 1)
-                   for name in ("norm.weight", "norm.bias", "mixer.out.bias", "turned.out.bias", "gathered.out.bias",
-                                "mixture.router.weight", "mixture.router.bias", "down.bias")} | {"places.weight"}
+        always = {
+            f"layers.{layer}.{name}"
+            for layer in (0, 1)
+            for name in ("mixer.norm", "turned.norm", "gathered.norm.weight", "gathered.norm.bias")
+        }
+        between = {
+            f"layers.{layer}.{name}"
+            for layer in (0, 1)
+            for name in (
+                "norm.weight",
+                "norm.bias",
+                "mixer.out.bias",
+                "turned.out.bias",
+                "gathered.out.bias",
+                "mixture.router.weight",
+                "mixture.router.bias",
+                "down.bias",
+            )
+        } | {"places.weight"}
         assert partial == always | (between if sharded else set())
 
 
@@ -283,10 +311,17 @@ def test_sections_of_a_packed_parameter_come_back_in_order():
     assert torch.equal(full_gradient(torch.arange(8), shard, Axis("tp")), torch.arange(8))
 
 
-@pytest.mark.parametrize(("shard", "shape", "tp"), [
-    (ParameterShard(), (5, 3), 2), (ParameterShard(0), (19, 3), 2), (ParameterShard(0), (19,), 4),
-    (ParameterShard(1), (3, 8), 2), (ParameterShard(0, parts=(6, 6)), (12, 2), 2),
-    (ParameterShard(1, parts=(4, 4, 4)), (2, 12), 4)])
+@pytest.mark.parametrize(
+    ("shard", "shape", "tp"),
+    [
+        (ParameterShard(), (5, 3), 2),
+        (ParameterShard(0), (19, 3), 2),
+        (ParameterShard(0), (19,), 4),
+        (ParameterShard(1), (3, 8), 2),
+        (ParameterShard(0, parts=(6, 6)), (12, 2), 2),
+        (ParameterShard(1, parts=(4, 4, 4)), (2, 12), 4),
+    ],
+)
 def test_a_part_is_the_way_back_from_the_whole(shard, shape, tp):
     whole = torch.randn(shape)
 
@@ -308,8 +343,11 @@ def test_a_part_of_the_whole_is_what_a_cut_model_holds(sharded):
         model = decoder()
         shards = apply_tensor_parallel(model, EVERYTHING, mesh["tp"], sequence_parallel=sharded)
         assert {shard.dim for shard in shards.values()} == {None, 0, 1, 2}
-        return [name for name, held in model.named_parameters()
-                if not torch.equal(own_part(whole[name], shards[name], mesh["tp"]), held)]
+        return [
+            name
+            for name, held in model.named_parameters()
+            if not torch.equal(own_part(whole[name], shards[name], mesh["tp"]), held)
+        ]
 
     assert simulate(check, tp=2) == [[], []]
 

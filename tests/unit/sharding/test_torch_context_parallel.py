@@ -36,8 +36,9 @@ def test_a_torch_without_it_is_said(monkeypatch):
         torch_ring.__wrapped__()
 
 
-@pytest.mark.parametrize(("length", "device", "said"), [
-    (128, "cpu", "tensors on cpu"), (126, "cuda", "126 is no multiple of 2 [*] cp = 4")])
+@pytest.mark.parametrize(
+    ("length", "device", "said"), [(128, "cpu", "tensors on cpu"), (126, "cuda", "126 is no multiple of 2 [*] cp = 4")]
+)
 def test_rows_that_it_cannot_share_out_are_refused(length, device, said):
     with pytest.raises(ShardingError, match=said):
         check_rows(length, 2, device, TorchRing(contextlib.nullcontext, "here"))
@@ -49,8 +50,10 @@ def test_the_multiple_to_pad_to_is_said():
 
 
 def test_tensors_of_several_lengths_are_refused():
-    with (pytest.raises(ShardingError, match="labels of 7 beside 8 tokens"),
-          torch_context_parallel(Axis("cp"), {"ids": torch.zeros(1, 8), "labels": torch.zeros(1, 7)})):
+    with (
+        pytest.raises(ShardingError, match="labels of 7 beside 8 tokens"),
+        torch_context_parallel(Axis("cp"), {"ids": torch.zeros(1, 8), "labels": torch.zeros(1, 7)}),
+    ):
         pass
 
 
@@ -94,11 +97,15 @@ def test_repeated_heads_are_the_groups():
     assert seen[0, :, 0, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize(("more", "said"), [
-    ({"attn_mask": torch.ones(64, 64)}, "an attention mask of shape [(]64, 64[)]"),
-    ({"dropout_p": 0.1}, "dropout of 0.1"), ({"is_causal": False}, "attention that is not causal"),
-    ({"query": (1, 4, 96, 8)}, "96 tokens a rank in torch.float32"),
-])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"attn_mask": torch.ones(64, 64)}, "an attention mask of shape [(]64, 64[)]"),
+        ({"dropout_p": 0.1}, "dropout of 0.1"),
+        ({"is_causal": False}, "attention that is not causal"),
+        ({"query": (1, 4, 96, 8)}, "96 tokens a rank in torch.float32"),
+    ],
+)
 def test_what_the_ring_does_not_know_is_refused(more, said):
     with pytest.raises(ShardingError, match=said):
         asked(**more)
@@ -117,8 +124,10 @@ def attend(query, key, value):
 
 def heads(requires_grad=False):
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(2, h, 128, 8, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
-            for h in (4, 2, 2)]
+    return [
+        torch.randn(2, h, 128, 8, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
+        for h in (4, 2, 2)
+    ]
 
 
 def in_and_out():
@@ -133,9 +142,13 @@ def in_and_out():
         inside = functional.scaled_dot_product_attention is not before
     with contextlib.suppress(KeyError), torch_context_parallel(axis, tensors, ring=RING):
         raise KeyError("halfway")
-    return {"same": same, "inside": inside, "put back": functional.scaled_dot_product_attention is before,
-            "whole": torch.equal(ids, torch.arange(256).view(2, 128)),
-            "gradients": [part.grad for part in (query, key, value)]}
+    return {
+        "same": same,
+        "inside": inside,
+        "put back": functional.scaled_dot_product_attention is before,
+        "whole": torch.equal(ids, torch.arange(256).view(2, 128)),
+        "gradients": [part.grad for part in (query, key, value)],
+    }
 
 
 def test_rows_are_cut_and_everything_is_put_back(tmp_path):

@@ -61,7 +61,9 @@ def test_the_ring_is_attention_over_whole_rows(tmp_path):
     for rank, found in enumerate(run_ranks(on_a_gpu, 2, tmp_path)):
         for dtype, bar in BARS.items():
             assert found[f"{dtype} put back"]
-            assert found[f"{dtype} places"] == [*range(64 * rank, 64 * rank + 64),
-                                                *range(192 - 64 * rank, 256 - 64 * rank)]
+            assert found[f"{dtype} places"] == [
+                *range(64 * rank, 64 * rank + 64),
+                *range(192 - 64 * rank, 256 - 64 * rank),
+            ]
             for name in ("out", "query", "key", "value"):
                 assert found[dtype, name] < bar, f"{dtype}, {name}, rank {rank}"

@@ -22,9 +22,16 @@ def moves(rank, group, size):
     counts_RR = torch.tensor([[0, 1, 2], [0, 0, 0], [1, 0, 3]])  # rows from rank to rank
     rows = torch.arange(float(counts_RR[rank].sum()))[:, None] + 10 * rank
     wait = wire.start_rotation([mine, -mine], group, rank, size, 2)
-    return {"mine": mine, "total": total, "most": most, "all": wire.all_gather(mine, group, size),
-            "own": wire.reduce_scatter(pieces_R, group, rank), "swapped": wire.all_to_all(pieces_R, group, rank),
-            "rotated": wait(), "rows": wire.exchange_rows(rows, counts_RR, group, rank)}
+    return {
+        "mine": mine,
+        "total": total,
+        "most": most,
+        "all": wire.all_gather(mine, group, size),
+        "own": wire.reduce_scatter(pieces_R, group, rank),
+        "swapped": wire.all_to_all(pieces_R, group, rank),
+        "rotated": wait(),
+        "rows": wire.exchange_rows(rows, counts_RR, group, rank),
+    }
 
 
 def over_gloo():

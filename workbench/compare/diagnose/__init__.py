@@ -23,8 +23,13 @@ from workbench.compare.diagnose.record import Record as Record
 from workbench.runs.store import RunDirectory
 
 
-def diagnose(trusted: Record | RunDirectory | Path | str, suspect: Record | RunDirectory | Path | str, *,
-             run: Runner | None = None, experiments: int = 3) -> Diagnosis:
+def diagnose(
+    trusted: Record | RunDirectory | Path | str,
+    suspect: Record | RunDirectory | Path | str,
+    *,
+    run: Runner | None = None,
+    experiments: int = 3,
+) -> Diagnosis:
     """Say what may have gone wrong in one run, held against another that is taken for right.
 
     Nothing but the two records is looked at: loss, metrics, gradients or their norms, per-token values, as far as both

@@ -49,8 +49,13 @@ class Cause:
 NOT: Judged = (0.0, [])
 ROUNDED_NATS = 0.05
 """Eight bits of a logit move a log-probability by less."""
-_AXES = {"dp": "data-parallel ranks", "cp": "context-parallel ranks", "tp": "tensor-parallel ranks",
-         "micro_batches": "micro-batches", "accumulation": "accumulation steps"}
+_AXES = {
+    "dp": "data-parallel ranks",
+    "cp": "context-parallel ranks",
+    "tp": "tensor-parallel ranks",
+    "micro_batches": "micro-batches",
+    "accumulation": "accumulation steps",
+}
 
 
 # ---- nothing, or nothing that counts -----------------------------------------------------------------------
@@ -89,8 +94,10 @@ def _rounded_logprobs(facts: Facts) -> Judged:
         return NOT
     if size > ROUNDED_NATS or mean > 4 * size / len(moved) ** 0.5 or abs(float(moved.sign().mean())) > 0.5:
         return NOT
-    return 0.8, [f"log-probabilities of all tokens are off by {size:.2g} nats, at most {float(moved.abs().max()):.2g}, "
-                 "in both directions, and no other cause leaves them unbiased"]
+    return 0.8, [
+        f"log-probabilities of all tokens are off by {size:.2g} nats, at most {float(moved.abs().max()):.2g}, "
+        "in both directions, and no other cause leaves them unbiased"
+    ]
 
 
 def _rounded_gradient(facts: Facts) -> Judged:
@@ -105,7 +112,8 @@ def _rounded_gradient(facts: Facts) -> Judged:
         return 0.97, [f"every element of the gradient has a place in {name}, and the trusted ones have not"]
     near = float((moved <= right.abs() / 100).double().mean())
     return (0.75 if near > 0.85 else 0.3), [
-        f"{near:.0%} of the gradient's elements are right to a hundredth of themselves, whatever their size"]
+        f"{near:.0%} of the gradient's elements are right to a hundredth of themselves, whatever their size"
+    ]
 
 
 # ---- one factor on everything ------------------------------------------------------------------------------
@@ -120,12 +128,18 @@ def _factor(name: str, inverse: bool) -> Callable[[Facts], Judged]:
             return NOT
         found = facts.factor_names[hits[0]]
         if facts.inexact_power:
-            return 0.45, [f"every gradient is about {facts.step.factor:.6g} times the trusted one, which is "
-                          f"{found.words}; but such a factor rounds nothing, and something was rounded"]
-        loss = {True: "the loss is right", False: f"the loss is {facts.loss_factor or 0:.4g} times",
-                None: "the loss says nothing"}[facts.loss_shown]
+            return 0.45, [
+                f"every gradient is about {facts.step.factor:.6g} times the trusted one, which is "
+                f"{found.words}; but such a factor rounds nothing, and something was rounded"
+            ]
+        loss = {
+            True: "the loss is right",
+            False: f"the loss is {facts.loss_factor or 0:.4g} times",
+            None: "the loss says nothing",
+        }[facts.loss_shown]
         return max(0.95 - 0.08 * hits[0], 0.5), [
-            f"every gradient is {facts.step.factor:.6g} times the trusted one, which is {found.words}; {loss}"]
+            f"every gradient is {facts.step.factor:.6g} times the trusted one, which is {found.words}; {loss}"
+        ]
 
     return judge
 
@@ -140,33 +154,57 @@ def _factor_causes() -> list[Cause]:
     made = []
     for axis in AXES:
         many = _AXES[axis]
-        made += [Cause(f"times_{axis}", f"each of the {many} counts the whole where its share was due: summed where it "
-                       "must be averaged", _factor(axis, False), frozenset({axis})),
-                 Cause(f"over_{axis}", f"averaged over {many}, each of which holds only its share of the sum",
-                       _factor(axis, True), frozenset({axis}))]
+        made += [
+            Cause(
+                f"times_{axis}",
+                f"each of the {many} counts the whole where its share was due: summed where it must be averaged",
+                _factor(axis, False),
+                frozenset({axis}),
+            ),
+            Cause(
+                f"over_{axis}",
+                f"averaged over {many}, each of which holds only its share of the sum",
+                _factor(axis, True),
+                frozenset({axis}),
+            ),
+        ]
     for several in (2, 3):
         for axes in itertools.combinations(AXES, several):
             many, key = " and ".join(_AXES[axis] for axis in axes), "_".join(axes)
-            made += [Cause(f"times_{key}", f"a factor of {many} too much", _factor(" * ".join(axes), False),
-                           frozenset(axes)),
-                     Cause(f"over_{key}", f"a factor of {many} too little", _factor(" * ".join(axes), True),
-                           frozenset(axes))]
+            made += [
+                Cause(
+                    f"times_{key}", f"a factor of {many} too much", _factor(" * ".join(axes), False), frozenset(axes)
+                ),
+                Cause(
+                    f"over_{key}", f"a factor of {many} too little", _factor(" * ".join(axes), True), frozenset(axes)
+                ),
+            ]
     for above, below in itertools.permutations(AXES, 2):
-        made += [Cause(f"times_{above}_over_{below}",
-                       f"a factor of {_AXES[above]} too much, of {_AXES[below]} too little",
-                       _either(f"{above} / {below}", f"{below} / {above}"), frozenset({above, below}))]
-    for size, words in (("documents", "the number of documents"), ("trained tokens", "the number of trained tokens"),
-                        ("all documents / documents", "documents counted that train nothing"),
-                        ("all tokens / trained tokens", "tokens counted that do not train"),
-                        ("padded tokens / trained tokens", "padding counted among the tokens"),
-                        ("(trained tokens + masked documents) / trained tokens",
-                         "a document that trains nothing counted as one token"),
-                        ("trained tokens / documents", "documents counted for tokens, or the other way round"),
-                        ("temperature", "the sampling temperature"), ("kept mass", "the mass that sampling kept")):
+        made += [
+            Cause(
+                f"times_{above}_over_{below}",
+                f"a factor of {_AXES[above]} too much, of {_AXES[below]} too little",
+                _either(f"{above} / {below}", f"{below} / {above}"),
+                frozenset({above, below}),
+            )
+        ]
+    for size, words in (
+        ("documents", "the number of documents"),
+        ("trained tokens", "the number of trained tokens"),
+        ("all documents / documents", "documents counted that train nothing"),
+        ("all tokens / trained tokens", "tokens counted that do not train"),
+        ("padded tokens / trained tokens", "padding counted among the tokens"),
+        ("(trained tokens + masked documents) / trained tokens", "a document that trains nothing counted as one token"),
+        ("trained tokens / documents", "documents counted for tokens, or the other way round"),
+        ("temperature", "the sampling temperature"),
+        ("kept mass", "the mass that sampling kept"),
+    ):
         key = size.replace(" / ", "_per_").replace(" ", "_").strip("(").replace(")", "").replace("+", "and")
         needs = frozenset({size.replace(" ", "_")}) if size in ("temperature", "kept mass") else frozenset()
-        made += [Cause(f"over_{key}", f"divided once too often by: {words}", _factor(size, True), needs),
-                 Cause(f"times_{key}", f"multiplied once too often with: {words}", _factor(size, False), needs)]
+        made += [
+            Cause(f"over_{key}", f"divided once too often by: {words}", _factor(size, True), needs),
+            Cause(f"times_{key}", f"multiplied once too often with: {words}", _factor(size, False), needs),
+        ]
     return made
 
 
@@ -202,7 +240,8 @@ def _step_count(facts: Facts) -> Judged:
         what, count, other = found
         return (0.5 if facts.factor_names else 0.85), [
             f"every gradient is {facts.step.factor:.6g} times the trusted one, as if there were {other} and not "
-            f"{count} {what}, or the other way round"]
+            f"{count} {what}, or the other way round"
+        ]
     return NOT
 
 
@@ -211,20 +250,28 @@ def _weighed_otherwise(facts: Facts) -> bool:
 
     Tokens that had counts of their parts have one of the step then, and parts weigh by their size.
     """
-    return facts.gradient_same is False and not facts.step.parallel and bool(facts.ways) \
+    return (
+        facts.gradient_same is False
+        and not facts.step.parallel
+        and bool(facts.ways)
         and not any(way.kind for way in facts.ways)
+    )
 
 
 def _uneven_weights(facts: Facts) -> Judged:
     """Each token pulls by a wrong weight: which a loss shows, or the gradient alone."""
     step = facts.step
     if facts.inputs_same and _weighed_otherwise(facts):
-        return 0.9, [f"the recorded loss is the sum over {facts.ways[0].words}, and the gradient is not the trusted "
-                     "one times a number: parts of the step weigh by their size"]
+        return 0.9, [
+            f"the recorded loss is the sum over {facts.ways[0].words}, and the gradient is not the trusted "
+            "one times a number: parts of the step weigh by their size"
+        ]
     if facts.inputs_same and (near := facts.near_name) is not None:
-        return 0.65, [f"every gradient is about {step.factor:.5g} times the trusted one, which is {near.words} within "
-                      f"its rounding, and the loss {facts.loss_factor or 0:.6g} times, which is not: parts of the "
-                      "step weigh by counts of their own"]
+        return 0.65, [
+            f"every gradient is about {step.factor:.5g} times the trusted one, which is {near.words} within "
+            f"its rounding, and the loss {facts.loss_factor or 0:.6g} times, which is not: parts of the "
+            "step weigh by counts of their own"
+        ]
     if (said := _another_gradient(facts)) and (step.cosine or 0) > 0.5 and 0.5 < (facts.norm_factor or 0) < 2:
         return 0.45, [f"{said}: tokens may pull by weights that are not their own"]
     return _uneven_counts(facts)
@@ -233,8 +280,13 @@ def _uneven_weights(facts: Facts) -> Judged:
 def _uneven_counts(facts: Facts) -> Judged:
     """Local counts without per-token values: another loss and gradient from the same inputs, much in parallel."""
     step = facts.step
-    if facts.loss_same is not False or not facts.inputs_same or facts.scaled or facts.ways \
-            or facts.gradient_same is not False:
+    if (
+        facts.loss_same is not False
+        or not facts.inputs_same
+        or facts.scaled
+        or facts.ways
+        or facts.gradient_same is not False
+    ):
         return NOT
     if facts.metrics_off("ratio/", "clip/"):
         return 0.15, ["the same inputs give another loss and gradient, but ratios differ too"]
@@ -244,7 +296,8 @@ def _uneven_counts(facts: Facts) -> Judged:
     large = (facts.norm_factor or 1) > 1.3 or (facts.norm_factor or 1) < 0.7
     return 0.55 if large else 0.4, [
         f"the same inputs give another loss and gradient, {facts.norm_factor or 0:.3g} times as long, cosine "
-        f"{cosine:.3f}: some tokens weigh too much, others too little"]
+        f"{cosine:.3f}: some tokens weigh too much, others too little"
+    ]
 
 
 def _loss_alone(facts: Facts) -> Judged:
@@ -254,7 +307,8 @@ def _loss_alone(facts: Facts) -> Judged:
     if not facts.inputs_same:
         return 0.3, ["the gradient is right within noise, but the loss is made of other inputs"]
     return (0.5 if facts.term_hidden else 0.95), [
-        f"the gradient is right, and the loss {facts.loss_factor or 0:.4g} times{named}"]
+        f"the gradient is right, and the loss {facts.loss_factor or 0:.4g} times{named}"
+    ]
 
 
 # ---- metrics ------------------------------------------------------------------------------------------------
@@ -269,8 +323,10 @@ def _metrics_alone(facts: Facts) -> Judged:
         return NOT
     first, (right, wrong) = next(iter(facts.step.metrics.items()))
     agreed = _agreed(loss=facts.loss_shown, gradient=facts.gradient_same)
-    return 0.93, [f"{agreed}; {len(facts.step.metrics)} of {facts.step.compared_metrics} metrics "
-                  f"differ, {first} is {wrong:.4g}, not {right:.4g}"]
+    return 0.93, [
+        f"{agreed}; {len(facts.step.metrics)} of {facts.step.compared_metrics} metrics "
+        f"differ, {first} is {wrong:.4g}, not {right:.4g}"
+    ]
 
 
 def _norm_alone(facts: Facts) -> Judged:
@@ -305,44 +361,60 @@ def _at(places: tuple[str, ...], *values: str, high: float = 0.95) -> Callable[[
 
 def _next_document(facts: Facts) -> Judged:
     """The last token of a document reads, or trains, the first of the next; one that trains no more is a mask's."""
-    return max(_at(("document ends",), "policy_logprobs")(facts),
-               _at(("document starts",), "policy_logprobs", "trained")(facts), key=lambda judged: judged[0])
+    return max(
+        _at(("document ends",), "policy_logprobs")(facts),
+        _at(("document starts",), "policy_logprobs", "trained")(facts),
+        key=lambda judged: judged[0],
+    )
 
 
 def _shard_positions(facts: Facts) -> Judged:
     """Behind an edge between ranks, or where halves of shards are put elsewhere, which is the rarer mistake."""
-    return max(_at(("behind shard edges", "returns"), "policy_logprobs")(facts),
-               _at(("behind half a shard",), "policy_logprobs", high=0.9)(facts), key=lambda judged: judged[0])
+    return max(
+        _at(("behind shard edges", "returns"), "policy_logprobs")(facts),
+        _at(("behind half a shard",), "policy_logprobs", high=0.9)(facts),
+        key=lambda judged: judged[0],
+    )
 
 
 def _mask_moved(facts: Facts) -> Judged:
     if facts.mask_same is not False:
         return NOT
-    at_places = max(facts.agree(place, "trained") for place in ("shard edges", "document starts",
-                                                                "document beginnings"))
-    return 0.85 * (1 - 0.7 * at_places), ["other tokens train" + (
-        "" if facts.off_tokens("trained") is None else f": {int(facts.off_tokens('trained').sum())} differ")]
+    at_places = max(
+        facts.agree(place, "trained") for place in ("shard edges", "document starts", "document beginnings")
+    )
+    return 0.85 * (1 - 0.7 * at_places), [
+        "other tokens train"
+        + ("" if facts.off_tokens("trained") is None else f": {int(facts.off_tokens('trained').sum())} differ")
+    ]
 
 
 def _other_targets(facts: Facts) -> Judged:
     """The distribution at a token is the same, as its entropy says, and what is read of it is not."""
     change, off, entropies = facts.change(), facts.off_tokens("policy_logprobs"), facts.off_tokens("entropy_nats")
     if (shift := facts.distributions_shifted) is not None:
-        return 0.95, ["entropies are those of the token "
-                      f"{'before' if shift > 0 else 'after'}, and log-probabilities are not: the distributions are "
-                      "right, and the targets of others are read"]
+        return 0.95, [
+            "entropies are those of the token "
+            f"{'before' if shift > 0 else 'after'}, and log-probabilities are not: the distributions are "
+            "right, and the targets of others are read"
+        ]
     if change is None or off is None or entropies is None or not bool(off.any()) or not bool((change[1] != 0).any()):
         return NOT
     turned = facts.change("entropy_nats")
-    if turned is None or float((off & ~entropies).sum()) < 0.9 * float(off.sum()) or \
-            float(turned[1].norm()) > 0.05 * float(change[1].norm()):
+    if (
+        turned is None
+        or float((off & ~entropies).sum()) < 0.9 * float(off.sum())
+        or float(turned[1].norm()) > 0.05 * float(change[1].norm())
+    ):
         return NOT
     moved = change[1][change[1].abs() > facts.step.noise.logprob_nats]
     if len(moved) and abs(float(moved.sign().mean())) > 0.95 and facts.share_off("policy_logprobs") > 0.3:
         return NOT
     at_places = max(facts.agree(place, "policy_logprobs") for place in ("shard edges", "document ends"))
-    return 0.8 * (1 - 0.5 * at_places), [f"log-probabilities of {int(off.sum())} tokens differ, and the entropies "
-                                         "there do not: the distributions are right, and other targets are read"]
+    return 0.8 * (1 - 0.5 * at_places), [
+        f"log-probabilities of {int(off.sum())} tokens differ, and the entropies "
+        "there do not: the distributions are right, and other targets are read"
+    ]
 
 
 def _old_misaligned(facts: Facts) -> Judged:
@@ -380,8 +452,10 @@ def _temperature(facts: Facts) -> Judged:
     sharper = float(entropy[1].sum()) < 0
     if (slope > 0) != sharper:
         return NOT
-    return 0.95 - rest, [f"log-probabilities move along logp + entropy (slope {slope:.3g}, {rest:.1%} unexplained), "
-                         f"and the entropy {'falls' if sharper else 'rises'}"]
+    return 0.95 - rest, [
+        f"log-probabilities move along logp + entropy (slope {slope:.3g}, {rest:.1%} unexplained), "
+        f"and the entropy {'falls' if sharper else 'rises'}"
+    ]
 
 
 def _logprobs_scaled(facts: Facts) -> Judged:
@@ -400,8 +474,10 @@ def _logprobs_scaled(facts: Facts) -> Judged:
     _, as_is = fit(change[0] + entropy[0], change[1])
     if rest > 0.35 or rest > as_is or (slope > 0) != (temperature > 1):
         return NOT
-    return 0.93 - rest, [f"times the temperature they move along logp + entropy (slope {slope:.3g}, {rest:.1%} "
-                         "unexplained): the softmax was without it, and its logarithm was divided"]
+    return 0.93 - rest, [
+        f"times the temperature they move along logp + entropy (slope {slope:.3g}, {rest:.1%} "
+        "unexplained): the softmax was without it, and its logarithm was divided"
+    ]
 
 
 def _normaliser(facts: Facts) -> Judged:
@@ -414,7 +490,8 @@ def _normaliser(facts: Facts) -> Judged:
         return NOT
     return 0.5 + 0.3 * facts.share_off("policy_logprobs"), [
         f"log-probabilities of {len(moved)} tokens move, all of them "
-        f"{'up' if float(moved.sum()) > 0 else 'down'}: the normaliser is over other tokens of the vocabulary"]
+        f"{'up' if float(moved.sum()) > 0 else 'down'}: the normaliser is over other tokens of the vocabulary"
+    ]
 
 
 def _logprobs_other(facts: Facts) -> Judged:
@@ -459,10 +536,17 @@ def _ratio(facts: Facts) -> Judged:
     if facts.forward_same is False or facts.old_same is False or facts.mask_same is False:
         return NOT
     off = facts.metrics_off("ratio/", "clip/", "correction/", "kl/")
-    if not off and facts.document_values_cut and facts.loss_moves_less and _one_term(facts)[0] >= 0.8 and all(
-            key.startswith("loss/policy") for key in facts.terms[0]):
-        return 0.85, ["only the policy's term differs, its gradient much and its value little; tokens' values do not "
-                      "follow their own ratios, so ratios are those of documents, of which ranks hold parts"]
+    if (
+        not off
+        and facts.document_values_cut
+        and facts.loss_moves_less
+        and _one_term(facts)[0] >= 0.8
+        and all(key.startswith("loss/policy") for key in facts.terms[0])
+    ):
+        return 0.85, [
+            "only the policy's term differs, its gradient much and its value little; tokens' values do not "
+            "follow their own ratios, so ratios are those of documents, of which ranks hold parts"
+        ]
     if not off or facts.gradient_same is not False or facts.metrics_off(*ADVANTAGES):
         return NOT
     return 0.75, [f"{', '.join(off[:3])} differ, and the log-probabilities that they are made of do not"]
@@ -492,8 +576,12 @@ def _other_loss(facts: Facts) -> Judged:
 
 
 def _gradient_only(facts: Facts) -> bool:
-    return facts.gradient_same is False and facts.loss_same is not False and facts.forward_same is not False \
+    return (
+        facts.gradient_same is False
+        and facts.loss_same is not False
+        and facts.forward_same is not False
         and facts.mask_same is not False
+    )
 
 
 def _no_gradient(facts: Facts) -> Judged:
@@ -513,9 +601,11 @@ def _only(groups: set[str], high: float) -> Callable[[Facts], Judged]:
         if not _gradient_only(facts) or not facts.clear or not facts.groups_off() <= groups:
             return NOT
         ratios = sorted(p.ratio for p in facts.off.values())
-        return high, [f"only {len(facts.off)} of {len(facts.step.parameters)} parameters differ, each of them "
-                      f"{' or '.join(sorted(groups))}; their norms are {ratios[0]:.3g} to {ratios[-1]:.3g} times as "
-                      "large"]
+        return high, [
+            f"only {len(facts.off)} of {len(facts.step.parameters)} parameters differ, each of them "
+            f"{' or '.join(sorted(groups))}; their norms are {ratios[0]:.3g} to {ratios[-1]:.3g} times as "
+            "large"
+        ]
 
     return judge
 
@@ -536,8 +626,13 @@ def _scaled_together(facts: Facts) -> float | None:
 
 def _head_only(facts: Facts) -> Judged:
     score, why = _only({"head"}, 0.9)(facts)
-    if not score and facts.right and facts.off and facts.groups_off() == {"embedding"} \
-            and not any("lm_head" in name for name in facts.step.parameters):
+    if (
+        not score
+        and facts.right
+        and facts.off
+        and facts.groups_off() == {"embedding"}
+        and not any("lm_head" in name for name in facts.step.parameters)
+    ):
         score, why = _only({"embedding"}, 0.85)(facts)  # a tied head is the embedding
     return score, why
 
@@ -560,8 +655,10 @@ def _below_head(facts: Facts) -> Judged:
     """Everything but the head: what flows back from it into the model is another thing."""
     if not _gradient_only(facts):
         return NOT
-    if not any("lm_head" in name for name in facts.step.parameters) and (
-            factor := facts.all_but_embedding_scaled) is not None:
+    if (
+        not any("lm_head" in name for name in facts.step.parameters)
+        and (factor := facts.all_but_embedding_scaled) is not None
+    ):
         return 0.88, [f"all but the embedding, which is the head too, is {factor:.6g} times the trusted gradient"]
     right = {name for name in facts.right if "lm_head" in name}
     others = [name for name in facts.right if name not in right and facts.right[name].share > 1e-3]
@@ -595,8 +692,10 @@ def _layer_input(facts: Facts) -> Judged:
     before_attention = facts.top_off == {"input_layernorm"}
     if not before_mlp and not before_attention:
         return NOT
-    return 0.85, [f"in the highest layer that differs, {'the MLP' if before_mlp else 'attention'} is right, and what "
-                  "it gives back to its input is not"]
+    return 0.85, [
+        f"in the highest layer that differs, {'the MLP' if before_mlp else 'attention'} is right, and what "
+        "it gives back to its input is not"
+    ]
 
 
 def _some_parameters(facts: Facts) -> Judged:
@@ -604,8 +703,10 @@ def _some_parameters(facts: Facts) -> Judged:
         return NOT
     if (factor := _scaled_together(facts)) is not None:
         named = names_of(factor, facts.sizes, max(1e-4, facts.step.noise.gradient / 5))
-        return 0.5, [f"{len(facts.off)} of {len(facts.step.parameters)} parameters are {factor:.6g} times the trusted "
-                     f"ones{', which is ' + named[0].words if named else ''}; {next(iter(facts.off))} first"]
+        return 0.5, [
+            f"{len(facts.off)} of {len(facts.step.parameters)} parameters are {factor:.6g} times the trusted "
+            f"ones{', which is ' + named[0].words if named else ''}; {next(iter(facts.off))} first"
+        ]
     return 0.3, [f"{len(facts.off)} of {len(facts.step.parameters)} parameters differ, {next(iter(facts.off))} first"]
 
 
@@ -613,8 +714,9 @@ def _agreed(**parts: bool | None) -> str:
     """The parts that are known to agree, in words; what is unknown, or zero in both, is named as such."""
     right = [name.replace("_", "-") for name, same in parts.items() if same]
     unknown = [name.replace("_", "-") for name, same in parts.items() if same is None]
-    texts = [f"{' and '.join(right)} {'are' if len(right) > 1 or right[0].endswith('s') else 'is'} right"] if right \
-        else []
+    texts = (
+        [f"{' and '.join(right)} {'are' if len(right) > 1 or right[0].endswith('s') else 'is'} right"] if right else []
+    )
     return ", ".join(texts + ([f"{' and '.join(unknown)} unknown or zero in both"] if unknown else []))
 
 
@@ -626,8 +728,7 @@ def _another_gradient(facts: Facts) -> str:
         return ""
     cosine = "" if facts.step.cosine is None else f", cosine {facts.step.cosine:.3f}"
     agreed = _agreed(loss=facts.loss_shown, log_probabilities=facts.forward_same)
-    return (f"{agreed}, and every gradient is another one, "
-            f"{facts.norm_factor or 0:.3g} times as long{cosine}")
+    return f"{agreed}, and every gradient is another one, {facts.norm_factor or 0:.3g} times as long{cosine}"
 
 
 def _ranks_lost(facts: Facts) -> Judged:
@@ -686,8 +787,10 @@ def _update(facts: Facts) -> Judged:
         return NOT
     if not all(step.gradient_same for step in before if step.gradient_same is not None):
         return NOT
-    return 0.9, [f"loss and gradient agree up to step {before[-1].number}, and from step {facts.step.number} on the "
-                 "policy is another one: the update differs"]
+    return 0.9, [
+        f"loss and gradient agree up to step {before[-1].number}, and from step {facts.step.number} on the "
+        "policy is another one: the update differs"
+    ]
 
 
 def _not_cleared(facts: Facts) -> Judged:
@@ -695,8 +798,9 @@ def _not_cleared(facts: Facts) -> Judged:
     found = facts.kept_of_earlier_step
     if found is None or found[1] > max(0.02, 2 * facts.step.noise.gradient):
         return NOT
-    return 0.97, [f"what is too much in step {facts.step.number} is {found[0]:.4g} times the gradient of the step "
-                  "before"]
+    return 0.97, [
+        f"what is too much in step {facts.step.number} is {found[0]:.4g} times the gradient of the step before"
+    ]
 
 
 def _settings(facts: Facts) -> Judged:
@@ -712,80 +816,170 @@ _CP, _TP, _ROWS = frozenset({"cp"}), frozenset({"tp"}), frozenset({"packing"})
 
 CAUSES: tuple[Cause, ...] = (
     Cause("no_difference", "nothing differs beyond rounding", _no_difference, uses=()),
-    Cause("not_finite", "something became infinite or not a number: a mask that multiplies, or an empty division",
-          _not_finite),
-    Cause("lower_precision", "somewhere numbers were rounded to a lower precision", _rounding,
-          uses=("gradient", "tokens")),
+    Cause(
+        "not_finite",
+        "something became infinite or not a number: a mask that multiplies, or an empty division",
+        _not_finite,
+    ),
+    Cause(
+        "lower_precision", "somewhere numbers were rounded to a lower precision", _rounding, uses=("gradient", "tokens")
+    ),
     *_factor_causes(),
     Cause("unnamed_factor", "every gradient is multiplied with the same wrong number", _some_factor),
-    *(Cause(f"mean_per_{kind.replace(' ', '_')}", words, _local(kind), NEEDS[kind], ("loss", "tokens"))
-      for kind, words in (
-          ("documents", "the loss is averaged within each document"),
-          ("rows", "the loss is divided by counts of each micro-batch"),
-          ("ranks", "the loss is divided by counts of each data-parallel rank"),
-          ("shards", "the loss is divided by counts of each context-parallel rank"),
-          ("row shards", "the loss is divided by counts of each rank's part of a micro-batch"))),
-    Cause("other_count", "the loss is divided by a count of other tokens or documents", _step_count,
-          uses=("loss", "tokens")),
-    Cause("uneven_weights", "tokens are weighed by counts of parts of the step, or by weights of others",
-          _uneven_weights),
+    *(
+        Cause(f"mean_per_{kind.replace(' ', '_')}", words, _local(kind), NEEDS[kind], ("loss", "tokens"))
+        for kind, words in (
+            ("documents", "the loss is averaged within each document"),
+            ("rows", "the loss is divided by counts of each micro-batch"),
+            ("ranks", "the loss is divided by counts of each data-parallel rank"),
+            ("shards", "the loss is divided by counts of each context-parallel rank"),
+            ("row shards", "the loss is divided by counts of each rank's part of a micro-batch"),
+        )
+    ),
+    Cause(
+        "other_count",
+        "the loss is divided by a count of other tokens or documents",
+        _step_count,
+        uses=("loss", "tokens"),
+    ),
+    Cause(
+        "uneven_weights", "tokens are weighed by counts of parts of the step, or by weights of others", _uneven_weights
+    ),
     Cause("loss_alone", "the loss is reported wrong, and trained right", _loss_alone),
-    Cause("metrics_alone", "metrics are computed or merged wrong; training is right", _metrics_alone,
-          uses=("metrics",)),
+    Cause(
+        "metrics_alone", "metrics are computed or merged wrong; training is right", _metrics_alone, uses=("metrics",)
+    ),
     Cause("norm_alone", "the gradient's norm is reported wrong: replicas counted, or parts merged wrong", _norm_alone),
-    Cause("targets_at_shard_edges", "each rank shifts the targets of its own shard", _at(
-        ("shard edges",), "policy_logprobs", "trained"), _CP, ("tokens",)),
+    Cause(
+        "targets_at_shard_edges",
+        "each rank shifts the targets of its own shard",
+        _at(("shard edges",), "policy_logprobs", "trained"),
+        _CP,
+        ("tokens",),
+    ),
     Cause("targets_at_document_ends", "targets are taken from the next document", _next_document, uses=("tokens",)),
-    Cause("first_tokens", "the first trained token of each document is treated otherwise", _at(
-        ("document beginnings",), "policy_logprobs", "trained", "old_logprobs", high=0.9), uses=("tokens",)),
-    Cause("positions_of_shards", "positions or keys of other ranks are wrong where shards or their halves meet",
-          _shard_positions, _CP, ("tokens",)),
-    Cause("attention_across_documents", "tokens attend to other documents of their row", _at(
-        ("later documents",), "policy_logprobs"), _ROWS, ("tokens",)),
+    Cause(
+        "first_tokens",
+        "the first trained token of each document is treated otherwise",
+        _at(("document beginnings",), "policy_logprobs", "trained", "old_logprobs", high=0.9),
+        uses=("tokens",),
+    ),
+    Cause(
+        "positions_of_shards",
+        "positions or keys of other ranks are wrong where shards or their halves meet",
+        _shard_positions,
+        _CP,
+        ("tokens",),
+    ),
+    Cause(
+        "attention_across_documents",
+        "tokens attend to other documents of their row",
+        _at(("later documents",), "policy_logprobs"),
+        _ROWS,
+        ("tokens",),
+    ),
     Cause("other_features", "tokens read other features than their own", other_features, uses=("tokens",)),
     Cause("other_mask", "other tokens train", _mask_moved, uses=("tokens",)),
-    Cause("other_targets", "log-probabilities are those of other tokens of the same distributions", _other_targets,
-          uses=("tokens",)),
-    Cause("old_logprobs", "the old policy's log-probabilities are not those of these tokens", _old_misaligned,
-          uses=("tokens",)),
-    Cause("temperature", "logits are divided by another temperature", _temperature, frozenset({"temperature"}),
-          ("tokens",)),
-    Cause("logprobs_scaled", "log-probabilities are scaled after the softmax", _logprobs_scaled,
-          frozenset({"temperature"}), ("tokens",)),
+    Cause(
+        "other_targets",
+        "log-probabilities are those of other tokens of the same distributions",
+        _other_targets,
+        uses=("tokens",),
+    ),
+    Cause(
+        "old_logprobs",
+        "the old policy's log-probabilities are not those of these tokens",
+        _old_misaligned,
+        uses=("tokens",),
+    ),
+    Cause(
+        "temperature",
+        "logits are divided by another temperature",
+        _temperature,
+        frozenset({"temperature"}),
+        ("tokens",),
+    ),
+    Cause(
+        "logprobs_scaled",
+        "log-probabilities are scaled after the softmax",
+        _logprobs_scaled,
+        frozenset({"temperature"}),
+        ("tokens",),
+    ),
     Cause("normaliser", "the softmax sums over other tokens of the vocabulary", _normaliser, uses=("tokens",)),
     Cause("other_logprobs", "the policy says something else of its tokens", _logprobs_other, uses=("tokens",)),
     Cause("entropy_alone", "the entropy is computed wrong", _entropy_alone, uses=("tokens",)),
-    Cause("advantages", "advantages are other ones: grouped, centred or whitened otherwise", _advantages,
-          uses=("metrics",)),
+    Cause(
+        "advantages",
+        "advantages are other ones: grouped, centred or whitened otherwise",
+        _advantages,
+        uses=("metrics",),
+    ),
     Cause("clipping", "other tokens are clipped, by the same ratios", _clipping, uses=("metrics", "tokens")),
     Cause("ratio", "importance ratios are made otherwise from the same log-probabilities", _ratio, uses=("metrics",)),
     Cause("one_term", "one term of the loss is weighed or made otherwise", _one_term, uses=("metrics",)),
     Cause("other_loss", "the per-token loss is another one", _other_loss),
     Cause("no_gradient", "nothing is back-propagated", _no_gradient),
     Cause("part_without_gradient", "a part of the model gets no gradient", _part_without_gradient, uses=("gradient",)),
-    Cause("norms_not_summed", "gradients of replicated norms are not summed over ranks that hold parts of them",
-          _norms_only, _TP, ("gradient",)),
+    Cause(
+        "norms_not_summed",
+        "gradients of replicated norms are not summed over ranks that hold parts of them",
+        _norms_only,
+        _TP,
+        ("gradient",),
+    ),
     Cause("head_rounded", "the head's gradient is summed in a lower precision", _head_rounded, uses=("gradient",)),
     Cause("head_gradient", "the head's own gradient is wrong", _head_wrong, uses=("gradient",)),
-    Cause("gradient_below_head", "what flows back from the head into the model is wrong", _below_head,
-          uses=("gradient",)),
-    Cause("keys_values_not_summed", "gradients of keys and values miss the parts of other ranks or copies",
-          _keys_values, uses=("gradient",)),
-    Cause("attention_backward", "attention is right forward and wrong backward", _attention_backward, _CP,
-          ("gradient",)),
-    Cause("layer_input_gradient", "what flows back from a layer's projections into its input is wrong", _layer_input,
-          uses=("gradient",)),
-    Cause("module_scaled", "one module's gradient is summed over ranks too many, or averaged over some", module_scaled,
-          frozenset({"one rank"}), ("gradient",)),
-    Cause("module_reached_wrongly", "the gradient that crosses into one module is not that of all who read it",
-          module_reached_wrongly, frozenset({"one rank"}), ("gradient",)),
+    Cause(
+        "gradient_below_head", "what flows back from the head into the model is wrong", _below_head, uses=("gradient",)
+    ),
+    Cause(
+        "keys_values_not_summed",
+        "gradients of keys and values miss the parts of other ranks or copies",
+        _keys_values,
+        uses=("gradient",),
+    ),
+    Cause(
+        "attention_backward", "attention is right forward and wrong backward", _attention_backward, _CP, ("gradient",)
+    ),
+    Cause(
+        "layer_input_gradient",
+        "what flows back from a layer's projections into its input is wrong",
+        _layer_input,
+        uses=("gradient",),
+    ),
+    Cause(
+        "module_scaled",
+        "one module's gradient is summed over ranks too many, or averaged over some",
+        module_scaled,
+        frozenset({"one rank"}),
+        ("gradient",),
+    ),
+    Cause(
+        "module_reached_wrongly",
+        "the gradient that crosses into one module is not that of all who read it",
+        module_reached_wrongly,
+        frozenset({"one rank"}),
+        ("gradient",),
+    ),
     Cause("some_parameters", "a part of the model has another gradient", _some_parameters, uses=("gradient",)),
-    Cause("ranks_lost", "gradients of some ranks or micro-batches are not added", _ranks_lost,
-          frozenset({"dp * cp * micro_batches"}), ("loss", "gradient")),
-    Cause("added_repeatedly", "gradients of earlier ranks or micro-batches are added again and again", _repeated,
-          frozenset({"dp * cp * tp * micro_batches"}), ("loss", "gradient")),
-    Cause("term_without_gradient", "a term of the loss is detached, or differentiates what it should not",
-          _term_gradient),
+    Cause(
+        "ranks_lost",
+        "gradients of some ranks or micro-batches are not added",
+        _ranks_lost,
+        frozenset({"dp * cp * micro_batches"}),
+        ("loss", "gradient"),
+    ),
+    Cause(
+        "added_repeatedly",
+        "gradients of earlier ranks or micro-batches are added again and again",
+        _repeated,
+        frozenset({"dp * cp * tp * micro_batches"}),
+        ("loss", "gradient"),
+    ),
+    Cause(
+        "term_without_gradient", "a term of the loss is detached, or differentiates what it should not", _term_gradient
+    ),
     Cause("gradients_not_cleared", "gradients of the step before are added again", _not_cleared, uses=("gradient",)),
     Cause("update", "optimizer, learning rate or clipping differ", _update, uses=("gradient", "tokens")),
     Cause("other_settings", "the two runs were told different things", _settings, uses=()),

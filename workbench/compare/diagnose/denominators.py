@@ -18,11 +18,21 @@ from torch import Tensor
 
 from workbench.compare.diagnose.record import RecordedStep, whole
 
-PIECES = {"documents": "document", "ranks": "data-parallel rank", "rows": "micro-batch",
-          "shards": "context-parallel rank", "row shards": "rank's part of a micro-batch"}
+PIECES = {
+    "documents": "document",
+    "ranks": "data-parallel rank",
+    "rows": "micro-batch",
+    "shards": "context-parallel rank",
+    "row shards": "rank's part of a micro-batch",
+}
 """Kinds of pieces that a step falls into, and what one is called."""
-NEEDS = {"documents": frozenset({"documents"}), "rows": frozenset({"dp * micro_batches"}), "ranks": frozenset({"dp"}),
-         "shards": frozenset({"cp"}), "row shards": frozenset({"cp"})}
+NEEDS = {
+    "documents": frozenset({"documents"}),
+    "rows": frozenset({"dp * micro_batches"}),
+    "ranks": frozenset({"dp"}),
+    "shards": frozenset({"cp"}),
+    "row shards": frozenset({"cp"}),
+}
 """What there must be more than one of, so that pieces of a kind differ from the whole."""
 AXES = ("cp", "dp", "tp", "micro_batches", "accumulation")
 
@@ -70,35 +80,55 @@ def ways(step: RecordedStep, context: Mapping[str, Any], *, exact: bool = False)
         divisors = _divisors(step.counts, context, kind, len(sums), count)
         by_count = {f"the mean over each {one}'s tokens": float((sums / counts).sum())}
         if exact:
-            by_count |= {f"each {one}'s sum over all its tokens, prompts too": float((sums / whole_counts).sum()),
-                         f"each {one}'s sum times its tokens": float((sums * counts).sum())}
+            by_count |= {
+                f"each {one}'s sum over all its tokens, prompts too": float((sums / whole_counts).sum()),
+                f"each {one}'s sum times its tokens": float((sums * counts).sum()),
+            }
         else:
             divisors = {by: divisors[by] for by in ("averaged", "summed")}
-        found += [Way(kind, f"{words}, {by}", value / other) for words, value in by_count.items()
-                  for by, other in divisors.items()]
+        found += [
+            Way(kind, f"{words}, {by}", value / other)
+            for words, value in by_count.items()
+            for by, other in divisors.items()
+        ]
     return found
 
 
-def _divisors(counts: Mapping[str, float], context: Mapping[str, Any], kind: str, pieces: int,
-              trained: int) -> dict[str, float]:
+def _divisors(
+    counts: Mapping[str, float], context: Mapping[str, Any], kind: str, pieces: int, trained: int
+) -> dict[str, float]:
     """By what a sum over pieces may be divided."""
     documents, masked = counts.get("documents", 0.0), counts.get("masked_documents", 0.0)
     axes = {name: float(context.get(name) or 1) for name in AXES}
-    every = {"documents": documents + masked, "ranks": axes["dp"], "rows": axes["dp"] * axes["micro_batches"],
-             "shards": axes["dp"] * axes["cp"], "row shards": axes["dp"] * axes["micro_batches"] * axes["cp"]}[kind]
-    known = {"summed": 1.0, "averaged": float(pieces), "averaged, empty ones too": every,
-             "over all trained tokens": float(trained), "over the documents": documents,
-             "over all documents": documents + masked, "over the square of the trained tokens": float(trained) ** 2,
-             **{f"over {name}": size for name, size in axes.items() if size > 1}}
+    every = {
+        "documents": documents + masked,
+        "ranks": axes["dp"],
+        "rows": axes["dp"] * axes["micro_batches"],
+        "shards": axes["dp"] * axes["cp"],
+        "row shards": axes["dp"] * axes["micro_batches"] * axes["cp"],
+    }[kind]
+    known = {
+        "summed": 1.0,
+        "averaged": float(pieces),
+        "averaged, empty ones too": every,
+        "over all trained tokens": float(trained),
+        "over the documents": documents,
+        "over all documents": documents + masked,
+        "over the square of the trained tokens": float(trained) ** 2,
+        **{f"over {name}": size for name, size in axes.items() if size > 1},
+    }
     return {words: other for words, other in known.items() if other}
 
 
 def _other_counts(counts: Mapping[str, float], trained: int) -> dict[str, float]:
     masked = counts.get("masked_documents", 0.0)
-    known = {"all tokens, prompts too": counts.get("all_tokens"), "all tokens and padding": counts.get("padded_tokens"),
-             "documents": counts.get("documents"),
-             "all documents, also those that train nothing": counts.get("documents", 0.0) + masked if masked else None,
-             "trained tokens, and one for each document that trains nothing": trained + masked if masked else None}
+    known = {
+        "all tokens, prompts too": counts.get("all_tokens"),
+        "all tokens and padding": counts.get("padded_tokens"),
+        "documents": counts.get("documents"),
+        "all documents, also those that train nothing": counts.get("documents", 0.0) + masked if masked else None,
+        "trained tokens, and one for each document that trains nothing": trained + masked if masked else None,
+    }
     return {words: count for words, count in known.items() if count}
 
 
@@ -116,8 +146,11 @@ def pieces(tokens: Mapping[str, Tensor], context: Mapping[str, Any]) -> dict[str
     trained = tokens["trained"].bool()
     found: dict[str, Tensor] = {}
     for kind in PIECES:
-        if kind in known and _number(known[kind][trained]) > 1 and not any(
-                _same_pieces(known[kind][trained], other[trained]) for other in found.values()):
+        if (
+            kind in known
+            and _number(known[kind][trained]) > 1
+            and not any(_same_pieces(known[kind][trained], other[trained]) for other in found.values())
+        ):
             found[kind] = known[kind]
     return found
 
@@ -166,8 +199,10 @@ def sizes(context: Mapping[str, Any], counts: Mapping[str, float]) -> dict[str, 
         for name in ("all_tokens", "padded_tokens"):
             if counts.get(name):
                 found[f"{name.replace('_', ' ')} / trained tokens"] = (counts[name] / trained, frozenset({name}))
-        found["(trained tokens + masked documents) / trained tokens"] = ((trained + masked) / trained,
-                                                                         frozenset({"masked_documents"}))
+        found["(trained tokens + masked documents) / trained tokens"] = (
+            (trained + masked) / trained,
+            frozenset({"masked_documents"}),
+        )
         if documents:
             found["trained tokens / documents"] = (trained / documents, frozenset({"documents"}))
     if context.get("temperature"):
@@ -205,6 +240,9 @@ def names_of(factor: float, known: Mapping[str, tuple[float, frozenset[str]]], b
         >>> [found.words for found in names_of(0.5, {"cp": (2.0, frozenset({"cp"}))}, 1e-6)]
         ['1 / cp']
     """
-    found = [Named(name, inverse, abs(factor / (1 / size if inverse else size) - 1), needs)
-             for name, (size, needs) in known.items() for inverse in (False, True)]
+    found = [
+        Named(name, inverse, abs(factor / (1 / size if inverse else size) - 1), needs)
+        for name, (size, needs) in known.items()
+        for inverse in (False, True)
+    ]
     return [each for each in found if each.off <= bar]

@@ -95,9 +95,14 @@ EXPERIMENTS = (
     Experiment("dp", "one data-parallel rank", {"layout": {"dp": 1}}),
     Experiment("tp", "one tensor-parallel rank", {"layout": {"tp": 1, "sequence_parallel": False}}),
     Experiment("micro_batches", "one micro-batch", {"data": {"micro_batches": 1}}),
-    Experiment("one rank", "one rank and one micro-batch", {
-        "layout": {"dp": 1, "cp": 1, "tp": 1, "order": "contiguous", "ulysses": 1, "sequence_parallel": False},
-        "data": {"micro_batches": 1}}),
+    Experiment(
+        "one rank",
+        "one rank and one micro-batch",
+        {
+            "layout": {"dp": 1, "cp": 1, "tp": 1, "order": "contiguous", "ulysses": 1, "sequence_parallel": False},
+            "data": {"micro_batches": 1},
+        },
+    ),
     Experiment("temperature", "temperature 1", {"policy": {"temperature": 1.0}}),
 )
 
@@ -150,8 +155,11 @@ class Diagnosis:
             if share * (1 - share) > best + 1e-9:  # of equal ones the first, which changes least
                 best = share * (1 - share)
                 excluded = tuple(cause.name for cause in out)
-                chosen = replace(experiment, excludes=excluded,
-                                 leaves=tuple(cause.name for cause in near if cause.name not in excluded))
+                chosen = replace(
+                    experiment,
+                    excludes=excluded,
+                    leaves=tuple(cause.name for cause in near if cause.name not in excluded),
+                )
         return chosen
 
     def __getitem__(self, name: str) -> Suspicion:
@@ -163,8 +171,12 @@ class Diagnosis:
         for cause in self.causes:
             if cause.name == name:
                 return cause
-        raise SpecError(f"cause {name!r} of a diagnosis", found=", ".join(cause.name for cause in self.causes),
-                        rule="a cause that is told", fix="take one of them")
+        raise SpecError(
+            f"cause {name!r} of a diagnosis",
+            found=", ".join(cause.name for cause in self.causes),
+            rule="a cause that is told",
+            fix="take one of them",
+        )
 
     @property
     def headline(self) -> str:
@@ -188,8 +200,9 @@ class Diagnosis:
             lines += [f"  warning: {warning}" for warning in self.sight.warnings]
         lines += [f"  tried {tried.experiment.words}: {tried.result}" for tried in self.tried]
         if (experiment := self.next_experiment()) is not None:
-            lines.append(f"  next: {experiment.words}; it would rule out {', '.join(experiment.excludes)}, "
-                         "or leave only these")
+            lines.append(
+                f"  next: {experiment.words}; it would rule out {', '.join(experiment.excludes)}, or leave only these"
+            )
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -203,9 +216,12 @@ def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
     """
     evidence = compare_records(trusted, suspect)
     if not evidence.steps or not any(step.known or step.not_finite for step in evidence.steps):
-        raise RecordError(f"diagnose {suspect!r} against {trusted!r}", found="nothing that both recorded",
-                          rule="a step with loss, metrics, gradient norms, gradients or tokens in both",
-                          fix="record the same parts of the same steps")
+        raise RecordError(
+            f"diagnose {suspect!r} against {trusted!r}",
+            found="nothing that both recorded",
+            rule="a step with loss, metrics, gradient norms, gradients or tokens in both",
+            fix="record the same parts of the same steps",
+        )
     steps = [step.number for step in evidence.steps]
     trusted_sight, suspect_sight = (sight_of(record, steps) for record in (trusted, suspect))
     sight = fewest(trusted_sight, suspect_sight)
@@ -214,8 +230,14 @@ def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
     facts = Facts(evidence)
     ranked = _ranked([_suspicion(cause, facts) for cause in CAUSES])
     if ranked[0].name == "no_difference" and sight.nothing:
-        ranked = (Suspicion("nothing_compared", f"{VACUOUS}: {sight.nothing}", ranked[0].score,
-                            ("nothing was there to differ, so agreement proves nothing",)),)
+        ranked = (
+            Suspicion(
+                "nothing_compared",
+                f"{VACUOUS}: {sight.nothing}",
+                ranked[0].score,
+                ("nothing was there to differ, so agreement proves nothing",),
+            ),
+        )
     return Diagnosis(trusted.name, suspect.name, ranked, evidence, sight=sight)
 
 
@@ -241,8 +263,9 @@ def experimented(diagnosis: Diagnosis, run: Runner, *, at_most: int) -> Diagnosi
             break
         there = diagnose_records(*run(experiment.changes))
         causes = [replace(cause, score=cause.score * _believed(cause, experiment, there)) for cause in diagnosis.causes]
-        diagnosis = replace(diagnosis, causes=_ranked(causes), tried=(
-            *diagnosis.tried, Tried(experiment, there.equal, there.verdict)))
+        diagnosis = replace(
+            diagnosis, causes=_ranked(causes), tried=(*diagnosis.tried, Tried(experiment, there.equal, there.verdict))
+        )
     return diagnosis
 
 
@@ -289,8 +312,11 @@ def _there(need: str, context: Mapping[str, Any], counts: Mapping[str, float] | 
     if need == "one rank":
         return any((known.get(axis) or 1) > 1 for axis in _AXES)
     if need == "packing":
-        return None if "documents" not in known or "micro_batches" not in known else \
-            known["documents"] > known["micro_batches"] * known.get("dp", 1)
+        return (
+            None
+            if "documents" not in known or "micro_batches" not in known
+            else known["documents"] > known["micro_batches"] * known.get("dp", 1)
+        )
     if need in ("temperature", "kept_mass"):
         return None if known.get(need) is None else known[need] != 1
     sizes = [known.get(name) for name in need.split(" * ")]
@@ -301,6 +327,7 @@ def _there(need: str, context: Mapping[str, Any], counts: Mapping[str, float] | 
 
 def _ranked(found: Sequence[Suspicion]) -> tuple[Suspicion, ...]:
     told = sorted((cause for cause in found if cause.score >= TOLD), key=lambda cause: -cause.score)
-    unknown = Suspicion("unknown", "something that none of the known causes does", TOLD,
-                        ("the records differ, and no cause fits",))
+    unknown = Suspicion(
+        "unknown", "something that none of the known causes does", TOLD, ("the records differ, and no cause fits",)
+    )
     return tuple(told) or (unknown,)

@@ -93,8 +93,12 @@ class StepEvidence:
     @property
     def known(self) -> tuple[str, ...]:
         """Parts that both records have."""
-        there = (self.losses is not None, self.gradient_same is not None or "gradient" in self.silent,
-                 bool(self.compared_metrics), bool(self.tokens))
+        there = (
+            self.losses is not None,
+            self.gradient_same is not None or "gradient" in self.silent,
+            bool(self.compared_metrics),
+            bool(self.tokens),
+        )
         return tuple(part for part, is_there in zip(PARTS, there, strict=True) if is_there)
 
     @property
@@ -105,15 +109,20 @@ class StepEvidence:
     @property
     def differs(self) -> tuple[str, ...]:
         """Parts that differ."""
-        off = (self.loss_same is False, self.gradient_same is False, bool(self.metrics),
-               any(bool(where_S.any()) for where_S in self.tokens.values()))
+        off = (
+            self.loss_same is False,
+            self.gradient_same is False,
+            bool(self.metrics),
+            any(bool(where_S.any()) for where_S in self.tokens.values()),
+        )
         return tuple(part for part, is_off in zip(PARTS, off, strict=True) if is_off or self.not_finite)
 
     @property
     def parallel(self) -> bool:
         """Whether one factor explains the whole gradient."""
-        return self.residue is not None and self.residue <= max(1e-7, (2 - self.noise.same_forward) *
-                                                                self.noise.gradient)
+        return self.residue is not None and self.residue <= max(
+            1e-7, (2 - self.noise.same_forward) * self.noise.gradient
+        )
 
     def token_same(self, name: str) -> bool | None:
         """Whether a per-token value is the same everywhere; None if unknown."""
@@ -143,8 +152,9 @@ class Evidence:
     def pair(self) -> tuple[RecordedStep, RecordedStep]:
         """Both records of the first step that differs."""
         number = self.first.number
-        trusted, suspect = (next(step for step in record.steps if step.number == number)
-                            for record in (self.trusted, self.suspect))
+        trusted, suspect = (
+            next(step for step in record.steps if step.number == number) for record in (self.trusted, self.suspect)
+        )
         return trusted, suspect
 
 
@@ -176,8 +186,9 @@ def _same_forward(a: RecordedStep, b: RecordedStep) -> bool:
     if any(not {"policy_logprobs", "trained"} <= set(tokens) for tokens in (mine, theirs)):
         return False
     both = mine["trained"].bool() & theirs["trained"].bool()
-    return bool(both.any()) and torch.equal(mine["policy_logprobs"][both].double(),
-                                            theirs["policy_logprobs"][both].double())
+    return bool(both.any()) and torch.equal(
+        mine["policy_logprobs"][both].double(), theirs["policy_logprobs"][both].double()
+    )
 
 
 def _gradients(record: Record, step: RecordedStep) -> Mapping[str, Tensor]:
@@ -191,8 +202,9 @@ def _gradients(record: Record, step: RecordedStep) -> Mapping[str, Tensor]:
     return gradients
 
 
-def _step(a: RecordedStep, b: RecordedStep, noise: Noise,
-          gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]) -> StepEvidence:
+def _step(
+    a: RecordedStep, b: RecordedStep, noise: Noise, gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+) -> StepEvidence:
     tokens = _tokens(a, b, noise)
     if not noise.same_forward and "policy_logprobs" in tokens and not tokens["policy_logprobs"].any():
         noise = noise.with_flips(_flipped(a, b))
@@ -205,20 +217,33 @@ def _step(a: RecordedStep, b: RecordedStep, noise: Noise,
             silent.append("loss")
         broken += ["loss"] if math.isfinite(a.loss) and not math.isfinite(b.loss) else []
     norms = [name for name in a.gradient_norms if name in b.gradient_norms]
-    broken += [name for name in norms if math.isfinite(a.gradient_norms[name])
-               and not math.isfinite(b.gradient_norms[name])]
+    broken += [
+        name for name in norms if math.isfinite(a.gradient_norms[name]) and not math.isfinite(b.gradient_norms[name])
+    ]
     if not broken:
         measured = _gradient(gradients, a, b, norms, noise)
         found |= measured or {}
         silent += ["gradient"] if measured is None else []
     shared = [key for key in a.metrics if key in b.metrics]
-    off = {key: (a.metrics[key], b.metrics[key]) for key in shared
-           if _apart(a.metrics[key], b.metrics[key], noise.metric_floor) > noise.of_metric(key)}
+    off = {
+        key: (a.metrics[key], b.metrics[key])
+        for key in shared
+        if _apart(a.metrics[key], b.metrics[key], noise.metric_floor) > noise.of_metric(key)
+    }
     if found.get("gradient_same") and found.get("cosine") is not None:  # a norm that differs was reported wrong
-        off |= {f"gradient/norm/{name}": (a.gradient_norms[name], b.gradient_norms[name]) for name in norms
-                if _apart(a.gradient_norms[name], b.gradient_norms[name], _typical(a)) > noise.gradient}
-    return StepEvidence(**found, metrics=off, compared_metrics=len(shared), tokens=tokens,
-                        not_finite=tuple(broken), silent=tuple(silent))
+        off |= {
+            f"gradient/norm/{name}": (a.gradient_norms[name], b.gradient_norms[name])
+            for name in norms
+            if _apart(a.gradient_norms[name], b.gradient_norms[name], _typical(a)) > noise.gradient
+        }
+    return StepEvidence(
+        **found,
+        metrics=off,
+        compared_metrics=len(shared),
+        tokens=tokens,
+        not_finite=tuple(broken),
+        silent=tuple(silent),
+    )
 
 
 def _flipped(a: RecordedStep, b: RecordedStep) -> float:
@@ -255,8 +280,13 @@ def _apart(a: float, b: float, floor: float) -> float:
     return math.inf if math.isnan(far) else far
 
 
-def _gradient(gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], a: RecordedStep, b: RecordedStep,
-              norms: list[str], noise: Noise) -> dict | None:
+def _gradient(
+    gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    a: RecordedStep,
+    b: RecordedStep,
+    norms: list[str],
+    noise: Noise,
+) -> dict | None:
     """Factor, cosine and parameters, from whole gradients if both have them, and else from norms; None of zeros."""
     mine, theirs = ({name: values.double().flatten() for name, values in each.items()} for each in gradients)
     shared = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
@@ -274,16 +304,29 @@ def _gradient(gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], a: R
         scale = max(one, FLOOR * norm * math.sqrt(mine[name].numel() / elements), NOTHING)
         far = float((theirs[name] - mine[name]).norm()) / scale
         cosine = float(mine[name] @ theirs[name]) / (one * two) if one * two else None
-        parameters[name] = Parameter(two / one if one else math.nan, cosine, far, one / norm if norm else 0.0,
-                                     far <= noise.gradient * _weak(one, norm, mine[name].numel(), elements))
+        parameters[name] = Parameter(
+            two / one if one else math.nan,
+            cosine,
+            far,
+            one / norm if norm else 0.0,
+            far <= noise.gradient * _weak(one, norm, mine[name].numel(), elements),
+        )
     parameters = _stand_out(parameters, noise)
     factor = product / norm**2 if norm else None
     apart = math.sqrt(sum(float((theirs[name] - mine[name]).square().sum()) for name in shared))
-    rest = None if factor is None or not other else math.sqrt(sum(
-        float((theirs[name] - factor * mine[name]).square().sum()) for name in shared)) / other
+    rest = (
+        None
+        if factor is None or not other
+        else math.sqrt(sum(float((theirs[name] - factor * mine[name]).square().sum()) for name in shared)) / other
+    )
     same = apart <= noise.gradient * norm and all(parameter.same for parameter in parameters.values())
-    return {"parameters": parameters, "factor": factor, "cosine": product / (norm * other) if norm * other else None,
-            "residue": rest, "gradient_same": same}
+    return {
+        "parameters": parameters,
+        "factor": factor,
+        "cosine": product / (norm * other) if norm * other else None,
+        "residue": rest,
+        "gradient_same": same,
+    }
 
 
 def _stand_out(parameters: dict[str, Parameter], noise: Noise) -> dict[str, Parameter]:
@@ -297,7 +340,7 @@ def _stand_out(parameters: dict[str, Parameter], noise: Noise) -> dict[str, Para
     gaps = [(far[at] / far[at - 1], at) for at in range(1, len(ranked)) if far[at - 1] <= noise.gradient]
     if all(parameter.same for parameter in parameters.values()) or not gaps or max(gaps)[0] < GAP:
         return parameters
-    above = set(ranked[max(gaps)[1]:])
+    above = set(ranked[max(gaps)[1] :])
     if any(not parameters[name].same for name in ranked if name not in above):
         return parameters
     return {name: replace(parameter, same=name not in above) for name, parameter in parameters.items()}
@@ -320,13 +363,22 @@ def _from_norms(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise
     for name in norms:
         one, two = a.gradient_norms[name], b.gradient_norms[name]
         far = abs(two - one) / max(one, FLOOR * typical)
-        parameters[name] = Parameter(two / one if one else math.nan, None, far, one / norm,
-                                     far <= noise.gradient * max(1.0, 0.3 * typical / max(one, FLOOR * typical)))
+        parameters[name] = Parameter(
+            two / one if one else math.nan,
+            None,
+            far,
+            one / norm,
+            far <= noise.gradient * max(1.0, 0.3 * typical / max(one, FLOOR * typical)),
+        )
     judged = [p.ratio for p in parameters.values() if p.share > FLOOR and not math.isnan(p.ratio)]
     factor = statistics.median(judged) if judged else None
     rest = max((abs(ratio / factor - 1) for ratio in judged), default=0.0) if factor else None
-    return {"parameters": parameters, "factor": factor, "residue": rest,
-            "gradient_same": all(parameter.same for parameter in parameters.values())}
+    return {
+        "parameters": parameters,
+        "factor": factor,
+        "residue": rest,
+        "gradient_same": all(parameter.same for parameter in parameters.values()),
+    }
 
 
 def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -341,8 +393,16 @@ def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]
     mine, theirs = shared_tokens(a, b)
     both_S = mine["trained"].bool() & theirs["trained"].bool() if "trained" in mine and "trained" in theirs else None
     found = {}
-    for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy_nats", "ratios",
-                 "trained", *(["clipped"] if noise.same_forward else [])):
+    for name in (
+        "policy_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+        "sampler_logprobs",
+        "entropy_nats",
+        "ratios",
+        "trained",
+        *(["clipped"] if noise.same_forward else []),
+    ):
         if name not in mine or name not in theirs:
             continue
         if mine[name].dtype == torch.bool:
@@ -357,4 +417,3 @@ def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]
         few = int(off_S.sum()) <= noise.outliers * int(off_S.numel() if both_S is None else both_S.sum())
         found[name] = torch.zeros_like(off_S) if few else off_S
     return found
-

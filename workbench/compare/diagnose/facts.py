@@ -125,8 +125,9 @@ class Facts:
     def loss_follows(self) -> bool:
         """Whether the loss is wrong by the factor of the gradient."""
         factor, of_loss = self.step.factor, self.loss_factor
-        return bool(self.loss_same is False and factor and of_loss
-                    and abs(of_loss / factor - 1) <= self.step.noise.gradient)
+        return bool(
+            self.loss_same is False and factor and of_loss and abs(of_loss / factor - 1) <= self.step.noise.gradient
+        )
 
     @property
     def factor(self) -> float | None:
@@ -231,8 +232,11 @@ class Facts:
         A loss that is reported wrong is wrong as a whole.
         """
         of_loss, (off, right) = self.loss_factor, self.terms
-        return bool(self.gradient_same and self.loss_same is False and of_loss and right) and bool(
-            [key for key in off if not key.startswith("loss/total")]) and abs(of_loss - 1) < self.step.noise.gradient
+        return (
+            bool(self.gradient_same and self.loss_same is False and of_loss and right)
+            and bool([key for key in off if not key.startswith("loss/total")])
+            and abs(of_loss - 1) < self.step.noise.gradient
+        )
 
     # ---- parameters --------------------------------------------------------------------------------------
 
@@ -249,8 +253,9 @@ class Facts:
     @property
     def clear(self) -> bool:
         """Whether parameters that differ stand out: typically thrice as far as any that agrees within noise."""
-        return bool(self.off and self.right) and statistics.median(p.distance for p in self.off.values()) > \
-            3 * max(p.distance for p in self.right.values())
+        return bool(self.off and self.right) and statistics.median(p.distance for p in self.off.values()) > 3 * max(
+            p.distance for p in self.right.values()
+        )
 
     @property
     def gone(self) -> list[str]:
@@ -273,8 +278,12 @@ class Facts:
         layers = [layer for name in self.off if (layer := parameter_layer(name)) is not None]
         if not layers:
             return bool(self.right)
-        return any(parameter_group(name) in ("head",) or (parameter_layer(name) or 0) >= max(layers)
-                   or (parameter_layer(name) is None and parameter_group(name) == "norm") for name in self.right)
+        return any(
+            parameter_group(name) in ("head",)
+            or (parameter_layer(name) or 0) >= max(layers)
+            or (parameter_layer(name) is None and parameter_group(name) == "norm")
+            for name in self.right
+        )
 
     def groups_off(self) -> set[str]:
         """Groups of parameters that differ."""
@@ -299,8 +308,10 @@ class Facts:
         """All elements of both gradients that are not 0 in the trusted one."""
         mine, theirs = (whole(step.gradients) for step in self.pair)
         shared = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
-        one, two = (torch.cat([held[name].double().flatten() for name in shared]) if shared else torch.zeros(0).double()
-                    for held in (mine, theirs))
+        one, two = (
+            torch.cat([held[name].double().flatten() for name in shared]) if shared else torch.zeros(0).double()
+            for held in (mine, theirs)
+        )
         return one[one != 0], two[one != 0]
 
     @property
@@ -314,8 +325,9 @@ class Facts:
         shared = [name for name in mine if name in theirs and name in earlier]
         if not shared:
             return None
-        old, one, two = (torch.cat([held[name].double().flatten() for name in shared]) for held in (
-            earlier, mine, theirs))
+        old, one, two = (
+            torch.cat([held[name].double().flatten() for name in shared]) for held in (earlier, mine, theirs)
+        )
         return fit(old, two - one)
 
     # ---- tokens ------------------------------------------------------------------------------------------
@@ -357,8 +369,12 @@ class Facts:
     def lost_pieces(self) -> str:
         """What the tokens that no longer train are the whole of, where none is new; "" if they are no such pieces."""
         lost, laid = self.off_tokens("trained"), {**self.tokens[0], **self.tokens[1]}
-        if lost is None or self.trained is None or not bool((lost & self.trained).any()) or bool(
-                (lost & ~self.trained).any()):
+        if (
+            lost is None
+            or self.trained is None
+            or not bool((lost & self.trained).any())
+            or bool((lost & ~self.trained).any())
+        ):
             return ""
         for kind, piece in pieces(laid | {"trained": self.trained}, self.context).items():
             gone = torch.isin(piece, piece[lost]) & self.trained
@@ -419,8 +435,10 @@ class Facts:
             there[0 if shift > 0 else -1] = False
             if int(there.sum()) < 4:
                 continue
-            left = {name: _left_by_shift(mine[name].double(), theirs[name].double(), there, shift)
-                    for name in ("entropy_nats", "policy_logprobs")}
+            left = {
+                name: _left_by_shift(mine[name].double(), theirs[name].double(), there, shift)
+                for name in ("entropy_nats", "policy_logprobs")
+            }
             if left["entropy_nats"] < 0.1 and left["policy_logprobs"] > 0.5:
                 return shift
         return None
@@ -463,8 +481,9 @@ class Facts:
             return []
         (a, b), context = self.pair, self.context
         bar = max(1e-9, self.step.noise.loss / (5 if self.step.noise.same_forward else 20))
-        mine, right = (ways(step, said, exact=bar < EXACT) for step, said in (
-            (b, context), (a, self.evidence.trusted.context)))
+        mine, right = (
+            ways(step, said, exact=bar < EXACT) for step, said in ((b, context), (a, self.evidence.trusted.context))
+        )
         trusted, suspect = self.step.losses
         if not right or not mine:
             return []

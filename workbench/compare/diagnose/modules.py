@@ -33,8 +33,11 @@ def differing_module(facts: Facts) -> str | None:
     if not module:
         return None
     begin = f"{module}."
-    in_layers = [p.share for name, p in facts.right.items() if name.startswith(begin)
-                 and parameter_layer(name.removeprefix(begin)) is not None]
+    in_layers = [
+        p.share
+        for name, p in facts.right.items()
+        if name.startswith(begin) and parameter_layer(name.removeprefix(begin)) is not None
+    ]
     layers_inside = any(parameter_layer(name.removeprefix(begin)) is not None for name in facts.off)
     layers_outside = any(parameter_layer(name) is not None for name in facts.right if not name.startswith(begin))
     whole = layers_inside and layers_outside and max(in_layers, default=0.0) < NEXT_TO_NOTHING
@@ -56,7 +59,8 @@ def module_scaled(facts: Facts) -> tuple[float, list[str]]:
     named = _names(ratio, module, facts)
     said = f", which is {named[0]}" if named else ", which equals no size on record"
     return 0.96 if named else 0.92, [
-        f"every gradient of {module} is {ratio:.6g} times the trusted one{said}; the loss and all others are right"]
+        f"every gradient of {module} is {ratio:.6g} times the trusted one{said}; the loss and all others are right"
+    ]
 
 
 def module_reached_wrongly(facts: Facts) -> tuple[float, list[str]]:
@@ -65,8 +69,10 @@ def module_reached_wrongly(facts: Facts) -> tuple[float, list[str]]:
     if module is None or module_scaled(facts)[0]:
         return 0.0, []
     ratios = sorted(p.ratio for p in facts.off.values())
-    return 0.94, [f"all of {module} has another gradient, {ratios[0]:.3g} to {ratios[-1]:.3g} times as large; loss and "
-                 "all other gradients are right: what comes back to it across its boundary is wrong"]
+    return 0.94, [
+        f"all of {module} has another gradient, {ratios[0]:.3g} to {ratios[-1]:.3g} times as large; loss and "
+        "all other gradients are right: what comes back to it across its boundary is wrong"
+    ]
 
 
 def other_features(facts: Facts) -> tuple[float, list[str]]:
@@ -88,4 +94,5 @@ def _names(ratio: float, module: str, facts: Facts) -> list[str]:
     """What a factor equals: a size of the module's own layout, if that was recorded, or of the run's."""
     own: Mapping[str, Any] = facts.context.get("modules", {}).get(module, {})
     return [f"{found.words} of {module}" for found in names_of(ratio, sizes(own, {}), facts.bar)] + [
-        found.words for found in names_of(ratio, facts.sizes, facts.bar)]
+        found.words for found in names_of(ratio, facts.sizes, facts.bar)
+    ]

@@ -50,8 +50,9 @@ class Noise:
     same_forward: bool = False
 
     @classmethod
-    def between(cls, first: Mapping[str, Any], second: Mapping[str, Any], step: int, *,
-                same_forward: bool = False) -> Noise:
+    def between(
+        cls, first: Mapping[str, Any], second: Mapping[str, Any], step: int, *, same_forward: bool = False
+    ) -> Noise:
         """What is allowed between records of these contexts, ``step`` optimizer steps after the same weights.
 
         The lower precision of the two decides; a record that does not say is taken for float32.
@@ -67,11 +68,23 @@ class Noise:
         bar = (_LATER if step else _FIRST)[name]
         if same_forward:
             rest = min(bar, _OF_FLOAT32)
-            return cls(gradient=min(bar, _SAME_FORWARD[name]), loss=rest, metric=10 * rest,
-                       metric_floor=_METRIC_FLOOR["float32"], logprob_nats=10 * rest, outliers=0.0,
-                       same_forward=True)
-        return cls(gradient=bar, loss=bar, metric=bar, metric_floor=_METRIC_FLOOR[name], logprob_nats=bar,
-                   outliers=0.05 if step and name != "float64" else 0.0)
+            return cls(
+                gradient=min(bar, _SAME_FORWARD[name]),
+                loss=rest,
+                metric=10 * rest,
+                metric_floor=_METRIC_FLOOR["float32"],
+                logprob_nats=10 * rest,
+                outliers=0.0,
+                same_forward=True,
+            )
+        return cls(
+            gradient=bar,
+            loss=bar,
+            metric=bar,
+            metric_floor=_METRIC_FLOOR[name],
+            logprob_nats=bar,
+            outliers=0.05 if step and name != "float64" else 0.0,
+        )
 
     def of_metric(self, key: str) -> float:
         """What is allowed of one metric.

@@ -29,16 +29,21 @@ def places(tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not {"trained", "documents"} <= set(tokens):
         return {}
     trained, documents = tokens["trained"].bool(), tokens["documents"]
-    found = {"document beginnings": _first_of(documents, trained), "document ends":
-             _first_of(documents.flip(0), trained.flip(0)).flip(0)}
+    found = {
+        "document beginnings": _first_of(documents, trained),
+        "document ends": _first_of(documents.flip(0), trained.flip(0)).flip(0),
+    }
     if "shards" in tokens:
         shards = tokens["shards"]
         changes = torch.zeros_like(trained)
         changes[1:] = (shards[1:] != shards[:-1]) & (documents[1:] == documents[:-1]) & (shards[:-1] >= 0)
         edges = changes.roll(-1)
         edges[-1:] = False
-        found |= {"shard edges": edges, "behind shard edges": _after(changes, documents),
-                  "returns": _returns(documents, shards)}
+        found |= {
+            "shard edges": edges,
+            "behind shard edges": _after(changes, documents),
+            "returns": _returns(documents, shards),
+        }
         if {"rows", "places"} <= set(tokens):
             found["behind half a shard"] = _behind_half(tokens["rows"], tokens["places"], shards)
     if "places" in tokens and "positions" in tokens:  # the first document of a row begins at place 0

@@ -137,8 +137,12 @@ class Record:
             return cls.load(folder)
         if (folder / "config.json").is_file():
             return _of_run(RunDirectory.open(folder))
-        raise RecordError(f"read a record from {folder}", found="neither record.json nor config.json",
-                          rule="a folder that a recorder wrote, or a run directory", fix="check the path")
+        raise RecordError(
+            f"read a record from {folder}",
+            found="neither record.json nor config.json",
+            rule="a folder that a recorder wrote, or a run directory",
+            fix="check the path",
+        )
 
     @classmethod
     def load(cls, folder: Path | str) -> Record:
@@ -160,16 +164,28 @@ class Record:
         """
         folder = Path(folder)
         if files.is_record(folder):
-            raise RecordError(f"save a record to {folder}", found="a record", rule="records are never replaced",
-                              fix="choose another folder, or delete that one")
+            raise RecordError(
+                f"save a record to {folder}",
+                found="a record",
+                rule="records are never replaced",
+                fix="choose another folder, or delete that one",
+            )
         files.write_record(folder, {**self.context, "name": self.name})
         for step in self.steps:
             for kind, tensors in (("gradients", step.gradients), ("tokens", step.tokens)):
                 if tensors:
                     files.write_tensors(folder, step.number, kind, dict(whole(tensors)))
-            files.append_step(folder, {"step": step.number, "loss": step.loss, "metrics": dict(step.metrics),
-                                       "gradient_norms": dict(step.gradient_norms), "counts": dict(step.counts)} |
-                              ({"evidence": dict(step.evidence)} if step.evidence else {}))
+            files.append_step(
+                folder,
+                {
+                    "step": step.number,
+                    "loss": step.loss,
+                    "metrics": dict(step.metrics),
+                    "gradient_norms": dict(step.gradient_norms),
+                    "counts": dict(step.counts),
+                }
+                | ({"evidence": dict(step.evidence)} if step.evidence else {}),
+            )
         return folder
 
     @property
@@ -177,13 +193,20 @@ class Record:
         """Which parts its first step has."""
         first = self.steps[0] if self.steps else RecordedStep(0)
         kept = ("loss", "metrics", "gradient_norms", "counts", "gradients", "tokens")
-        return tuple(part for part in kept if getattr(first, part) not in (None, {}) and
-                     (not isinstance(getattr(first, part), Mapping) or len(getattr(first, part))))
+        return tuple(
+            part
+            for part in kept
+            if getattr(first, part) not in (None, {})
+            and (not isinstance(getattr(first, part), Mapping) or len(getattr(first, part)))
+        )
 
     def __repr__(self) -> str:
         """Say what it holds, in a line."""
-        sizes = ", ".join(f"{name}={self.context[name]}" for name in ("dp", "cp", "tp", "micro_batches", "precision")
-                          if self.context.get(name) not in (None, 1))
+        sizes = ", ".join(
+            f"{name}={self.context[name]}"
+            for name in ("dp", "cp", "tp", "micro_batches", "precision")
+            if self.context.get(name) not in (None, 1)
+        )
         steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
         return f"Record({'; '.join(part for part in (f'{self.name}: {steps}', sizes, ', '.join(self.parts)) if part)})"
 
@@ -194,8 +217,16 @@ def _loaded(folder: Path, step: Mapping[str, Any]) -> RecordedStep:
     def of_kind(kind: str) -> LazyTensors:
         return LazyTensors(lambda: files.read_tensors(folder, number, kind))
 
-    return RecordedStep(number, step.get("loss"), step.get("metrics") or {}, step.get("gradient_norms") or {},
-                        step.get("counts") or {}, of_kind("gradients"), of_kind("tokens"), step.get("evidence") or {})
+    return RecordedStep(
+        number,
+        step.get("loss"),
+        step.get("metrics") or {},
+        step.get("gradient_norms") or {},
+        step.get("counts") or {},
+        of_kind("gradients"),
+        of_kind("tokens"),
+        step.get("evidence") or {},
+    )
 
 
 # ---- run directories -------------------------------------------------------------------------------------
@@ -205,8 +236,12 @@ def _of_run(run: RunDirectory) -> Record:
     spec = run.spec
     written = run.steps()
     if not written:
-        raise RecordError(f"read a record from {run.path.name}", found=f"no step; the run is {run.status}",
-                          rule="at least one step", fix="run it first")
+        raise RecordError(
+            f"read a record from {run.path.name}",
+            found=f"no step; the run is {run.status}",
+            rule="at least one step",
+            fix="run it first",
+        )
     recording = None if spec.online.on else _rollouts(project_root() / spec.data.path)
     steps = []
     for line in written:
@@ -214,17 +249,30 @@ def _of_run(run: RunDirectory) -> Record:
         tokens = _run_tokens(run, number, "tokens")
         since = number % spec.online.updates if spec.online.on else number
         batch = _rollouts(run.path / "rollouts" / f"step{number - since:04d}") if spec.online.on else recording
-        counts, places = ({}, {}) if batch is None else arranged(
-            with_advantages(spec) if spec.online.on else spec, batch, _documents_of_step(spec, batch, since), tokens)
-        steps.append(RecordedStep(
-            number, line.get("loss/total/sum"),
-            {key: float(value) for key, value in line.items() if "/" in key and isinstance(value, int | float)
-             and not key.startswith(_NOT_METRICS)},
-            line.get("gradient_norms") or {}, counts,
-            LazyTensors(lambda number=number: _run_tokens(run, number, "gradients")),
-            {name: tokens[name] for name in _MEASURED_TOKENS if name in tokens} | places,
-            {key: float(value) for key, value in line.items() if key.startswith(PREFIX)},
-            read_certificate(run, number) if "certificate" in line else None))
+        counts, places = (
+            ({}, {})
+            if batch is None
+            else arranged(
+                with_advantages(spec) if spec.online.on else spec, batch, _documents_of_step(spec, batch, since), tokens
+            )
+        )
+        steps.append(
+            RecordedStep(
+                number,
+                line.get("loss/total/sum"),
+                {
+                    key: float(value)
+                    for key, value in line.items()
+                    if "/" in key and isinstance(value, int | float) and not key.startswith(_NOT_METRICS)
+                },
+                line.get("gradient_norms") or {},
+                counts,
+                LazyTensors(lambda number=number: _run_tokens(run, number, "gradients")),
+                {name: tokens[name] for name in _MEASURED_TOKENS if name in tokens} | places,
+                {key: float(value) for key, value in line.items() if key.startswith(PREFIX)},
+                read_certificate(run, number) if "certificate" in line else None,
+            )
+        )
     return Record(context_of(spec, recording), tuple(steps), run.name)
 
 
@@ -245,16 +293,27 @@ def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, An
     """What a run of this spec says of itself; the temperature of the rollouts counts where the spec gives none."""
     layout, data = spec.layout, spec.data
     sampled = spec.online.temperature if spec.online.on else None if batch is None else batch.temperature
-    told = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp, "order": layout.order, "attention": layout.attention,
-            "sequence_parallel": layout.sequence_parallel, "micro_batches": data.micro_batches,
-            "temperature": spec.policy.temperature or sampled, "learning_rate": spec.optimizer.learning_rate,
-            "max_grad_norm": spec.optimizer.max_grad_norm, "optimizer": spec.optimizer.name,
-            "denominator": spec.loss.denominator, "precision": spec.precision}
+    told = {
+        "dp": layout.dp,
+        "cp": layout.cp,
+        "tp": layout.tp,
+        "order": layout.order,
+        "attention": layout.attention,
+        "sequence_parallel": layout.sequence_parallel,
+        "micro_batches": data.micro_batches,
+        "temperature": spec.policy.temperature or sampled,
+        "learning_rate": spec.optimizer.learning_rate,
+        "max_grad_norm": spec.optimizer.max_grad_norm,
+        "optimizer": spec.optimizer.name,
+        "denominator": spec.loss.denominator,
+        "precision": spec.precision,
+    }
     return {name: value for name, value in told.items() if value is not None}
 
 
-def arranged(spec: RunSpec, batch: RolloutBatch, documents: Sequence[int],
-             tokens: Mapping[str, Tensor]) -> tuple[dict[str, float], dict[str, Tensor]]:
+def arranged(
+    spec: RunSpec, batch: RolloutBatch, documents: Sequence[int], tokens: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Counts of a step, and of each of its tokens where it lay and what the loss says of it.
 
     They follow from the spec and the rollouts, computed whole on one rank; of the run only its log-probabilities enter.
@@ -269,11 +328,18 @@ def arranged(spec: RunSpec, batch: RolloutBatch, documents: Sequence[int],
     rows = pack_step(chosen, spec)
     real = sum(int((row.document_ids_T != PADDING).sum()) for row in rows)
     masked = sum(not bool(chosen.loss_mask_T[chosen.document_ids_T == one].any()) for one in range(len(documents)))
-    counts = {"documents": len(documents) - masked, "masked_documents": masked, "all_tokens": real,
-              "trained_tokens": chosen.num_trained_tokens, "padded_tokens": sum(row.num_tokens for row in rows),
-              "micro_batches": len(rows) // spec.layout.dp}
-    return ({name: float(value) for name, value in counts.items()},
-            _places(spec, rows, batch, tokens) if tokens else {})
+    counts = {
+        "documents": len(documents) - masked,
+        "masked_documents": masked,
+        "all_tokens": real,
+        "trained_tokens": chosen.num_trained_tokens,
+        "padded_tokens": sum(row.num_tokens for row in rows),
+        "micro_batches": len(rows) // spec.layout.dp,
+    }
+    return (
+        {name: float(value) for name, value in counts.items()},
+        _places(spec, rows, batch, tokens) if tokens else {},
+    )
 
 
 def _documents_of_step(spec: RunSpec, batch: RolloutBatch, number: int) -> list[int]:
@@ -283,16 +349,23 @@ def _documents_of_step(spec: RunSpec, batch: RolloutBatch, number: int) -> list[
     return [(number * each + place) % batch.num_documents for place in range(each)]
 
 
-def _places(spec: RunSpec, rows: Sequence[RolloutBatch], batch: RolloutBatch,
-            tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _places(
+    spec: RunSpec, rows: Sequence[RolloutBatch], batch: RolloutBatch, tokens: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     nowhere_S = torch.full((batch.num_tokens,), -1)
-    found = {"documents": batch.document_ids_T.clone(),
-             "rows": nowhere_S.clone(), "shards": nowhere_S.clone(), "places": nowhere_S.clone(),
-             "positions": batch.positions_T.clone()}
+    found = {
+        "documents": batch.document_ids_T.clone(),
+        "rows": nowhere_S.clone(),
+        "shards": nowhere_S.clone(),
+        "places": nowhere_S.clone(),
+        "positions": batch.positions_T.clone(),
+    }
     if not (spec.loss.squared_logit_coefficient or spec.loss.mean_squared_logit_coefficient):  # made of the logits
         found["losses"] = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    lined_up = [shift_targets(row).map(lambda values_T: values_T.double() if values_T.is_floating_point() else values_T)
-             for row in rows]
+    lined_up = [
+        shift_targets(row).map(lambda values_T: values_T.double() if values_T.is_floating_point() else values_T)
+        for row in rows
+    ]
     weights, totals = step_weights(lined_up, spec.loss)
     loss = make_loss(spec.loss)
     for number, (row, named) in enumerate(zip(lined_up, weights, strict=True)):
@@ -303,8 +376,9 @@ def _places(spec: RunSpec, rows: Sequence[RolloutBatch], batch: RolloutBatch,
         found["shards"][source] = plan_row(row.document_ids_T, spec.layout).owners_T[known_T]
         if "losses" not in found:
             continue
-        said = TokenLogprobs(*(tokens[name].double()[row.source_T.clamp_min(0)]
-                               for name in ("policy_logprobs", "entropy_nats")))
+        said = TokenLogprobs(
+            *(tokens[name].double()[row.source_T.clamp_min(0)] for name in ("policy_logprobs", "entropy_nats"))
+        )
         terms = evaluate_loss(loss, loss_inputs(row, said, totals), named, row.loss_mask_T).terms
         found["losses"][source] = token_values(terms).detach()[known_T]
     return found

@@ -54,8 +54,11 @@ class Sight:
     @property
     def clipped_share(self) -> float | None:
         """Trained tokens that are clipped, of all; None if unknown."""
-        return self.clipped_tokens / self.trained_tokens if self.clipped_tokens is not None and self.trained_tokens \
+        return (
+            self.clipped_tokens / self.trained_tokens
+            if self.clipped_tokens is not None and self.trained_tokens
             else None
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -64,8 +67,10 @@ class Sight:
             return ()
         notes = []
         if self.documents and self.trained_documents is not None and self.trained_documents / self.documents < SPARSE:
-            notes.append(f"only {self.trained_documents} of {self.documents} documents "
-                         f"({self.trained_documents / self.documents:.1%}) have a trained token")
+            notes.append(
+                f"only {self.trained_documents} of {self.documents} documents "
+                f"({self.trained_documents / self.documents:.1%}) have a trained token"
+            )
         if (share := self.clipped_share) is not None and share > 1 - SPARSE:
             notes.append(f"{share:.1%} of the trained tokens are clipped")
         if self.zero_steps:
@@ -102,12 +107,31 @@ class Sight:
 
     def as_json(self) -> dict[str, Any]:
         """The keys of `workbench.metrics.evidence.Evidence.as_json`, null where unknown."""
-        names = ("gradient_documents", "gradient_tokens", "policy_gradient_tokens", "gradient_document_share",
-                 "gradient_token_share", "policy_token_share")
-        return dict.fromkeys(names) | {
-            name: getattr(self, name) for name in ("steps", "documents", "trained_documents", "trained_tokens",
-                                                   "clipped_tokens", "zero_steps", "clipped_share", "nothing")} | {
-            "warnings": list(self.warnings), "summary": self.summary()}
+        names = (
+            "gradient_documents",
+            "gradient_tokens",
+            "policy_gradient_tokens",
+            "gradient_document_share",
+            "gradient_token_share",
+            "policy_token_share",
+        )
+        return (
+            dict.fromkeys(names)
+            | {
+                name: getattr(self, name)
+                for name in (
+                    "steps",
+                    "documents",
+                    "trained_documents",
+                    "trained_tokens",
+                    "clipped_tokens",
+                    "zero_steps",
+                    "clipped_share",
+                    "nothing",
+                )
+            }
+            | {"warnings": list(self.warnings), "summary": self.summary()}
+        )
 
 
 def sight_of(record: Record, steps: Iterable[int]) -> Counts | Sight:
@@ -129,6 +153,7 @@ def sight_of(record: Record, steps: Iterable[int]) -> Counts | Sight:
 
 def fewest(first: Counts | Sight, second: Counts | Sight) -> Counts | Sight:
     """Of two records, the evidence of the one that could have seen less: nothing, or fewer tokens."""
+
     def amount(sight: Counts | Sight) -> tuple[bool, float]:
         tokens = sight.gradient_tokens if isinstance(sight, Counts) else sight.trained_tokens
         return not sight.nothing, math.inf if tokens is None else tokens
@@ -154,8 +179,11 @@ def _norm(step: RecordedStep) -> float | None:
     if step.gradient_norms:
         return math.sqrt(sum(norm**2 for norm in step.gradient_norms.values()))
     gradients = whole(step.gradients)
-    return max(float(values.abs().max()) if values.numel() else 0.0 for values in gradients.values()) \
-        if gradients else None
+    return (
+        max(float(values.abs().max()) if values.numel() else 0.0 for values in gradients.values())
+        if gradients
+        else None
+    )
 
 
 def _read(steps: Sequence[RecordedStep]) -> Sight:
@@ -168,9 +196,15 @@ def _read(steps: Sequence[RecordedStep]) -> Sight:
 
     numbers = [number for step in steps for number in (step.loss, *step.metrics.values()) if number is not None]
     known = any(norm is not None for norm in norms) or any(row[0] is not None for row in tokens)
-    return Sight(len(steps), total(0), total(1), total(2), total(3),
-                 None if None in norms or not norms else sum(norm == 0 for norm in norms),
-                 only_zeros=bool(numbers) and not any(numbers) and not known)
+    return Sight(
+        len(steps),
+        total(0),
+        total(1),
+        total(2),
+        total(3),
+        None if None in norms or not norms else sum(norm == 0 for norm in norms),
+        only_zeros=bool(numbers) and not any(numbers) and not known,
+    )
 
 
 def _tokens(step: RecordedStep) -> tuple[int | None, int | None, int | None, int | None]:
@@ -190,5 +224,9 @@ def _tokens(step: RecordedStep) -> tuple[int | None, int | None, int | None, int
         if "clipped" in tokens:
             clipped = int((tokens["clipped"].bool() & trained_S).sum())
     everything = None if documents is None or masked is None else int(documents + masked)
-    return (None if trained is None else int(trained), None if documents is None else int(documents), everything,
-            clipped)
+    return (
+        None if trained is None else int(trained),
+        None if documents is None else int(documents),
+        everything,
+        clipped,
+    )

@@ -25,9 +25,16 @@ CONSTANT = 16.0
 """What a loss that divides by a constant is proved with where it names none: the laws are the same for any."""
 
 
-def prove(loss: str | Mapping[str, Any] | LossSpec | RunSpec | Callable[..., Any], *,
-          spec: LossSpec | RunSpec | Mapping[str, Any] | None = None, engine: Engine | None = None,
-          laws: Sequence[str] | None = None, seed: int = 0, rounds: int = ROUNDS, budget_s: float = 20.0) -> Proof:
+def prove(
+    loss: str | Mapping[str, Any] | LossSpec | RunSpec | Callable[..., Any],
+    *,
+    spec: LossSpec | RunSpec | Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    laws: Sequence[str] | None = None,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+    budget_s: float = 20.0,
+) -> Proof:
     """Hold a loss to the laws of parallel training: loss, gradient of every parameter, and every metric.
 
     Each law changes one thing that must not matter (`workbench.compare.prove.laws`): the step of all documents in one
@@ -74,19 +81,34 @@ def as_subject(loss: Any, *, spec: Any = None, engine: Engine | None = None) -> 
     base = _run_spec(spec, "spec")
     if engine is not None:
         if not callable(loss):
-            raise SpecError(f"prove {loss!r} with engine = {engine!r}", rule="an engine is about a trainer's function",
-                            fix="leave engine out; what a trainer's settings do is `scaling` of a LossSpec")
-        _check_arguments(loss, "batch", "outputs", "totals",
-                         fix="leave engine out if it gives terms of LossInputs, which a spec divides")
+            raise SpecError(
+                f"prove {loss!r} with engine = {engine!r}",
+                rule="an engine is about a trainer's function",
+                fix="leave engine out; what a trainer's settings do is `scaling` of a LossSpec",
+            )
+        _check_arguments(
+            loss,
+            "batch",
+            "outputs",
+            "totals",
+            fix="leave engine out if it gives terms of LossInputs, which a spec divides",
+        )
         return TrainerSubject(loss, engine, base)
     if callable(loss):
-        _check_arguments(loss, "inputs", fix="a trainer's microbatch_loss(batch, outputs, totals) goes with engine = "
-                                             "'sum' or 'mean', what its engine does to gradients over dp x cp")
+        _check_arguments(
+            loss,
+            "inputs",
+            fix="a trainer's microbatch_loss(batch, outputs, totals) goes with engine = "
+            "'sum' or 'mean', what its engine does to gradients over dp x cp",
+        )
         return WorkbenchSubject(getattr(loss, "__name__", "loss"), base, _checked(loss), made_from_spec=False)
     given = _run_spec({"name": loss} if isinstance(loss, str) else loss, "loss")
     if spec is not None:
-        raise SpecError(f"prove {given.loss.name!r} with a spec beside it", rule="a spec goes with a function",
-                        fix="say everything in the first argument: a RunSpec holds loss, data and policy")
+        raise SpecError(
+            f"prove {given.loss.name!r} with a spec beside it",
+            rule="a spec goes with a function",
+            fix="say everything in the first argument: a RunSpec holds loss, data and policy",
+        )
     return WorkbenchSubject(given.loss.name, given, make_loss(given.loss))
 
 
@@ -99,8 +121,12 @@ def _check_arguments(loss: Callable[..., Any], *names: str, fix: str) -> None:
     try:
         signature.bind(*names)
     except TypeError as error:
-        raise SpecError(f"prove {getattr(loss, '__name__', 'loss')}{signature}", found=str(error),
-                        rule=f"it is called with ({', '.join(names)})", fix=fix) from None
+        raise SpecError(
+            f"prove {getattr(loss, '__name__', 'loss')}{signature}",
+            found=str(error),
+            rule=f"it is called with ({', '.join(names)})",
+            fix=fix,
+        ) from None
 
 
 def _laws(names: Sequence[str] | None) -> list[Law]:
@@ -111,8 +137,12 @@ def _laws(names: Sequence[str] | None) -> list[Law]:
     for name in names:
         if name not in LAWS:
             near = difflib.get_close_matches(name, LAWS, n=1)
-            raise SpecError(f"law {name!r}", found=f"did you mean {near[0]!r}?" if near else "",
-                            rule=f"one of {', '.join(LAWS)}", fix="correct the name")
+            raise SpecError(
+                f"law {name!r}",
+                found=f"did you mean {near[0]!r}?" if near else "",
+                rule=f"one of {', '.join(LAWS)}",
+                fix="correct the name",
+            )
     return [law for law in LAWS.values() if law.name in names]
 
 
@@ -127,9 +157,11 @@ def _run_spec(given: Any, what: str) -> RunSpec:
     elif isinstance(given, LossSpec):
         settings = {"loss": given.overrides()}
     else:
-        raise SpecError(f"prove: {what} = {given!r}",
-                        rule="a preset's name, a LossSpec, a RunSpec, settings of one, or a function",
-                        fix="a trainer's function goes with engine = 'sum' or 'mean'")
+        raise SpecError(
+            f"prove: {what} = {given!r}",
+            rule="a preset's name, a LossSpec, a RunSpec, settings of one, or a function",
+            fix="a trainer's function goes with engine = 'sum' or 'mean'",
+        )
     loss = settings.get("loss")
     if isinstance(loss, Mapping) and parse_spec(LossSpec, loss, where=f"prove: {what}").denominator == "constant":
         settings = {**settings, "loss": {"denominator_constant": CONSTANT, **loss}}
@@ -138,14 +170,18 @@ def _run_spec(given: Any, what: str) -> RunSpec:
 
 def _checked(loss: Loss) -> Loss:
     """The loss in float64 throughout, refused in words where it gives anything but terms."""
+
     def checked(inputs: LossInputs) -> dict[str, Term]:
         with InFloat64():
             terms = loss(inputs)
         if not isinstance(terms, Mapping) or not terms or not all(isinstance(term, Term) for term in terms.values()):
-            raise SpecError(f"{getattr(loss, '__name__', 'loss')}(inputs)", found=f"a {type(terms).__name__}",
-                            rule="a loss gives terms by name: {'policy': Term(values_T)}",
-                            fix="return one number a token, and leave summing and dividing to the spec; a function "
-                                "that returns one number is a trainer's: prove(..., engine='sum')")
+            raise SpecError(
+                f"{getattr(loss, '__name__', 'loss')}(inputs)",
+                found=f"a {type(terms).__name__}",
+                rule="a loss gives terms by name: {'policy': Term(values_T)}",
+                fix="return one number a token, and leave summing and dividing to the spec; a function "
+                "that returns one number is a trainer's: prove(..., engine='sum')",
+            )
         return terms
 
     return checked

@@ -68,9 +68,17 @@ class Arrangement:
     @property
     def layout(self) -> LayoutSpec:
         """Its ranks."""
-        return LayoutSpec.model_validate({
-            "dp": self.dp, "cp": self.cp, "tp": self.tp, "order": self.order, "block_tokens": BLOCK_TOKENS,
-            "attention": self.attention, "sequence_parallel": self.sequence_parallel})
+        return LayoutSpec.model_validate(
+            {
+                "dp": self.dp,
+                "cp": self.cp,
+                "tp": self.tp,
+                "order": self.order,
+                "block_tokens": BLOCK_TOKENS,
+                "attention": self.attention,
+                "sequence_parallel": self.sequence_parallel,
+            }
+        )
 
     @property
     def tokens(self) -> int:
@@ -83,11 +91,22 @@ class Arrangement:
         """A spec with this layout, packing and head, and the loss and the advantages of another."""
         policy = PolicySpec(temperature=base.policy.temperature)
         if self.chunk_tokens is not None:
-            policy = PolicySpec(temperature=base.policy.temperature, logprobs="chunked", fused_loss=self.fused,
-                                chunk_tokens=self.chunk_tokens)
-        return RunSpec(loss=base.loss, layout=self.layout, policy=policy, precision="float64", faults=base.faults,
-                       data=DataSpec(advantages=base.data.advantages, keep_groups=base.data.keep_groups,
-                                     multiple_of=self.multiple_of))
+            policy = PolicySpec(
+                temperature=base.policy.temperature,
+                logprobs="chunked",
+                fused_loss=self.fused,
+                chunk_tokens=self.chunk_tokens,
+            )
+        return RunSpec(
+            loss=base.loss,
+            layout=self.layout,
+            policy=policy,
+            precision="float64",
+            faults=base.faults,
+            data=DataSpec(
+                advantages=base.data.advantages, keep_groups=base.data.keep_groups, multiple_of=self.multiple_of
+            ),
+        )
 
     def __str__(self) -> str:
         """Say it in a few words."""
@@ -170,14 +189,21 @@ def _policy(mesh: Mesh, spec: RunSpec) -> Policy:
     temperature = asked.temperature or 1.0
     if mesh["tp"].size > 1:
         implementation = "auto" if asked.logprobs == "reference" else asked.logprobs
-        return load_policy("tiny-qwen3", mesh=mesh, precision="float64", temperature=temperature,
-                           implementation=implementation, chunk_tokens=asked.chunk_tokens,
-                           sequence_parallel=spec.layout.sequence_parallel)
+        return load_policy(
+            "tiny-qwen3",
+            mesh=mesh,
+            precision="float64",
+            temperature=temperature,
+            implementation=implementation,
+            chunk_tokens=asked.chunk_tokens,
+            sequence_parallel=spec.layout.sequence_parallel,
+        )
     number = mesh["dp_cp"].rank
     whole = _copies(mesh["dp_cp"].size)[number]
     implementation = whole.implementation if asked.logprobs == "auto" else asked.logprobs
-    return replace(whole, mesh=mesh, temperature=temperature, implementation=implementation,
-                   chunk_tokens=asked.chunk_tokens)
+    return replace(
+        whole, mesh=mesh, temperature=temperature, implementation=implementation, chunk_tokens=asked.chunk_tokens
+    )
 
 
 @functools.cache

@@ -29,7 +29,10 @@ def assert_proved(loss: Any, **settings: Any) -> Proof:
     """
     proof = prove(loss, **settings)
     if not proof.ok:
-        raise VerdictError(f"prove {proof.subject}", found=str(proof),
-                           rule="loss, gradient and metrics are those of one unsplit process",
-                           fix="begin with the first broken law: its counterexample is the smallest that was found")
+        raise VerdictError(
+            f"prove {proof.subject}",
+            found=str(proof),
+            rule="loss, gradient and metrics are those of one unsplit process",
+            fix="begin with the first broken law: its counterexample is the smallest that was found",
+        )
     return proof

@@ -72,8 +72,10 @@ def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement
         return Difference(math.inf, ("not a number",), f"{where} is not a number")
     gradient, name = _farthest(plain.gradients, changed.gradients)
     loss = _relative(plain.loss, changed.loss, floor=plain.norm)
-    metrics = {key: _relative(value, changed.metrics.get(key, math.nan), floor=NOTHING / METRIC_BAR)
-               for key, value in plain.metrics.items()}
+    metrics = {
+        key: _relative(value, changed.metrics.get(key, math.nan), floor=NOTHING / METRIC_BAR)
+        for key, value in plain.metrics.items()
+    }
     worst = max([gradient, loss, *metrics.values()])
     what: list[str] = []
     words: list[str] = []
@@ -95,8 +97,10 @@ def difference(plain: Outcome, changed: Outcome, arrangements: tuple[Arrangement
         first, before = changed.metrics.get(off[0], math.nan), plain.metrics[off[0]]
         if not what and before:
             factor = first / before
-        words.append(f"{off[0]} is {_apart(first, before)}"
-                     + (f", and {len(off) - 1} more metrics differ" if len(off) > 1 else ""))
+        words.append(
+            f"{off[0]} is {_apart(first, before)}"
+            + (f", and {len(off) - 1} more metrics differ" if len(off) > 1 else "")
+        )
     what += [f"metric {key}" for key in off]
     return Difference(worst, tuple(what), "; ".join(words), factor, "" if factor is None else meaning(factor, sizes))
 
@@ -125,9 +129,11 @@ def _sizes(plain: Arrangement, changed: Arrangement) -> dict[str, float]:
     axes = {name: getattr(changed, name) / getattr(plain, name) for name in ("cp", "dp", "tp", "micro_batches")}
     grown = [name for name, size in axes.items() if size != 1]
     pairs = {f"{a} * {b}": axes[a] * axes[b] for at, a in enumerate(grown) for b in grown[at:]}
-    shares = {"padded tokens / tokens": changed.tokens / plain.tokens,
-              "all documents / documents": len(changed.documents) / len(plain.documents),
-              "(tokens + silent documents) / tokens": _one_at_least(changed) / _one_at_least(plain)}
+    shares = {
+        "padded tokens / tokens": changed.tokens / plain.tokens,
+        "all documents / documents": len(changed.documents) / len(plain.documents),
+        "(tokens + silent documents) / tokens": _one_at_least(changed) / _one_at_least(plain),
+    }
     return {**axes, **pairs, **shares}
 
 
@@ -156,8 +162,10 @@ def _gradient_in_words(plain: Gradients, changed: Gradients, farthest: str) -> t
         return 0.0, "the gradient is 0"
     cosine, factor = product / (norm * other), product / norm**2
     if abs(cosine) < PARALLEL:
-        return None, (f"the gradient is another one: cosine {cosine:.3f}, {other / norm:.3g} times as long, "
-                      f"farthest in {farthest}")
+        return None, (
+            f"the gradient is another one: cosine {cosine:.3f}, {other / norm:.3g} times as long, "
+            f"farthest in {farthest}"
+        )
     rest = math.sqrt(sum(float((changed[name] - factor * values).square().sum()) for name, values in plain.items()))
     if rest > SAME * other:
         return None, f"the gradient is nearly {_times(factor)} times the plain one, farthest in {farthest}"

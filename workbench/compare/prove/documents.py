@@ -111,49 +111,80 @@ def silent_documents(seed: str, number: int, *, group_id: int) -> tuple[Document
 
 def to_batch(documents: Sequence[Document]) -> RolloutBatch:
     """The documents end to end, with every field that a loss may ask for; real numbers in float64."""
+
     def exact(values: tuple[float, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
-    batch = RolloutBatch.from_documents([
-        {"tokens": list(d.tokens), "loss_mask": list(map(int, d.loss_mask)), "advantages": exact(d.advantages),
-         "old_logprobs": exact(d.old_logprobs), "sampler_logprobs": exact(d.sampler_logprobs),
-         "ref_logprobs": exact(d.ref_logprobs), "reward": torch.tensor(d.reward, dtype=torch.float64),
-         "group_id": d.group_id} for d in documents])
+    batch = RolloutBatch.from_documents(
+        [
+            {
+                "tokens": list(d.tokens),
+                "loss_mask": list(map(int, d.loss_mask)),
+                "advantages": exact(d.advantages),
+                "old_logprobs": exact(d.old_logprobs),
+                "sampler_logprobs": exact(d.sampler_logprobs),
+                "ref_logprobs": exact(d.ref_logprobs),
+                "reward": torch.tensor(d.reward, dtype=torch.float64),
+                "group_id": d.group_id,
+            }
+            for d in documents
+        ]
+    )
     weights_T = torch.cat([exact(d.weights) for d in documents])
     truncated_T = torch.cat([torch.full((len(d.tokens),), float(d.truncated)).double() for d in documents])
-    return replace(batch, extensions={
-        "rollout_ids": Extension(torch.tensor([d.rollout_id for d in documents]), "document", "rollout index",
-                                 "Whose sample."),
-        CORRECTION_WEIGHTS: Extension(weights_T, "token", "ratio", "Sampler corrections made elsewhere.", pad=1.0),
-        "truncated": Extension(truncated_T, "token", "1 or 0", "The sampler cut the document off.")})
+    return replace(
+        batch,
+        extensions={
+            "rollout_ids": Extension(
+                torch.tensor([d.rollout_id for d in documents]), "document", "rollout index", "Whose sample."
+            ),
+            CORRECTION_WEIGHTS: Extension(weights_T, "token", "ratio", "Sampler corrections made elsewhere.", pad=1.0),
+            "truncated": Extension(truncated_T, "token", "1 or 0", "The sampler cut the document off."),
+        },
+    )
 
 
 def _drawn(rng: random.Random, length: int, kind: str, group: int) -> Document:
     start = max(1, length // 3)
-    mask = {"all": [t > 0 for t in range(length)],
-            "some": [t >= start for t in range(length)],
-            "holes": [t >= start and t % 3 != 2 for t in range(length)],
-            "none": [False] * length}[kind]
+    mask = {
+        "all": [t > 0 for t in range(length)],
+        "some": [t >= start for t in range(length)],
+        "holes": [t >= start and t % 3 != 2 for t in range(length)],
+        "none": [False] * length,
+    }[kind]
     advantage = round(rng.choice((-1, 1)) * rng.uniform(0.2, 2.0), 3)
     drift = [round(rng.uniform(0.9, 1.1), 3) for _ in range(length)]
     zeros = (0.0,) * length
-    return Document(tuple(rng.randrange(VOCABULARY) for _ in range(length)), tuple(mask),
-                    tuple(advantage * each for each in drift), zeros, zeros, zeros,
-                    tuple(round(rng.uniform(0.6, 1.6), 3) for _ in range(length)),
-                    round(rng.uniform(-1.0, 1.0), 3), group, group * 2 + rng.randrange(2), rng.random() < 0.2)
+    return Document(
+        tuple(rng.randrange(VOCABULARY) for _ in range(length)),
+        tuple(mask),
+        tuple(advantage * each for each in drift),
+        zeros,
+        zeros,
+        zeros,
+        tuple(round(rng.uniform(0.6, 1.6), 3) for _ in range(length)),
+        round(rng.uniform(-1.0, 1.0), 3),
+        group,
+        group * 2 + rng.randrange(2),
+        rng.random() < 0.2,
+    )
 
 
 def _near(policy: Policy, documents: Sequence[Document], rng: random.Random) -> tuple[Document, ...]:
     """The documents with log-probabilities about those that the policy gives their tokens."""
-    (local,), _ = flow.prepare_rows(to_batch(documents), RunSpec(precision="float64"), policy.mesh,
-                                    [range(len(documents))])
+    (local,), _ = flow.prepare_rows(
+        to_batch(documents), RunSpec(precision="float64"), policy.mesh, [range(len(documents))]
+    )
     row = local.row
     with torch.no_grad():
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
         said_T = policy.token_logprobs(hidden_TD, row.targets_T).logprobs_T.roll(1).tolist()
 
     def around(begin: int, length: int, spread: float) -> tuple[float, ...]:
-        return (0.0, *(round(min(-1e-3, said + rng.gauss(0, spread)), 9) for said in said_T[begin + 1: begin + length]))
+        return (
+            0.0,
+            *(round(min(-1e-3, said + rng.gauss(0, spread)), 9) for said in said_T[begin + 1 : begin + length]),
+        )
 
     longest = max(documents, key=lambda document: document.trained)
     placed, begin = [], 0

@@ -29,8 +29,13 @@ class InFloat64(TorchFunctionMode):
         (torch.float64, torch.float64, torch.int32)
     """
 
-    def __torch_function__(self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
-                           kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Do what was asked, with float64 for each dtype that is narrower."""
         if func in CASTS:
             return args[0].double()

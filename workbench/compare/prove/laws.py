@@ -77,8 +77,9 @@ class Law:
 
     def draw(self, documents: tuple[Document, ...], number: int, seed: str, *, together: bool = False) -> Case:
         """The case of a number: each of the law's numbers goes through its choices in turn, greatest first."""
-        numbers = {name: choices[-1 - (number + at) % len(choices)]
-                   for at, (name, choices) in enumerate(self.numbers.items())}
+        numbers = {
+            name: choices[-1 - (number + at) % len(choices)] for at, (name, choices) in enumerate(self.numbers.items())
+        }
         numbers["seed"] = random.Random(f"{self.name} {seed}").randrange(10**6)
         return Case(documents, tuple(numbers.items()), together)
 
@@ -195,8 +196,10 @@ def _empty_ranks(case: Case) -> Pair | None:
 def _together(case: Case) -> Pair | None:
     rows = dealt(case, 4)
     order = ORDER_NAMES[case["order"]]
-    return rows and (one_row(case.documents), Arrangement(case.documents, rows, dp=2, cp=2, tp=case["tp"], order=order,
-                                                          multiple_of=12, chunk_tokens=5))
+    return rows and (
+        one_row(case.documents),
+        Arrangement(case.documents, rows, dp=2, cp=2, tp=case["tp"], order=order, multiple_of=12, chunk_tokens=5),
+    )
 
 
 def _silent(case: Case, number: int) -> tuple[Document, ...]:
@@ -204,27 +207,61 @@ def _silent(case: Case, number: int) -> tuple[Document, ...]:
     return silent_documents(f"{case['seed']} silent", number, group_id=free)
 
 
-LAWS: dict[str, Law] = {law.name: law for law in (
-    Law("dp_split", "documents may be dealt to any number of data-parallel ranks", {"dp": (2, 3)}, _dp_split),
-    Law("micro_batch_split", "a rank may take its documents in any number of micro-batches",
-        {"micro_batches": (2, 3)}, _micro_batch_split),
-    Law("micro_batch_order", "micro-batches may come in any order", {"micro_batches": (2, 3)}, _micro_batch_order),
-    Law("packing_order", "any document may share a row with any other, in any order", {"micro_batches": (1, 2)},
-        _packing_order),
-    Law("cp_degree", "a row may be cut for any number of context-parallel ranks",
-        {"cp": (2, 3, 4), "attention": range(len(ATTENTION))}, _cp_degree),
-    Law("cp_order", "context-parallel ranks may hold a row's tokens in any order",
-        {"cp": (2, 3), "order": range(1, len(ORDER_NAMES))}, _cp_order),
-    Law("tp", "any number of tensor-parallel ranks may compute the same tokens",
-        {"tp": (2,), "sequence_parallel": (0, 1)}, _tp),
-    Law("head_chunking", "the head may take the tokens of a row a few at a time",
-        {"chunk_tokens": (1, 2, 3, 7, 16), "fused": (0, 1)}, _head_chunking),
-    Law("padding", "a row may have any padding", {"extra": (1, 2, 5, 30)}, _padding),
-    Law("masked_rows", "documents in which nothing trains may be added", {"documents": (2, 4)}, _masked_rows),
-    Law("empty_ranks", "a rank or a micro-batch may have nothing to train",
-        {"kind": (0, 1, 2), "documents": (0, 1), "first": (0, 1)}, _empty_ranks, idle=True),
-    Law("together", "all of this at once", {"order": range(1, len(ORDER_NAMES)), "tp": (1, 2)}, _together, idle=True),
-)}
+LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law("dp_split", "documents may be dealt to any number of data-parallel ranks", {"dp": (2, 3)}, _dp_split),
+        Law(
+            "micro_batch_split",
+            "a rank may take its documents in any number of micro-batches",
+            {"micro_batches": (2, 3)},
+            _micro_batch_split,
+        ),
+        Law("micro_batch_order", "micro-batches may come in any order", {"micro_batches": (2, 3)}, _micro_batch_order),
+        Law(
+            "packing_order",
+            "any document may share a row with any other, in any order",
+            {"micro_batches": (1, 2)},
+            _packing_order,
+        ),
+        Law(
+            "cp_degree",
+            "a row may be cut for any number of context-parallel ranks",
+            {"cp": (2, 3, 4), "attention": range(len(ATTENTION))},
+            _cp_degree,
+        ),
+        Law(
+            "cp_order",
+            "context-parallel ranks may hold a row's tokens in any order",
+            {"cp": (2, 3), "order": range(1, len(ORDER_NAMES))},
+            _cp_order,
+        ),
+        Law(
+            "tp",
+            "any number of tensor-parallel ranks may compute the same tokens",
+            {"tp": (2,), "sequence_parallel": (0, 1)},
+            _tp,
+        ),
+        Law(
+            "head_chunking",
+            "the head may take the tokens of a row a few at a time",
+            {"chunk_tokens": (1, 2, 3, 7, 16), "fused": (0, 1)},
+            _head_chunking,
+        ),
+        Law("padding", "a row may have any padding", {"extra": (1, 2, 5, 30)}, _padding),
+        Law("masked_rows", "documents in which nothing trains may be added", {"documents": (2, 4)}, _masked_rows),
+        Law(
+            "empty_ranks",
+            "a rank or a micro-batch may have nothing to train",
+            {"kind": (0, 1, 2), "documents": (0, 1), "first": (0, 1)},
+            _empty_ranks,
+            idle=True,
+        ),
+        Law(
+            "together", "all of this at once", {"order": range(1, len(ORDER_NAMES)), "tp": (1, 2)}, _together, idle=True
+        ),
+    )
+}
 """Every law by name, in the order in which a table lists them."""
 
 DECLARED: dict[str, tuple[str, ...]] = {

@@ -136,16 +136,24 @@ class Proof:
         for law in self.laws:
             if law.name == name:
                 return law
-        raise SpecError(f"law {name!r} of a proof", rule=f"one of {', '.join(law.name for law in self.laws)}",
-                        fix="correct the name, or prove with that law")
+        raise SpecError(
+            f"law {name!r} of a proof",
+            rule=f"one of {', '.join(law.name for law in self.laws)}",
+            fix="correct the name, or prove with that law",
+        )
 
     def __str__(self) -> str:
         """A table of laws, then each counterexample."""
-        lines = [(law.name, law.verdict, f"{law.cases}", f"{law.worst:.1e}" if law.cases else "", _said(law))
-                 for law in self.laws]
+        lines = [
+            (law.name, law.verdict, f"{law.cases}", f"{law.worst:.1e}" if law.cases else "", _said(law))
+            for law in self.laws
+        ]
         table = _columns([("law", "verdict", "cases", "worst", ""), *lines])
-        shown = [f"{law.name}: {law.counterexample}" for law in self.laws
-                 if law.counterexample is not None and law.verdict == "broken"]
+        shown = [
+            f"{law.name}: {law.counterexample}"
+            for law in self.laws
+            if law.counterexample is not None and law.verdict == "broken"
+        ]
         return "\n\n".join([f"{self.subject}: {self.verdict} ({self.seconds:.1f} s, seed {self.seed})", table, *shown])
 
     __repr__ = __str__
@@ -160,5 +168,6 @@ def _said(law: LawResult) -> str:
 
 def _columns(lines: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-                     for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )

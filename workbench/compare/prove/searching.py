@@ -77,9 +77,13 @@ class _Search:
         if plain.error is not None:
             raise plain.error
         if not math.isfinite(plain.loss) or not all(bool(g.isfinite().all()) for g in plain.gradients.values()):
-            raise SpecError(f"prove {self.subject.title}", found=f"a loss of {plain.loss} or a gradient that is not a "
-                            f"number, in the plain arrangement ({pair[0]})", rule="one rank has finite numbers",
-                            fix="look at the loss on one rank first")
+            raise SpecError(
+                f"prove {self.subject.title}",
+                found=f"a loss of {plain.loss} or a gradient that is not a "
+                f"number, in the plain arrangement ({pair[0]})",
+                rule="one rank has finite numbers",
+                fix="look at the loss on one rank first",
+            )
         changed = self.outcome(pair[1])
         if (not law.idle and changed.idle) or plain.norm < NOTHING:
             return None
@@ -94,11 +98,15 @@ class _Search:
         again = perform(self.subject, plain)
         far = REPEATED * max(abs(first.loss), first.norm)
         if not abs(again.loss - first.loss) <= far or not all(
-                torch.allclose(again.gradients[name], values, rtol=0.0, atol=far)
-                for name, values in first.gradients.items()):
-            raise SpecError(f"prove {self.subject.title}", found=f"a loss of {first.loss:.9g}, and of {again.loss:.9g} "
-                            "of the same step on the same rank", rule="the same step has the same numbers each time",
-                            fix="let the function keep nothing from one call to the next")
+            torch.allclose(again.gradients[name], values, rtol=0.0, atol=far)
+            for name, values in first.gradients.items()
+        ):
+            raise SpecError(
+                f"prove {self.subject.title}",
+                found=f"a loss of {first.loss:.9g}, and of {again.loss:.9g} of the same step on the same rank",
+                rule="the same step has the same numbers each time",
+                fix="let the function keep nothing from one call to the next",
+            )
 
     def round(self, record: _Record, number: int) -> None:
         """One more case of a law."""
@@ -184,7 +192,8 @@ def excuses(declared: Sequence[str], law: Law, case: Case, found: Difference) ->
     """Whether a failure is what a spec declares: other numbers, under a change that it names. No error ever is."""
     return found.what[0] not in NEVER_DECLARED and any(
         law.name in DECLARED.get(word, ()) and (law.name != "empty_ranks" or case["kind"] == EMPTY.index(word))
-        for word in declared)
+        for word in declared
+    )
 
 
 def _result(record: _Record) -> LawResult:
@@ -193,8 +202,9 @@ def _result(record: _Record) -> LawResult:
     if record.why:
         return replace(base, verdict="skipped", why=record.why)
     if not record.cases:
-        return replace(base, verdict="not tried", worst=math.nan,
-                       why="time was over, or no documents fitted it and had a gradient")
+        return replace(
+            base, verdict="not tried", worst=math.nan, why="time was over, or no documents fitted it and had a gradient"
+        )
     if record.failed is None:
         return base
     case, found = record.failed
@@ -203,13 +213,23 @@ def _result(record: _Record) -> LawResult:
     plain, changed = pair
     documents = changed.documents
     example = Counterexample(str(plain), str(changed), tuple(map(str, documents)), found.words, documents)
-    return replace(base, verdict="declared" if record.excused else "broken", what=found.what,
-                   factor=found.factor, factor_name=found.factor_name, counterexample=example)
+    return replace(
+        base,
+        verdict="declared" if record.excused else "broken",
+        what=found.what,
+        factor=found.factor,
+        factor_name=found.factor_name,
+        counterexample=example,
+    )
 
 
 def _idle_declarations(results: tuple[LawResult, ...], declared: Sequence[str]) -> tuple[LawResult, ...]:
     """Say of laws that hold that a spec declares to break them, where none of those that it means was broken."""
     broken = {result.name for result in results if result.verdict == "declared"}
     idle = {name: word for word in declared for name in DECLARED.get(word, ()) if not broken & set(DECLARED[word])}
-    return tuple(replace(result, verdict="declared, but holds", why=f"the spec declares {idle[result.name]!r}")
-                 if result.name in idle and result.verdict == "holds" else result for result in results)
+    return tuple(
+        replace(result, verdict="declared, but holds", why=f"the spec declares {idle[result.name]!r}")
+        if result.name in idle and result.verdict == "holds"
+        else result
+        for result in results
+    )

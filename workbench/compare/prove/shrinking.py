@@ -38,10 +38,10 @@ def smaller_cases(case: Case, law: Law) -> Iterator[Case]:
     count = len(case.documents)
     for size in dict.fromkeys((count // 2, count // 4, 1) if count > 3 else (1,) if count > 1 else ()):
         for begin in range(0, count, size):
-            yield replace(case, documents=case.documents[:begin] + case.documents[begin + size:])
+            yield replace(case, documents=case.documents[:begin] + case.documents[begin + size :])
     for number, document in enumerate(case.documents):
         length = len(document.tokens)
         for shorter in dict.fromkeys((length // 2, length - 1)):
             if 0 < shorter < length:
-                cut = (*case.documents[:number], document.cut(shorter), *case.documents[number + 1:])
+                cut = (*case.documents[:number], document.cut(shorter), *case.documents[number + 1 :])
                 yield replace(case, documents=cut)

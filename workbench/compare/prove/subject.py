@@ -61,6 +61,13 @@ class WorkbenchSubject:
 
     def step(self, policy: Policy, rows: Sequence[LocalRow], totals: StepTotals) -> StepResult:
         """See `workbench.runs.step.run_step`; every metric is measured."""
-        return flow.run_step(policy, self.loss, rows, totals, keep_gradients=True, level="full",
-                             loss_spec=self.run_spec.loss if self.made_from_spec else None,
-                             fused=self.run_spec.policy.fused_loss)
+        return flow.run_step(
+            policy,
+            self.loss,
+            rows,
+            totals,
+            keep_gradients=True,
+            level="full",
+            loss_spec=self.run_spec.loss if self.made_from_spec else None,
+            fused=self.run_spec.policy.fused_loss,
+        )

@@ -76,8 +76,16 @@ class Totals:
     @classmethod
     def of(cls, rows: Sequence[LocalRow], totals: StepTotals, mesh: Mesh) -> Totals:
         """Read them off what `workbench.runs.step.prepare_rows` gives."""
-        return cls(totals.tokens, totals.documents, rows[0].documents.number, len(rows),
-                   mesh["dp"].size, mesh["cp"].size, mesh["tp"].size, mesh)
+        return cls(
+            totals.tokens,
+            totals.documents,
+            rows[0].documents.number,
+            len(rows),
+            mesh["dp"].size,
+            mesh["cp"].size,
+            mesh["tp"].size,
+            mesh,
+        )
 
 
 MicrobatchLoss = Callable[[TrainingRow, Outputs, Totals], Tensor]
@@ -89,8 +97,9 @@ micro-batch and are below ``totals.all_documents``; padding has -1. Its ``length
 """
 
 
-def trainer_step(policy: Policy, microbatch_loss: MicrobatchLoss, rows: Sequence[LocalRow], totals: StepTotals, *,
-                 engine: Engine) -> StepResult:
+def trainer_step(
+    policy: Policy, microbatch_loss: MicrobatchLoss, rows: Sequence[LocalRow], totals: StepTotals, *, engine: Engine
+) -> StepResult:
     """One optimizer step of a trainer's loss on this rank: forward, backward, and what the engine does to gradients.
 
     Args:
@@ -114,8 +123,7 @@ def trainer_step(policy: Policy, microbatch_loss: MicrobatchLoss, rows: Sequence
     for local in rows:
         row = local.row
         hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
-        said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"),
-                                     wanted=("entropy",))
+        said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=("entropy",))
         assert said.entropy_T is not None, "it was wanted"
         with InFloat64():
             loss = _checked(microbatch_loss(row, Outputs(said.logprobs_T, said.entropy_T), known), mesh)
@@ -129,7 +137,8 @@ def trainer_step(policy: Policy, microbatch_loss: MicrobatchLoss, rows: Sequence
         norms=gradient_norms(policy.model, policy.shards, mesh),
         gradients=full_gradients(policy.model, policy.shards, mesh),
         tokens={},
-        totals=totals)
+        totals=totals,
+    )
 
 
 @dataclass(frozen=True)
@@ -171,8 +180,11 @@ def check_engine(engine: str) -> None:
         SpecError: which there are.
     """
     if engine not in ENGINES:
-        raise SpecError(f"engine = {engine!r}", rule="what your engine does to gradients over dp x cp: sum or mean",
-                        fix="mean for DDP and FSDP as they are; sum where the averaging is switched off or undone")
+        raise SpecError(
+            f"engine = {engine!r}",
+            rule="what your engine does to gradients over dp x cp: sum or mean",
+            fix="mean for DDP and FSDP as they are; sum where the averaging is switched off or undone",
+        )
 
 
 def _checked(returned: Any, mesh: Mesh) -> Tensor:
@@ -180,11 +192,18 @@ def _checked(returned: Any, mesh: Mesh) -> Tensor:
     where = ", ".join(f"{axis}={place}" for axis, place in mesh.coordinates.items())
     if not isinstance(returned, Tensor) or returned.dim():
         found = f"a tensor of shape {list(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
-        raise SpecError("microbatch_loss(batch, outputs, totals)", found=f"{found}, on rank {where}",
-                        rule="it returns one number: a tensor without dimensions", fix="sum over the tokens")
+        raise SpecError(
+            "microbatch_loss(batch, outputs, totals)",
+            found=f"{found}, on rank {where}",
+            rule="it returns one number: a tensor without dimensions",
+            fix="sum over the tokens",
+        )
     if not returned.requires_grad:
-        raise SpecError("microbatch_loss(batch, outputs, totals)", found=f"a constant, on rank {where}",
-                        rule="every rank goes backward through every micro-batch, also where it has nothing to train: "
-                             "the others wait for it in their collectives",
-                        fix="return outputs.policy_logprobs_T.sum() * 0 there, or sum over no token")
+        raise SpecError(
+            "microbatch_loss(batch, outputs, totals)",
+            found=f"a constant, on rank {where}",
+            rule="every rank goes backward through every micro-batch, also where it has nothing to train: "
+            "the others wait for it in their collectives",
+            fix="return outputs.policy_logprobs_T.sum() * 0 there, or sum over no token",
+        )
     return returned

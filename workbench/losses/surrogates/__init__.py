@@ -18,9 +18,26 @@ from workbench.losses.surrogates.trust_region import dppo_kl, dppo_tv, ipo, ref_
 from workbench.losses.terms import Term
 
 SURROGATES: Mapping[str, Callable[..., Term]] = {
-    "ppo": clipped_surrogate, "importance_sampling": importance_sampling, "reinforce": reinforce,
-    "on_policy": on_policy, "cispo": cispo, "gspo": gspo, "gspo_token": gspo_token, "luspo": luspo, "gmpo": gmpo,
-    "sapo": sapo, "vespo": vespo, "gpg": gpg, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "ipo": ipo,
-    "ref_kl": ref_kl, "dro": dro, "clip_cov": clip_cov, "kl_cov": kl_cov, "sft": sft, "dpo": dpo,
+    "ppo": clipped_surrogate,
+    "importance_sampling": importance_sampling,
+    "reinforce": reinforce,
+    "on_policy": on_policy,
+    "cispo": cispo,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "luspo": luspo,
+    "gmpo": gmpo,
+    "sapo": sapo,
+    "vespo": vespo,
+    "gpg": gpg,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "ipo": ipo,
+    "ref_kl": ref_kl,
+    "dro": dro,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "sft": sft,
+    "dpo": dpo,
 }
 """Kind -> its function."""

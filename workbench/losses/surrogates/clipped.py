@@ -13,9 +13,16 @@ from torch import Tensor
 from workbench.losses.terms import LossInputs, Term
 
 
-def clipped_surrogate(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2,
-                      dual_clip: float | None = None, delta: float | None = None, log_clamp: float | None = None,
-                      anchor: str = "old") -> Term:
+def clipped_surrogate(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+    log_clamp: float | None = None,
+    anchor: str = "old",
+) -> Term:
     """The pessimistic surrogate of PPO, per token, with an optional upper bound for negative advantages.
 
     Formula:  r = exp(clamp(policy - anchor, -log_clamp, log_clamp))
@@ -30,8 +37,15 @@ def clipped_surrogate(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: f
     """
     log_ratio_T, advantages_T = inputs.log_ratio(anchor), inputs.counted_advantages_T
     held_T = held(log_ratio_T, log_clamp)
-    term = clip_ratio(held_T, advantages_T, inputs.frozen_clip_T, clip_low=clip_low, clip_high=clip_high,
-                      dual_clip=dual_clip, delta=delta)
+    term = clip_ratio(
+        held_T,
+        advantages_T,
+        inputs.frozen_clip_T,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        delta=delta,
+    )
     return term if log_clamp is None else replace(term, silent_T=(held_T != log_ratio_T) | (advantages_T == 0))
 
 
@@ -40,8 +54,16 @@ def held(log_ratio_T: Tensor, log_clamp: float | None) -> Tensor:
     return log_ratio_T if log_clamp is None else log_ratio_T.clamp(-log_clamp, log_clamp)
 
 
-def clip_ratio(log_ratio_T: Tensor, advantages_T: Tensor, frozen_clip_T: Tensor | None = None, *, clip_low: float,
-               clip_high: float, dual_clip: float | None = None, delta: float | None = None) -> Term:
+def clip_ratio(
+    log_ratio_T: Tensor,
+    advantages_T: Tensor,
+    frozen_clip_T: Tensor | None = None,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+) -> Term:
     """What `clipped_surrogate` does, for any log ratio: a token's, a document's, a straight-through one.
 
     extras, where there is such a bound: "dual_clipped", a negative advantage cut off by dual_clip or delta.
@@ -62,8 +84,9 @@ def clip_ratio(log_ratio_T: Tensor, advantages_T: Tensor, frozen_clip_T: Tensor 
     """
     lower, upper = 1 - clip_low, 1 + clip_high
     above_if_positive = min(upper, delta) if delta is not None else upper
-    bounds_if_negative = [bound for bound in (dual_clip, None if delta is None else max(delta, upper))
-                          if bound is not None]
+    bounds_if_negative = [
+        bound for bound in (dual_clip, None if delta is None else max(delta, upper)) if bound is not None
+    ]
     with torch.no_grad():
         positive_T = advantages_T > 0
         # Bounds as tensors of the ratio's dtype: two Python numbers in `where` would make float32 of them.

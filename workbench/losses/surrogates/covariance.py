@@ -18,8 +18,16 @@ from workbench.losses.surrogates.clipped import clip_ratio
 from workbench.losses.terms import LossInputs, Term
 
 
-def clip_cov(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, cov_fraction: float = 2e-4,
-             cov_low: float = 1.0, cov_high: float = 5.0, anchor: str = "old") -> Term:
+def clip_cov(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    cov_fraction: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    anchor: str = "old",
+) -> Term:
     """PPO's clip, and no gradient for a few tokens of high covariance.
 
     Formula:  cov = (A - mean A) (l - mean l)
@@ -48,8 +56,9 @@ def clip_cov(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.
     return replace(term, clipped_T=clipped_T | selected_T, extras={"selected": selected_T})
 
 
-def kl_cov(inputs: LossInputs, *, cov_fraction: float = 2e-4, cov_coefficient: float = 1.0,
-           anchor: str = "old") -> Term:
+def kl_cov(
+    inputs: LossInputs, *, cov_fraction: float = 2e-4, cov_coefficient: float = 1.0, anchor: str = "old"
+) -> Term:
     """The unclipped surrogate, and a penalty on the tokens of highest covariance.
 
     Formula:  d = l - anchor;  value = -exp(d) A, plus cov_coefficient |d| on the max(1, floor(cov_fraction n)) tokens
@@ -66,8 +75,9 @@ def kl_cov(inputs: LossInputs, *, cov_fraction: float = 2e-4, cov_coefficient: f
     ratio_T = torch.exp(torch.where(advantages_T == 0, 0.0, log_ratio_T))
     penalty_T = cov_coefficient * torch.where(selected_T, log_ratio_T.abs(), 0.0)
     pulled_T = selected_T & (log_ratio_T.detach() != 0) if cov_coefficient else torch.zeros_like(selected_T)
-    return Term(penalty_T - ratio_T * advantages_T, silent_T=(advantages_T == 0) & ~pulled_T,
-                extras={"selected": selected_T})
+    return Term(
+        penalty_T - ratio_T * advantages_T, silent_T=(advantages_T == 0) & ~pulled_T, extras={"selected": selected_T}
+    )
 
 
 def _covariance(inputs: LossInputs) -> Tensor:

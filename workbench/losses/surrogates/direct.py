@@ -61,8 +61,16 @@ def on_policy(inputs: LossInputs) -> Term:
     return Term(-torch.exp(logprobs_T - logprobs_T.detach()) * inputs.counted_advantages_T)
 
 
-def cispo(inputs: LossInputs, *, clip_low: float | None = None, clip_high: float = 4.0, bounds: str = "relative",
-          level: str = "token", log_clamp: float | None = None, anchor: str = "old") -> Term:
+def cispo(
+    inputs: LossInputs,
+    *,
+    clip_low: float | None = None,
+    clip_high: float = 4.0,
+    bounds: str = "relative",
+    level: str = "token",
+    log_clamp: float | None = None,
+    anchor: str = "old",
+) -> Term:
     """A policy gradient whose importance weight is truncated, so that no token loses its gradient.
 
     Formula:  r = exp(clamp(l - anchor, -log_clamp, log_clamp));  value = -A sg[clip(r, low, high)] l

@@ -21,9 +21,17 @@ SEQUENCE_LOG_CLAMP = (math.log(1e-8), 20.0)
 """vespo: bounds of the log of the sequence weight."""
 
 
-def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4, dual_clip: float | None = None,
-         delta: float | None = None, level: str = "document", advantage_level: str = "token",
-         anchor: str = "old") -> Term:
+def gspo(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+    level: str = "document",
+    advantage_level: str = "token",
+    anchor: str = "old",
+) -> Term:
     """Group sequence policy optimisation: PPO's clip on the geometric mean of a document's ratios.
 
     Formula:  s = exp(mean_t' d);  value = -min(min(s, delta) A, clip(s, 1 - clip_low, 1 + clip_high) A), on every token
@@ -34,13 +42,27 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4,
               AReaL). level "segment" takes the mean over each unbroken run of trained tokens (ROLL, multi-turn).
               The paper's mean over documents is denominator "document".
     """
-    return clip_ratio(log_sequence_ratio(inputs, level, anchor), advantages_at(inputs, advantage_level),
-                      inputs.frozen_clip_T, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta)
+    return clip_ratio(
+        log_sequence_ratio(inputs, level, anchor),
+        advantages_at(inputs, advantage_level),
+        inputs.frozen_clip_T,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        delta=delta,
+    )
 
 
-def gspo_token(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4,
-               dual_clip: float | None = None, level: str = "document", log_cap: float | None = None,
-               anchor: str = "old") -> Term:
+def gspo_token(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+    level: str = "document",
+    log_cap: float | None = None,
+    anchor: str = "old",
+) -> Term:
     """GSPO with a gradient of its own for every token, for advantages that vary inside a document.
 
     Formula:  s_t = min(sg[s] exp(l - sg[l]), exp(log_cap));
@@ -53,15 +75,29 @@ def gspo_token(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float =
     logprobs_T = inputs.counted_logprobs_T
     log_ratio_T = log_sequence_ratio(inputs, level, anchor).detach() + (logprobs_T - logprobs_T.detach())
     capped_T = log_ratio_T if log_cap is None else log_ratio_T.clamp(max=log_cap)
-    term = clip_ratio(capped_T, inputs.counted_advantages_T, inputs.frozen_clip_T, clip_low=clip_low,
-                      clip_high=clip_high, dual_clip=dual_clip)
+    term = clip_ratio(
+        capped_T,
+        inputs.counted_advantages_T,
+        inputs.frozen_clip_T,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+    )
     if log_cap is None:
         return term
     return replace(term, silent_T=(capped_T != log_ratio_T) | (inputs.counted_advantages_T == 0))
 
 
-def luspo(inputs: LossInputs, *, clip_low: float = 2e-3, clip_high: float = 2.5e-3, dual_clip: float | None = None,
-          delta: float | None = None, advantage_level: str = "token", anchor: str = "old") -> Term:
+def luspo(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 2e-3,
+    clip_high: float = 2.5e-3,
+    dual_clip: float | None = None,
+    delta: float | None = None,
+    advantage_level: str = "token",
+    anchor: str = "old",
+) -> Term:
     """Length-unbiased sequence policy optimisation: GSPO times the length of the document.
 
     Formula:  value = L * (value of gspo)
@@ -71,8 +107,15 @@ def luspo(inputs: LossInputs, *, clip_low: float = 2e-3, clip_high: float = 2.5e
     Differs:  not at all in the policy term; a KL term is not multiplied by L (in huggingface/trl it is, as in `gspo`
               with denominator "document_sum").
     """
-    term = gspo(inputs, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, delta=delta,
-                advantage_level=advantage_level, anchor=anchor)
+    term = gspo(
+        inputs,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        delta=delta,
+        advantage_level=advantage_level,
+        anchor=anchor,
+    )
     return replace(term, values_T=inputs.document_lengths_T * term.values_T)
 
 
@@ -100,8 +143,16 @@ def gmpo(inputs: LossInputs, *, clip_low: float = 0.4, clip_high: float = 0.4, a
     return Term(-advantages_T * ratio_T, clipped_T=clipped_T)
 
 
-def vespo(inputs: LossInputs, *, k_positive: float = 2.0, lambda_positive: float = 3.0, k_negative: float = 3.0,
-          lambda_negative: float = 2.0, anchor: str = "old", log_correction_T: Tensor | None = None) -> Term:
+def vespo(
+    inputs: LossInputs,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+    anchor: str = "old",
+    log_correction_T: Tensor | None = None,
+) -> Term:
     """A policy gradient whose weight is a gamma-shaped function of the document's whole importance weight.
 
     Formula:  log w = clip(log_correction + sum_t' clip(d, -20, 20), log 1e-8, 20)

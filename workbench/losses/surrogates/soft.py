@@ -15,8 +15,16 @@ SATURATED = 800.0
 """tau (r - 1) beyond which sigmoid is 1 and its derivative 0 in float64."""
 
 
-def sapo(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05, level: str = "token",
-         advantage_level: str = "token", log_clamp: float | None = None, anchor: str = "old") -> Term:
+def sapo(
+    inputs: LossInputs,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    level: str = "token",
+    advantage_level: str = "token",
+    log_clamp: float | None = None,
+    anchor: str = "old",
+) -> Term:
     """A soft trust region: a sigmoid of the ratio, steeper where the advantage is not positive.
 
     Formula:  r = exp(d), d = l - anchor (level "document" or "segment": its mean there, as in `gspo`)
@@ -51,5 +59,7 @@ def dro(inputs: LossInputs, *, beta: float = 0.1, anchor: str = "old") -> Term:
               token, and the advantages come with the batch.
     """
     advantages_T, log_ratio_T = inputs.counted_advantages_T, inputs.log_ratio(anchor)
-    return Term(-advantages_T * inputs.counted_logprobs_T + 0.5 * beta * log_ratio_T**2,
-                silent_T=-advantages_T + beta * log_ratio_T.detach() == 0)
+    return Term(
+        -advantages_T * inputs.counted_logprobs_T + 0.5 * beta * log_ratio_T**2,
+        silent_T=-advantages_T + beta * log_ratio_T.detach() == 0,
+    )

@@ -13,8 +13,15 @@ from workbench.losses.surrogates.clipped import held
 from workbench.losses.terms import LossInputs, Term
 
 
-def dppo_tv(inputs: LossInputs, *, threshold_low: float = 0.15, threshold_high: float = 0.15,
-            ratio_cap: float | None = None, log_clamp: float | None = None, anchor: str = "sampler") -> Term:
+def dppo_tv(
+    inputs: LossInputs,
+    *,
+    threshold_low: float = 0.15,
+    threshold_high: float = 0.15,
+    ratio_cap: float | None = None,
+    log_clamp: float | None = None,
+    anchor: str = "sampler",
+) -> Term:
     """Divergence proximal policy optimisation with the binary total variation.
 
     Formula:  dropped: p - q > threshold_high where A > 0;  p - q < -threshold_low elsewhere
@@ -29,8 +36,15 @@ def dppo_tv(inputs: LossInputs, *, threshold_low: float = 0.15, threshold_high: 
     return _masked_ratio(inputs, dropped_T, ratio_cap, anchor, log_clamp)
 
 
-def dppo_kl(inputs: LossInputs, *, threshold_low: float = 0.05, threshold_high: float = 0.05,
-            ratio_cap: float | None = None, log_clamp: float | None = None, anchor: str = "sampler") -> Term:
+def dppo_kl(
+    inputs: LossInputs,
+    *,
+    threshold_low: float = 0.05,
+    threshold_high: float = 0.05,
+    ratio_cap: float | None = None,
+    log_clamp: float | None = None,
+    anchor: str = "sampler",
+) -> Term:
     """Divergence proximal policy optimisation with the binary KL divergence.
 
     Formula:  D = q log(q / p) + (1 - q) log((1 - q) / (1 - p))
@@ -95,8 +109,14 @@ def _beyond(inputs: LossInputs, moved_T: Tensor, low: float, high: float) -> Ten
     return torch.where(inputs.counted_advantages_T > 0, moved_T > high, moved_T < -low)
 
 
-def _masked_ratio(inputs: LossInputs, dropped_T: Tensor, ratio_cap: float | None, anchor: str,
-                  log_clamp: float | None = None, advantages_T: Tensor | None = None) -> Term:
+def _masked_ratio(
+    inputs: LossInputs,
+    dropped_T: Tensor,
+    ratio_cap: float | None,
+    anchor: str,
+    log_clamp: float | None = None,
+    advantages_T: Tensor | None = None,
+) -> Term:
     own = advantages_T is None
     advantages_T = inputs.counted_advantages_T if advantages_T is None else advantages_T
     dropped_T = dropped_T & inputs.counts_T if inputs.frozen_clip_T is None else inputs.frozen_clip_T

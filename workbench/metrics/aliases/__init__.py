@@ -61,13 +61,21 @@ SYSTEMS: Mapping[str, ModuleType] = {
 """System -> the module whose `names` are its metrics."""
 
 LEFT_OUT: Mapping[tuple[str, str], str] = {
-    (system, name): why for system, module in SYSTEMS.items() for name, why in getattr(module, "LEFT_OUT", {}).items()}
+    (system, name): why for system, module in SYSTEMS.items() for name, why in getattr(module, "LEFT_OUT", {}).items()
+}
 """(system, name) -> what that system reports there in some case, and what is reported here instead."""
 
 
-def as_named_by(system: str, inputs: LossInputs, loss_mask_T: Tensor, *, terms: Mapping[str, Term] | None = None,
-                loss_spec: LossSpec | None = None, slots: DocumentSlots | None = None,
-                settings: PeerSettings | None = None) -> dict[str, Value]:
+def as_named_by(
+    system: str,
+    inputs: LossInputs,
+    loss_mask_T: Tensor,
+    *,
+    terms: Mapping[str, Term] | None = None,
+    loss_spec: LossSpec | None = None,
+    slots: DocumentSlots | None = None,
+    settings: PeerSettings | None = None,
+) -> dict[str, Value]:
     """One micro-batch's metrics as another system names and defines them, unfinished.
 
     They merge like all others: `workbench.metrics.values.finish_metrics`, alone or together with `policy_metrics`.
@@ -87,9 +95,12 @@ def as_named_by(system: str, inputs: LossInputs, loss_mask_T: Tensor, *, terms: 
     """
     settings = settings or settings_of(loss_spec, slots)
     if settings.of_documents and slots is None:
-        raise SpecError(f"metrics as {system} names them, for a loss of kind {settings.kind!r}", found="no slots",
-                        rule="a ratio of documents needs the names of the documents in the step",
-                        fix="pass slots=DocumentSlots(first, number)")
+        raise SpecError(
+            f"metrics as {system} names them, for a loss of kind {settings.kind!r}",
+            found="no slots",
+            rule="a ratio of documents needs the names of the documents in the step",
+            fix="pass slots=DocumentSlots(first, number)",
+        )
     q = Quantities(inputs, terms or {}, loss_mask_T, clip=settings.clip, slots=slots)
     return measure((alias.metric for alias in aliases(system, settings)), q)
 
@@ -101,8 +112,9 @@ def aliases(system: str, settings: PeerSettings) -> tuple[Alias, ...]:
         SpecError: another system.
     """
     if system not in SYSTEMS:
-        raise SpecError(f"metrics as {system!r} names them", rule=f"one of {', '.join(SYSTEMS)}",
-                        fix="choose one of them")
+        raise SpecError(
+            f"metrics as {system!r} names them", rule=f"one of {', '.join(SYSTEMS)}", fix="choose one of them"
+        )
     return tuple(SYSTEMS[system].names(settings))
 
 

@@ -63,5 +63,6 @@ def settings_of(loss_spec: LossSpec | None, slots: DocumentSlots | None = None) 
     if loss_spec is None:
         return PeerSettings(clip, num_documents=number)
     kind = loss_spec.surrogate.kind
-    return PeerSettings(clip, kind, number, loss_spec.kl.estimator, clip is not None and clip.of_documents,
-                        spec=loss_spec)
+    return PeerSettings(
+        clip, kind, number, loss_spec.kl.estimator, clip is not None and clip.of_documents, spec=loss_spec
+    )

@@ -30,13 +30,25 @@ class TruncatedRatio(Column):
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Shares of tokens."""
     clip = TruncatedRatio() if s.kind == "cispo" else PolicyCut()
-    yield Alias(Metric("clip_fraction", "share of tokens where the clip acts by the sign of the advantage (CISPO: "
-                       "whose ratio is truncated)", "1", clip, Mean()), note="the dual clip is counted by itself")
-    yield Alias(Metric("dual_clip_fraction", "share of tokens where the dual clip acts", "1", PolicyCut(dual=True),
-                       Mean()))
+    yield Alias(
+        Metric(
+            "clip_fraction",
+            "share of tokens where the clip acts by the sign of the advantage (CISPO: whose ratio is truncated)",
+            "1",
+            clip,
+            Mean(),
+        ),
+        note="the dual clip is counted by itself",
+    )
+    yield Alias(
+        Metric("dual_clip_fraction", "share of tokens where the dual clip acts", "1", PolicyCut(dual=True), Mean())
+    )
     correction = CorrectionSpec() if s.spec is None else s.spec.correction
     if correction.rejects:
         yield Alias(Metric("filtered_fraction", "share of tokens that rejection took out", "1", Dropped(), Mean()))
     elif correction.acts:
-        yield Alias(Metric("filtered_fraction", "share of tokens whose correction weight a bound changed", "1",
-                           Truncated(), Mean()))
+        yield Alias(
+            Metric(
+                "filtered_fraction", "share of tokens whose correction weight a bound changed", "1", Truncated(), Mean()
+            )
+        )

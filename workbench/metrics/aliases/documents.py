@@ -16,19 +16,25 @@ from workbench.metrics.definitions import DocumentMetric, statistic
 from workbench.metrics.quantities import Advantage, ClipRule, LogRatio, beyond
 
 
-def per_document(key: str, meaning: str, make: Callable[..., Tensor], reduce: str,
-                  of: float | None = None) -> DocumentMetric:
+def per_document(
+    key: str, meaning: str, make: Callable[..., Tensor], reduce: str, of: float | None = None
+) -> DocumentMetric:
     """A statistic of a function of each document's log ratio (policy / old) and advantage."""
-    return DocumentMetric(key, meaning, "1", (LogRatio("policy", "old"), Advantage()),
-                          functools.partial(reduced, make, reduce, of))
+    return DocumentMetric(
+        key, meaning, "1", (LogRatio("policy", "old"), Advantage()), functools.partial(reduced, make, reduce, of)
+    )
 
 
 def token_share(key: str, region: str, clip: ClipRule, meaning: str) -> DocumentMetric:
     """The share of tokens whose document's ratio lies in a region of the clip."""
-    return DocumentMetric(key, f"{meaning}, judged by the document's ratio", "1",
-                          (LogRatio("policy", "old"), Advantage()),
-                          functools.partial(token_mean, functools.partial(beyond_of, region, clip), epsilon=0.0),
-                          weighs="its trained tokens")
+    return DocumentMetric(
+        key,
+        f"{meaning}, judged by the document's ratio",
+        "1",
+        (LogRatio("policy", "old"), Advantage()),
+        functools.partial(token_mean, functools.partial(beyond_of, region, clip), epsilon=0.0),
+        weighs="its trained tokens",
+    )
 
 
 def reduced(make: Callable[..., Tensor], reduce: str, of: float | None, tokens_N: Tensor, *sums_N: Tensor) -> float:
@@ -39,8 +45,9 @@ def reduced(make: Callable[..., Tensor], reduce: str, of: float | None, tokens_N
     return statistic(reduce, values_N)
 
 
-def token_mean(make: Callable[..., Tensor], tokens_N: Tensor, *sums_N: Tensor, epsilon: float = 1e-8,
-               of: float | None = None) -> float:
+def token_mean(
+    make: Callable[..., Tensor], tokens_N: Tensor, *sums_N: Tensor, epsilon: float = 1e-8, of: float | None = None
+) -> float:
     """The mean over tokens, or over as many as are said, of a function of their document."""
     weight = (float(tokens_N.sum()) if of is None else of) + epsilon
     return float((tokens_N * make(tokens_N, *sums_N)).sum()) / weight if weight else math.nan

@@ -18,10 +18,19 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     """Both names of Liger with their definitions, for a loss."""
     words = "beyond the bound that the sign of the advantage pushes towards"
     if s.clip is not None and s.of_documents:
-        yield Alias(token_share("clip_fraction", "cut", s.clip, f"share of tokens {words}"),
-                    "clip/sign_aware/fraction")
+        yield Alias(token_share("clip_fraction", "cut", s.clip, f"share of tokens {words}"), "clip/sign_aware/fraction")
     elif s.clip is not None:
-        yield Alias(Metric("clip_fraction", f"share of tokens {words}", "1", Clip("cut", s.clip.anchor), Mean()),
-                    "clip/sign_aware/fraction", "looks at the ratio before delta bounds it")
-    yield Alias(Metric("kl", "mean of the KL penalty without its coefficient, with its importance ratio", "nats",
-                       TermValue("kl"), Mean()))
+        yield Alias(
+            Metric("clip_fraction", f"share of tokens {words}", "1", Clip("cut", s.clip.anchor), Mean()),
+            "clip/sign_aware/fraction",
+            "looks at the ratio before delta bounds it",
+        )
+    yield Alias(
+        Metric(
+            "kl",
+            "mean of the KL penalty without its coefficient, with its importance ratio",
+            "nats",
+            TermValue("kl"),
+            Mean(),
+        )
+    )

@@ -27,18 +27,36 @@ from workbench.metrics.quantities import KL, Advantage, Column, Extra, LogProb, 
 from workbench.metrics.values import Maximum, Mean, Minimum
 
 ELSEWHERE = "it looks at positions that do not train, or at logits; a replay of the step reports it"
-LEFT_OUT: Mapping[str, str] = dict.fromkeys((
-    "loss_metrics/global_logit_loss", "loss_metrics/global_entropy_loss", "loss_metrics/global_logits_mean",
-    "loss_metrics/global_total_pos", "loss_metrics/global_total_neg", "loss_metrics/global_pos_logp",
-    "loss_metrics/global_neg_logp", "loss_metrics/global_pos_reward", "loss_metrics/global_neg_reward",
-    "loss_metrics/global_advantages", "loss_metrics/pos_margin", "loss_metrics/neg_margin",
-    "loss_metrics/pos_ref_logp", "loss_metrics/neg_ref_logp", "loss_metrics/logits_mean_ref",
-    "loss_metrics/global_offp_logp", "loss_metrics/global_offp_ref_logp", "logp_dist/threshold_filter_ratio",
-    "mismatch/inf_logratio", "mismatch/rollout_is_masked_fraction", "mismatch/rollout_is_seq_masked_fraction"),
-    ELSEWHERE) | {
+LEFT_OUT: Mapping[str, str] = dict.fromkeys(
+    (
+        "loss_metrics/global_logit_loss",
+        "loss_metrics/global_entropy_loss",
+        "loss_metrics/global_logits_mean",
+        "loss_metrics/global_total_pos",
+        "loss_metrics/global_total_neg",
+        "loss_metrics/global_pos_logp",
+        "loss_metrics/global_neg_logp",
+        "loss_metrics/global_pos_reward",
+        "loss_metrics/global_neg_reward",
+        "loss_metrics/global_advantages",
+        "loss_metrics/pos_margin",
+        "loss_metrics/neg_margin",
+        "loss_metrics/pos_ref_logp",
+        "loss_metrics/neg_ref_logp",
+        "loss_metrics/logits_mean_ref",
+        "loss_metrics/global_offp_logp",
+        "loss_metrics/global_offp_ref_logp",
+        "logp_dist/threshold_filter_ratio",
+        "mismatch/inf_logratio",
+        "mismatch/rollout_is_masked_fraction",
+        "mismatch/rollout_is_seq_masked_fraction",
+    ),
+    ELSEWHERE,
+) | {
     "loss_metrics/global_logp": "NaN there where a row has no token that trains; here such rows are left out",
     "loss_metrics/global_ratio": "NaN there where a row has no token that trains; here such rows are left out",
-    "raw_ratio": "reported there only where there is no old policy, and then it is the mean of 1"}
+    "raw_ratio": "reported there only where there is no old policy, and then it is the mean of 1",
+}
 """Name -> what the system reports there in some case, and what is reported here instead."""
 
 
@@ -76,29 +94,78 @@ class Step:
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Means over tokens that train, and over rows that have one; without a threshold of probability."""
     rows = "rows in which nothing trains are left out"
-    yield Alias(Metric("loss_metrics/global_logp", "mean over rows of the row's mean log-probability", "nats",
-                       LogProb("policy"), Mean(), "document"), "logprob/policy/document_mean", rows)
+    yield Alias(
+        Metric(
+            "loss_metrics/global_logp",
+            "mean over rows of the row's mean log-probability",
+            "nats",
+            LogProb("policy"),
+            Mean(),
+            "document",
+        ),
+        "logprob/policy/document_mean",
+        rows,
+    )
     if not s.of_documents:
-        yield Alias(Metric("loss_metrics/global_ratio", "mean over rows of the row's mean ratio policy / old", "1",
-                           Ratio("policy", "old"), Mean(), "document"), "ratio/policy_old/document_mean", rows)
+        yield Alias(
+            Metric(
+                "loss_metrics/global_ratio",
+                "mean over rows of the row's mean ratio policy / old",
+                "1",
+                Ratio("policy", "old"),
+                Mean(),
+                "document",
+            ),
+            "ratio/policy_old/document_mean",
+            rows,
+        )
     yield from _distribution("logp_dist", "policy")
     yield from _distribution("inflogp_dist", "sampler")
-    yield Alias(Metric("inflogp_dist/importance_ratio", "mean of the correction weights as applied", "1",
-                       Extra("applied_weight"), Mean()), "weight/applied/mean")
-    yield Alias(Metric("loss_metrics/ref_logp", "mean log-probability under the reference", "nats", LogProb("ref"),
-                       Mean()), "logprob/ref/mean")
-    yield Alias(Metric("loss_metrics/margin", "mean of the advantage times policy - reference", "nats", _Margin(),
-                       Mean()))
-    yield Alias(Metric("loss_metrics/kl_div_est", f"mean {s.kl_estimator} estimate of KL(policy || ref)", "nats",
-                       KL(s.kl_estimator, "policy", "ref"), Mean()),
-                "kl/policy_ref/k3_mean" if s.kl_estimator == "k3" else None, "whether or not it is in the loss")
+    yield Alias(
+        Metric(
+            "inflogp_dist/importance_ratio",
+            "mean of the correction weights as applied",
+            "1",
+            Extra("applied_weight"),
+            Mean(),
+        ),
+        "weight/applied/mean",
+    )
+    yield Alias(
+        Metric("loss_metrics/ref_logp", "mean log-probability under the reference", "nats", LogProb("ref"), Mean()),
+        "logprob/ref/mean",
+    )
+    yield Alias(
+        Metric("loss_metrics/margin", "mean of the advantage times policy - reference", "nats", _Margin(), Mean())
+    )
+    yield Alias(
+        Metric(
+            "loss_metrics/kl_div_est",
+            f"mean {s.kl_estimator} estimate of KL(policy || ref)",
+            "nats",
+            KL(s.kl_estimator, "policy", "ref"),
+            Mean(),
+        ),
+        "kl/policy_ref/k3_mean" if s.kl_estimator == "k3" else None,
+        "whether or not it is in the loss",
+    )
     if s.clip is not None and not s.clip.of_documents:
-        for ending, signs, words in (("", (1, -1), ""), ("_pos", (1,), ", with a positive advantage"),
-                                     ("_neg", (-1,), ", with an advantage that is not positive")):
-            yield Alias(Metric(f"loss_metrics/global_clip_ratio{ending}",
-                               f"share of tokens beyond the bound that the advantage's sign picks{words}", "1",
-                               _Beyond(signs, s.clip.lower, s.clip.upper), Mean()), None,
-                        "an advantage of 0 counts as a negative one")
+        for ending, signs, words in (
+            ("", (1, -1), ""),
+            ("_pos", (1,), ", with a positive advantage"),
+            ("_neg", (-1,), ", with an advantage that is not positive"),
+        ):
+            yield Alias(
+                Metric(
+                    f"loss_metrics/global_clip_ratio{ending}",
+                    f"share of tokens beyond the bound that the advantage's sign picks{words}",
+                    "1",
+                    _Beyond(signs, s.clip.lower, s.clip.upper),
+                    Mean(),
+                ),
+                None,
+                "an advantage of 0 counts as a negative one",
+            )
 
 
 def _distribution(name: str, who: Literal["policy", "sampler"]) -> Iterable[Alias]:
@@ -190,8 +257,10 @@ def _reference(step: Step) -> dict[str, float]:
     return {
         "loss_metrics/ref_logp": _mean(ref_T, step.loss_mask_T),
         "loss_metrics/margin": _mean(margin_T, above_T),
-        "loss_metrics/pos_margin": _of_many(margin_T, good_T), "loss_metrics/neg_margin": _of_many(margin_T, bad_T),
-        "loss_metrics/pos_ref_logp": _of_many(ref_T, good_T), "loss_metrics/neg_ref_logp": _of_many(ref_T, bad_T),
+        "loss_metrics/pos_margin": _of_many(margin_T, good_T),
+        "loss_metrics/neg_margin": _of_many(margin_T, bad_T),
+        "loss_metrics/pos_ref_logp": _of_many(ref_T, good_T),
+        "loss_metrics/neg_ref_logp": _of_many(ref_T, bad_T),
         "loss_metrics/logits_mean_ref": 0.0,
         "loss_metrics/kl_div_est": _mean(kl_estimate(ref_T - logprobs_T, step.kl_estimator), above_T),
     }
@@ -279,5 +348,8 @@ def _spread(name: str, values_T: Tensor, step: Step) -> dict[str, float]:
     if not bool(_above(step).any()):
         return {f"{name}/mean": 0.0, f"{name}/min": 0.0, f"{name}/max": 0.0}
     kept_T = values_T[step.loss_mask_T]
-    return {f"{name}/mean": float(kept_T.mean()), f"{name}/min": float(kept_T.min()),
-            f"{name}/max": float(kept_T.max())}
+    return {
+        f"{name}/mean": float(kept_T.mean()),
+        f"{name}/min": float(kept_T.min()),
+        f"{name}/max": float(kept_T.max()),
+    }

@@ -19,16 +19,29 @@ from workbench.metrics.values import Mean
 
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Means over tokens."""
-    yield Alias(Metric("clip_ratio", "share of tokens where the clip acts, by the sign of the advantage", "1",
-                       PolicyCut(), Mean()), None, "not where the dual clip acts")
-    yield Alias(Metric("ppo_kl", "mean of old - policy", "nats", KL("k1", "old", "policy"), Mean()),
-                "kl/old_policy/k1_mean", "against the old policy also where a ratio is against the sampler")
+    yield Alias(
+        Metric(
+            "clip_ratio", "share of tokens where the clip acts, by the sign of the advantage", "1", PolicyCut(), Mean()
+        ),
+        None,
+        "not where the dual clip acts",
+    )
+    yield Alias(
+        Metric("ppo_kl", "mean of old - policy", "nats", KL("k1", "old", "policy"), Mean()),
+        "kl/old_policy/k1_mean",
+        "against the old policy also where a ratio is against the sampler",
+    )
     if s.spec is not None and s.spec.correction.acts:
-        yield Alias(Metric("vllm_kl", "mean of sampler - old", "nats", KL("k1", "sampler", "old"), Mean()),
-                    "kl/sampler_old/k1_mean", "only with a correction")
+        yield Alias(
+            Metric("vllm_kl", "mean of sampler - old", "nats", KL("k1", "sampler", "old"), Mean()),
+            "kl/sampler_old/k1_mean",
+            "only with a correction",
+        )
 
 
 def of_pairs(chosen_P: Tensor, rejected_P: Tensor, beta: float) -> dict[str, float]:
     """Mean implied rewards of preference pairs: beta times what the policy implies about each answer."""
-    return {"chosen_reward_mean": float(beta * chosen_P.detach().mean()),
-            "rejected_reward_mean": float(beta * rejected_P.detach().mean())}
+    return {
+        "chosen_reward_mean": float(beta * chosen_P.detach().mean()),
+        "rejected_reward_mean": float(beta * rejected_P.detach().mean()),
+    }

@@ -71,17 +71,20 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     clamp = None if s.spec is None else s.spec.kl.input_clamp
 
     def mean(name: str, meaning: str, unit: str, column: Column) -> Alias:
-        return Alias(Metric(name, f"sum over documents of the document's mean {meaning}", unit, column, over,
-                            "document"))
+        return Alias(
+            Metric(name, f"sum over documents of the document's mean {meaning}", unit, column, over, "document")
+        )
 
     def extremes(name: str, meaning: str, unit: str, column: Column) -> Iterable[Alias]:
         yield Alias(Metric(f"max_{name}", f"largest {meaning}", unit, column, Maximum()))
         yield Alias(Metric(f"min_{name}", f"smallest {meaning}", unit, column, Minimum()))
 
     penalty = KL("k3", "policy", "ref", clamp)
-    for name, meaning, unit, column in (("reward", "reward", "reward", Reward()),
-                                        ("advantage", "advantage", "reward", Advantage()),
-                                        ("kl", "k3 estimate of KL(policy || ref), log ratio held", "nats", penalty)):
+    for name, meaning, unit, column in (
+        ("reward", "reward", "reward", Reward()),
+        ("advantage", "advantage", "reward", Advantage()),
+        ("kl", "k3 estimate of KL(policy || ref), log ratio held", "nats", penalty),
+    ):
         yield mean(name, meaning, unit, column)
         yield from extremes(name, meaning, unit, column)
     yield mean("entropy", "entropy", "nats", Entropy())
@@ -97,16 +100,30 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     yield mean("ratio_ref_new", "ratio ref / policy", "1", Ratio("ref", "policy"))
     yield mean("ratio_ref_old", "ratio ref / old", "1", Ratio("ref", "old"))
     if clamp is not None:
-        yield mean("clamp_log_ratio_ref_new_indicator", "share of tokens at which the KL's log ratio is held", "1",
-                   FromReference(clamp))
+        yield mean(
+            "clamp_log_ratio_ref_new_indicator",
+            "share of tokens at which the KL's log ratio is held",
+            "1",
+            FromReference(clamp),
+        )
     yield Alias(Metric("num_output_tokens_sum", "tokens that count", "tokens", One(), Sum()))
     if s.of_documents:
-        yield Alias(per_document("clamp_log_ratio_new_old_indicator", "documents whose ratio lies outside the clip",
-                                 functools.partial(beyond_of, "outside", s.clip), "sum"),
-                    note="documents that weigh nothing are left out there (`clipped_documents`)")
+        yield Alias(
+            per_document(
+                "clamp_log_ratio_new_old_indicator",
+                "documents whose ratio lies outside the clip",
+                functools.partial(beyond_of, "outside", s.clip),
+                "sum",
+            ),
+            note="documents that weigh nothing are left out there (`clipped_documents`)",
+        )
     elif s.clip is not None:
-        yield mean("clamp_log_ratio_new_old_indicator", "share of tokens whose ratio lies outside the clip", "1",
-                   Clip("outside"))
+        yield mean(
+            "clamp_log_ratio_new_old_indicator",
+            "share of tokens whose ratio lies outside the clip",
+            "1",
+            Clip("outside"),
+        )
 
 
 def token_weight_numbers(inputs: LossInputs, weights_T: Tensor) -> Mapping[str, float]:
@@ -121,8 +138,11 @@ def token_weight_numbers(inputs: LossInputs, weights_T: Tensor) -> Mapping[str, 
         kept_T = weights_T[counts_T]
         if not len(kept_T):
             return {}
-        return {"token_weight": float((kept_T / inputs.document_lengths_T[counts_T]).sum()),
-                "max_token_weight": float(kept_T.max()), "min_token_weight": float(kept_T.min())}
+        return {
+            "token_weight": float((kept_T / inputs.document_lengths_T[counts_T]).sum()),
+            "max_token_weight": float(kept_T.max()),
+            "min_token_weight": float(kept_T.min()),
+        }
 
 
 def clipped_documents(ratio_T: Tensor, inputs: LossInputs, weights_T: Tensor, clip: ClipRule) -> float:

@@ -55,10 +55,17 @@ class Number:
 def names(s: PeerSettings) -> Iterable[Alias]:
     """Means over documents, of a loss that is one of its components."""
     for number in numbers(s.kind):
-        yield Alias(DocumentMetric(number.name, f"mean over documents of the {number.meaning}", number.unit,
-                                   (_Within(number.value, number.where), number.where),
-                                   functools.partial(_mean_of, number, s.num_documents)),
-                    None, "0 for a document without such tokens, also where it has no trained token")
+        yield Alias(
+            DocumentMetric(
+                number.name,
+                f"mean over documents of the {number.meaning}",
+                number.unit,
+                (_Within(number.value, number.where), number.where),
+                functools.partial(_mean_of, number, s.num_documents),
+            ),
+            None,
+            "0 for a document without such tokens, also where it has no trained token",
+        )
 
 
 def of_documents(inputs: LossInputs, term: Term, kind: str, documents: int, *, empty: bool) -> dict[str, Tensor]:
@@ -81,8 +88,10 @@ def of_documents(inputs: LossInputs, term: Term, kind: str, documents: int, *, e
         return values_T.new_zeros(documents).index_add(0, place_T, values_T)
 
     there = torch.ones(documents, dtype=torch.bool) if empty else total(One()) > 0
-    return {number.name: number.read(total(_Within(number.value, number.where)), total(number.where))[there]
-            for number in numbers(kind)}
+    return {
+        number.name: number.read(total(_Within(number.value, number.where)), total(number.where))[there]
+        for number in numbers(kind)
+    }
 
 
 def numbers(kind: str) -> list[Number]:
@@ -91,21 +100,48 @@ def numbers(kind: str) -> list[Number]:
         return [Number("nll", "mean negative log-likelihood", "nats", LogProb("policy"), negative=True)]
     prefix = "ref_kl/" if kind == "ref_kl" else ""
     mismatch, dropped, kept = KL("k3", "sampler", "policy"), PolicyCut(), _Kept()
-    found = [Number(f"{prefix}masked_mismatch_kl", "mean k3 of policy against sampler over dropped tokens", "nats",
-                    mismatch, dropped),
-             Number(f"{prefix}unmasked_mismatch_kl", "mean k3 of policy against sampler over kept tokens", "nats",
-                    mismatch, kept),
-             Number(f"{prefix}is_masked", "share of dropped tokens", "1", dropped, flags=True)]
+    found = [
+        Number(
+            f"{prefix}masked_mismatch_kl",
+            "mean k3 of policy against sampler over dropped tokens",
+            "nats",
+            mismatch,
+            dropped,
+        ),
+        Number(
+            f"{prefix}unmasked_mismatch_kl",
+            "mean k3 of policy against sampler over kept tokens",
+            "nats",
+            mismatch,
+            kept,
+        ),
+        Number(f"{prefix}is_masked", "share of dropped tokens", "1", dropped, flags=True),
+    ]
     if kind == "ref_kl":
         return [*found, Number("ref_kl", "mean of ref - policy", "nats", LogRatio("ref", "policy"))]
     if kind != "dppo_tv":
         return found
     for side, words, sign in (("low", "a negative", -1), ("high", "a positive", 1)):
-        found.append(Number(f"is_masked_{side}", f"share of dropped tokens with {words} advantage", "1",
-                            _Within(_Sign(sign), dropped), flags=True))
+        found.append(
+            Number(
+                f"is_masked_{side}",
+                f"share of dropped tokens with {words} advantage",
+                "1",
+                _Within(_Sign(sign), dropped),
+                flags=True,
+            )
+        )
     for side, sign in (("positive", 1), ("negative", -1)):
-        found.append(Number(f"masked_advantage_{side}", f"share of the dropped tokens whose advantage is {side}", "1",
-                            _Sign(sign), dropped, flags=True))
+        found.append(
+            Number(
+                f"masked_advantage_{side}",
+                f"share of the dropped tokens whose advantage is {side}",
+                "1",
+                _Sign(sign),
+                dropped,
+                flags=True,
+            )
+        )
     return found
 
 

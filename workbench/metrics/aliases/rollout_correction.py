@@ -42,28 +42,53 @@ Make = Callable[..., Tensor]
 
 def mismatch(s: PeerSettings) -> Iterable[Alias]:
     """How far sampler and trainer are apart, whatever is done about it."""
-    yield Alias(Metric(f"{PREFIX}/kl", "mean of sampler - old", "nats", KL("k1", "sampler", "old"), Mean(EPSILON)),
-                None, "kl/sampler_old/k1_mean up to the 1e-8")
-    yield Alias(Metric(f"{PREFIX}/k3_kl", "mean k3 estimate of KL(sampler || old)", "nats",
-                       KL("k3", "sampler", "old"), Mean(EPSILON)), None, "kl/sampler_old/k3_mean up to the 1e-8")
+    yield Alias(
+        Metric(f"{PREFIX}/kl", "mean of sampler - old", "nats", KL("k1", "sampler", "old"), Mean(EPSILON)),
+        None,
+        "kl/sampler_old/k1_mean up to the 1e-8",
+    )
+    yield Alias(
+        Metric(
+            f"{PREFIX}/k3_kl",
+            "mean k3 estimate of KL(sampler || old)",
+            "nats",
+            KL("k3", "sampler", "old"),
+            Mean(EPSILON),
+        ),
+        None,
+        "kl/sampler_old/k3_mean up to the 1e-8",
+    )
     training, rollout = LogProb("old"), LogProb("sampler")
     for key, meaning, column, make, reduce in (
-            ("training_log_ppl", "-mean old log-probability", training, _negated_mean, "mean"),
-            ("training_ppl", "exp(-mean old log-probability)", training, _perplexity, "mean"),
-            ("rollout_log_ppl", "-mean sampler log-probability", rollout, _negated_mean, "mean"),
-            ("rollout_ppl", "exp(-mean sampler log-probability)", rollout, _perplexity, "mean"),
-            ("log_ppl_diff", "mean of sampler - old", MISMATCH, _negated_mean, "mean"),
-            ("log_ppl_abs_diff", "|mean of sampler - old|", MISMATCH, _absolute_mean, "mean"),
-            ("log_ppl_diff_max", "mean of sampler - old", MISMATCH, _negated_mean, "max"),
-            ("log_ppl_diff_min", "mean of sampler - old", MISMATCH, _negated_mean, "min"),
-            ("ppl_ratio", "exp(mean of sampler - old)", MISMATCH, _perplexity, "mean"),
-            ("chi2_seq", f"exp(2 sum of (old - sampler)), the sum within +-{LIMIT:g}; less 1", MISMATCH,
-             _squared_product, "mean")):
+        ("training_log_ppl", "-mean old log-probability", training, _negated_mean, "mean"),
+        ("training_ppl", "exp(-mean old log-probability)", training, _perplexity, "mean"),
+        ("rollout_log_ppl", "-mean sampler log-probability", rollout, _negated_mean, "mean"),
+        ("rollout_ppl", "exp(-mean sampler log-probability)", rollout, _perplexity, "mean"),
+        ("log_ppl_diff", "mean of sampler - old", MISMATCH, _negated_mean, "mean"),
+        ("log_ppl_abs_diff", "|mean of sampler - old|", MISMATCH, _absolute_mean, "mean"),
+        ("log_ppl_diff_max", "mean of sampler - old", MISMATCH, _negated_mean, "max"),
+        ("log_ppl_diff_min", "mean of sampler - old", MISMATCH, _negated_mean, "min"),
+        ("ppl_ratio", "exp(mean of sampler - old)", MISMATCH, _perplexity, "mean"),
+        (
+            "chi2_seq",
+            f"exp(2 sum of (old - sampler)), the sum within +-{LIMIT:g}; less 1",
+            MISMATCH,
+            _squared_product,
+            "mean",
+        ),
+    ):
         unit = "nats" if "log" in key else "1"
         yield Alias(_of_rows(key, meaning, unit, (column,), make, reduce, s.num_documents))
-    yield Alias(DocumentMetric(f"{PREFIX}/chi2_token", f"mean over tokens of exp(2 (old - sampler)), the difference "
-                               f"within +-{LIMIT:g}; less 1", "1", (_SquaredRatio(),), _mean_less_one,
-                               weighs="its trained tokens"))
+    yield Alias(
+        DocumentMetric(
+            f"{PREFIX}/chi2_token",
+            f"mean over tokens of exp(2 (old - sampler)), the difference within +-{LIMIT:g}; less 1",
+            "1",
+            (_SquaredRatio(),),
+            _mean_less_one,
+            weighs="its trained tokens",
+        )
+    )
 
 
 def weights(s: PeerSettings) -> Iterable[Alias]:
@@ -78,10 +103,12 @@ def weights(s: PeerSettings) -> Iterable[Alias]:
     def mean(key: str, meaning: str, column: Column) -> Alias:
         return Alias(Metric(f"{PREFIX}/{name}_{key}", meaning, "1", column, Mean(EPSILON)))
 
-    def rows(key: str, meaning: str, columns: tuple[Column, ...], make: Make, reduce: str,
-             share: bool = False) -> Alias:
-        return Alias(_of_rows(f"{name}_{key}", meaning, "1", columns, make, reduce, s.num_documents,
-                              single=share and s.single))
+    def rows(
+        key: str, meaning: str, columns: tuple[Column, ...], make: Make, reduce: str, share: bool = False
+    ) -> Alias:
+        return Alias(
+            _of_rows(f"{name}_{key}", meaning, "1", columns, make, reduce, s.num_documents, single=share and s.single)
+        )
 
     yield mean("mean", "mean weight within its bounds", BOUNDED)
     if correction.ratio == "document_sum":
@@ -89,27 +116,51 @@ def weights(s: PeerSettings) -> Iterable[Alias]:
         yield rows("max", f"{product}, the sum at most {LIMIT:g}", (MISMATCH,), _capped_product, "max")
         yield rows("min", product, (MISMATCH,), _product, "min")
         for key, words, limit in (("high", "above the upper bound", high), ("low", "below the lower bound", low)):
-            yield rows(f"ratio_fraction_{key}", f"share of sequences {words}", (MISMATCH,),
-                       functools.partial(_sum_beyond, key, math.log(limit)), "mean", share=True)
+            yield rows(
+                f"ratio_fraction_{key}",
+                f"share of sequences {words}",
+                (MISMATCH,),
+                functools.partial(_sum_beyond, key, math.log(limit)),
+                "mean",
+                share=True,
+            )
     else:
         yield Alias(Metric(f"{PREFIX}/{name}_max", "largest weight within its bounds", "1", BOUNDED, Maximum()))
         yield Alias(Metric(f"{PREFIX}/{name}_min", "smallest weight within its bounds", "1", BOUNDED, Minimum()))
         yield mean("ratio_fraction_high", "share of tokens above the upper bound", _Beyond(RAW, high=high))
-        yield mean("ratio_fraction_low", "share of tokens below the lower bound, or its reciprocal where there is none",
-                   _Beyond(RAW, low=low))
+        yield mean(
+            "ratio_fraction_low",
+            "share of tokens below the lower bound, or its reciprocal where there is none",
+            _Beyond(RAW, low=low),
+        )
     if correction.ratio_low is not None:
         yield mean("oob_ratio", "share of tokens outside the bounds", _Beyond(RAW, low=low, high=high))
     yield Alias(_spread(f"{name}_std", "standard deviation over tokens of the bounded weight", BOUNDED, 0.0, high))
     held = _Within(BOUNDED, 0.0, high)
-    yield Alias(DocumentMetric(f"{PREFIX}/{name}_eff_sample_size", "1 / mean over tokens of (bounded weight / mean "
-                               "bounded weight)^2", "1", (held, _Squared(held)), _effective_share,
-                               weighs="its trained tokens"), None, "a share between 0 and 1")
+    yield Alias(
+        DocumentMetric(
+            f"{PREFIX}/{name}_eff_sample_size",
+            "1 / mean over tokens of (bounded weight / mean bounded weight)^2",
+            "1",
+            (held, _Squared(held)),
+            _effective_share,
+            weighs="its trained tokens",
+        ),
+        None,
+        "a share between 0 and 1",
+    )
     for key, reduce in (("mean", "mean"), ("std", "std"), ("max", "max"), ("min", "min")):
         yield rows(f"seq_{key}", "the mean bounded weight", (BOUNDED,), _row_mean, reduce)
     yield rows("seq_max_deviation", "|mean bounded weight - 1|", (BOUNDED,), _off_one, "max")
     for key, limit in (("high", high), ("low", low)):
-        yield rows(f"seq_fraction_{key}", f"whether the mean weight before any bound is beyond the {key} bound", (RAW,),
-                   functools.partial(_mean_beyond, key, limit), "mean", share=True)
+        yield rows(
+            f"seq_fraction_{key}",
+            f"whether the mean weight before any bound is beyond the {key} bound",
+            (RAW,),
+            functools.partial(_mean_beyond, key, limit),
+            "mean",
+            share=True,
+        )
     if correction.normalize:
         yield Alias(_norm_factor(correction))
 
@@ -122,10 +173,27 @@ def gates(s: PeerSettings) -> Iterable[Alias]:
     for gate in chosen:
         yield from _of_gate(gate, s.single)
     rejected = _Rejected()
-    yield Alias(Metric(f"{PREFIX}/rollout_rs_masked_fraction", "share of tokens that some gate rejects", "1", rejected,
-                       Mean(EPSILON)))
-    yield Alias(_of_rows("rollout_rs_seq_masked_fraction", "whether some gate rejects a token", "1", (rejected,),
-                         _any, "mean", s.num_documents, single=s.single))
+    yield Alias(
+        Metric(
+            f"{PREFIX}/rollout_rs_masked_fraction",
+            "share of tokens that some gate rejects",
+            "1",
+            rejected,
+            Mean(EPSILON),
+        )
+    )
+    yield Alias(
+        _of_rows(
+            "rollout_rs_seq_masked_fraction",
+            "whether some gate rejects a token",
+            "1",
+            (rejected,),
+            _any,
+            "mean",
+            s.num_documents,
+            single=s.single,
+        )
+    )
 
 
 def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
@@ -139,13 +207,24 @@ def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
     value = {"document_sum": _row_sum, "document_max": _row_sum}.get(gate.level, _row_mean)
 
     def rows(key: str, meaning: str, make: Make, reduce: str, share: bool = False) -> Alias:
-        return Alias(_of_rows(f"{name}_{key}", meaning, "1", columns, make, reduce, None, extremes=extremes,
-                              single=share and single))
+        return Alias(
+            _of_rows(
+                f"{name}_{key}", meaning, "1", columns, make, reduce, None, extremes=extremes, single=share and single
+            )
+        )
 
     def tokens(key: str, meaning: str, make: Make) -> Alias:
-        return Alias(DocumentMetric(f"{PREFIX}/{name}_{key}", meaning, "1", columns,
-                                    functools.partial(_token_mean, functools.partial(_through, value, make)),
-                                    weighs="its trained tokens", extremes=extremes))
+        return Alias(
+            DocumentMetric(
+                f"{PREFIX}/{name}_{key}",
+                meaning,
+                "1",
+                columns,
+                functools.partial(_token_mean, functools.partial(_through, value, make)),
+                weighs="its trained tokens",
+                extremes=extremes,
+            )
+        )
 
     def plain(key: str, meaning: str, column: Column) -> Alias:
         return Alias(Metric(f"{PREFIX}/{name}_{key}", meaning, "1", column, Mean(EPSILON)))
@@ -158,33 +237,55 @@ def _of_gate(gate: GateSpec, single: bool) -> Iterable[Alias]:
         for key, reduce in (("max", "max"), ("min", "min")):
             yield rows(key, words, value, reduce)
         for key, make in sides:
-            yield rows(f"fraction_{key}", f"whether {words} is beyond the {key} bound",
-                       functools.partial(_through, value, make), "mean", share=True)
-        yield Alias(DocumentMetric(f"{PREFIX}/{name}_std", "standard deviation over tokens of their sequence's "
-                                   f"{words} within the bounds", "1", columns,
-                                   functools.partial(_row_spread, value, low, high),
-                                   weighs="its trained tokens", extremes=extremes))
+            yield rows(
+                f"fraction_{key}",
+                f"whether {words} is beyond the {key} bound",
+                functools.partial(_through, value, make),
+                "mean",
+                share=True,
+            )
+        yield Alias(
+            DocumentMetric(
+                f"{PREFIX}/{name}_std",
+                f"standard deviation over tokens of their sequence's {words} within the bounds",
+                "1",
+                columns,
+                functools.partial(_row_spread, value, low, high),
+                weighs="its trained tokens",
+                extremes=extremes,
+            )
+        )
         rejects = functools.partial(_through, value, functools.partial(_outside, low if two_sided else None, high))
-        yield tokens("masked_fraction", "share of tokens that it rejects",
-                     functools.partial(_outside, low if two_sided else None, high))
+        yield tokens(
+            "masked_fraction",
+            "share of tokens that it rejects",
+            functools.partial(_outside, low if two_sided else None, high),
+        )
         yield rows("seq_masked_fraction", "whether it is rejected", rejects, "mean")
     else:
         yield plain("mean", f"mean {words}", token)
         yield Alias(Metric(f"{PREFIX}/{name}_max", f"largest {words}", "1", token, Maximum()))
         yield Alias(Metric(f"{PREFIX}/{name}_min", f"smallest {words}", "1", token, Minimum()))
         yield plain("fraction_high", "share of tokens beyond the high bound", _Beyond(token, high=high))
-        yield plain("fraction_low", "share of tokens beyond the low bound",
-                    _Beyond(token, low=low if two_sided else None))
+        yield plain(
+            "fraction_low", "share of tokens beyond the low bound", _Beyond(token, low=low if two_sided else None)
+        )
         yield Alias(_spread(f"{name}_std", f"standard deviation of {words} within the bounds", token, low, high))
         yield plain("masked_fraction", "share of tokens that it rejects", outside)
-        yield Alias(_of_rows(f"{name}_seq_masked_fraction", "whether it rejects a token", "1", (outside,), _any, "mean",
-                             None))
+        yield Alias(
+            _of_rows(f"{name}_seq_masked_fraction", "whether it rejects a token", "1", (outside,), _any, "mean", None)
+        )
     for key in ("mean", "std", "max", "min"):
         yield rows(f"seq_{key}", words, value, key)
     yield rows("seq_max_deviation", f"|{words}|", functools.partial(_through, value, torch.abs), "max")
     for key, make in sides if two_sided else sides[:1]:
-        yield rows(f"seq_fraction_{key}", f"whether {words} is beyond the {key} bound",
-                   functools.partial(_through, value, make), "mean", share=True)
+        yield rows(
+            f"seq_fraction_{key}",
+            f"whether {words} is beyond the {key} bound",
+            functools.partial(_through, value, make),
+            "mean",
+            share=True,
+        )
 
 
 # ---- per-token quantities --------------------------------------------------------------------------------------
@@ -335,11 +436,27 @@ def _outside(low: float | None, high: float | None, value: Tensor) -> Tensor:
 # ---- numbers of all documents ----------------------------------------------------------------------------------
 
 
-def _of_rows(key: str, meaning: str, unit: str, columns: tuple[Column, ...], make: Make, reduce: str,
-             number: int | None, *, extremes: tuple[Column, ...] = (), single: bool = False) -> DocumentMetric:
+def _of_rows(
+    key: str,
+    meaning: str,
+    unit: str,
+    columns: tuple[Column, ...],
+    make: Make,
+    reduce: str,
+    number: int | None,
+    *,
+    extremes: tuple[Column, ...] = (),
+    single: bool = False,
+) -> DocumentMetric:
     words = {"mean": "mean", "max": "largest", "min": "smallest", "std": "standard deviation (n - 1)"}[reduce]
-    return DocumentMetric(f"{PREFIX}/{key}", f"{words} over sequences of: {meaning}", unit, columns,
-                          functools.partial(_reduced, make, reduce, number, single), extremes=extremes)
+    return DocumentMetric(
+        f"{PREFIX}/{key}",
+        f"{words} over sequences of: {meaning}",
+        unit,
+        columns,
+        functools.partial(_reduced, make, reduce, number, single),
+        extremes=extremes,
+    )
 
 
 def _reduced(make: Make, reduce: str, number: int | None, single: bool, tokens_N: Tensor, *found_N: Tensor) -> float:
@@ -373,8 +490,9 @@ def _deviation(tokens: Tensor, total: Tensor, squares: Tensor) -> float:
 
 def _spread(key: str, meaning: str, column: Column, low: float | None, high: float | None) -> DocumentMetric:
     held = _Within(column, low, high)
-    return DocumentMetric(f"{PREFIX}/{key}", meaning, "1", (held, _Squared(held)), _token_spread,
-                          weighs="its trained tokens")
+    return DocumentMetric(
+        f"{PREFIX}/{key}", meaning, "1", (held, _Squared(held)), _token_spread, weighs="its trained tokens"
+    )
 
 
 def _token_spread(tokens_N: Tensor, sum_N: Tensor, squares_N: Tensor) -> float:
@@ -393,9 +511,13 @@ def _effective_share(tokens_N: Tensor, sum_N: Tensor, squares_N: Tensor) -> floa
 
 
 def _norm_factor(correction: CorrectionSpec) -> DocumentMetric:
-    return DocumentMetric(f"{PREFIX}/rollout_is_batch_norm_factor", "the mean bounded weight that weights are divided "
-                          "by; 1 where it is 0", "1", (BOUNDED,),
-                          functools.partial(_factor, correction.ratio == "document_sum"))
+    return DocumentMetric(
+        f"{PREFIX}/rollout_is_batch_norm_factor",
+        "the mean bounded weight that weights are divided by; 1 where it is 0",
+        "1",
+        (BOUNDED,),
+        functools.partial(_factor, correction.ratio == "document_sum"),
+    )
 
 
 def _factor(of_rows: bool, tokens_N: Tensor, sum_N: Tensor) -> float:

@@ -37,17 +37,28 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     if s.kind == "cispo":
         yield total("pg_clipfrac", "1 where the ratio lies outside the clip", "1", Extra("ratio_truncated"))
     else:
-        yield total("pg_clipfrac", "1 where the clip acts, by the sign of the advantage", "1", PolicyCut(),
-                    "not where the dual clip acts")
+        yield total(
+            "pg_clipfrac",
+            "1 where the clip acts, by the sign of the advantage",
+            "1",
+            PolicyCut(),
+            "not where the dual clip acts",
+        )
     anchor = "old" if s.clip is None else s.clip.anchor
     yield total("ppo_kl", "old - policy", "nats", KL("k1", anchor, "policy"))
     yield total("kl_loss", "the KL estimate, without its coefficient", "nats", TermValue("kl"))
     if s.spec is not None and s.spec.correction.ratio != "none":
         if s.of_documents:
             make, reduce = (_on_tokens, "sum") if by_token else (ratio_of, "mean")
-            yield Alias(DocumentMetric("ois", f"{words} of the sample's ratio policy / old", "1",
-                                       (LogRatio("policy", anchor),),
-                                       functools.partial(reduced, make, reduce, s.num_documents)))
+            yield Alias(
+                DocumentMetric(
+                    "ois",
+                    f"{words} of the sample's ratio policy / old",
+                    "1",
+                    (LogRatio("policy", anchor),),
+                    functools.partial(reduced, make, reduce, s.num_documents),
+                )
+            )
         else:
             yield total("ois", "the ratio policy / old", "1", Ratio("policy", anchor))
         yield total("tis", "the correction weight before truncation", "1", Extra("raw_weight"))

@@ -42,7 +42,8 @@ from workbench.metrics.values import (
 SHARES: tuple[tuple[str, Region, str, str], ...] = (
     ("low_mean", "cut_low", "below the clip with a negative advantage", "sign_aware_low"),
     ("high_mean", "cut_high", "above the clip with a positive advantage", "sign_aware_high"),
-    ("region_mean", "cut", "either of both", "sign_aware"))
+    ("region_mean", "cut", "either of both", "sign_aware"),
+)
 """(name, region of the clip, in words, canonical name) of clip_ratio keys, which look at the sign of the advantage."""
 
 
@@ -50,14 +51,25 @@ def names(s: PeerSettings) -> Iterable[Alias]:
     """Every name of TRL with its definition, for a loss."""
     yield Alias(Metric("entropy", "mean entropy", "nats", Entropy(), Mean()), "entropy/policy/mean")
     if s.spec is not None and s.spec.kl.coefficient and s.spec.kl.importance != "none":
-        yield Alias(Metric("kl", "mean of k3 of KL(policy || ref) times the importance ratio", "nats", TermValue("kl"),
-                           Mean()), None, "without use_bias_correction_kl there is no ratio in it")
+        yield Alias(
+            Metric("kl", "mean of k3 of KL(policy || ref) times the importance ratio", "nats", TermValue("kl"), Mean()),
+            None,
+            "without use_bias_correction_kl there is no ratio in it",
+        )
     else:
-        yield Alias(Metric("kl", "mean k3 estimate of KL(policy || ref)", "nats", KL("k3", "policy", "ref"), Mean()),
-                    "kl/policy_ref/k3_mean")
+        yield Alias(
+            Metric("kl", "mean k3 estimate of KL(policy || ref)", "nats", KL("k3", "policy", "ref"), Mean()),
+            "kl/policy_ref/k3_mean",
+        )
     if s.clip is not None and s.kind == "cispo":
-        yield _share("cispo_clip_ratio", "cut_high", "above the upper bound with a positive advantage", s, s.clip,
-                     "sign_aware_high")
+        yield _share(
+            "cispo_clip_ratio",
+            "cut_high",
+            "above the upper bound with a positive advantage",
+            s,
+            s.clip,
+            "sign_aware_high",
+        )
     elif s.clip is not None and s.kind in ("ppo", "gspo", "luspo"):
         clip = _within_delta(s, s.clip)
         for name, region, words, canonical in SHARES:
@@ -71,16 +83,29 @@ def names(s: PeerSettings) -> Iterable[Alias]:
 
 def _sampling(s: PeerSettings) -> Iterable[Alias]:
     gap = LogRatio("old", "sampler", absolute=True)
-    yield Alias(Metric("sampling/sampling_logp_difference/mean", "mean |old - sampler|", "nats", gap, Mean()),
-                "kl/sampler_old/abs_mean")
+    yield Alias(
+        Metric("sampling/sampling_logp_difference/mean", "mean |old - sampler|", "nats", gap, Mean()),
+        "kl/sampler_old/abs_mean",
+    )
     yield Alias(Metric("sampling/sampling_logp_difference/max", "largest |old - sampler|", "nats", gap, Maximum()))
-    for reduce, reducer, words in (("min", Minimum(), "smallest"), ("mean", Mean(), "mean"),
-                                   ("max", Maximum(), "largest")):
+    for reduce, reducer, words in (
+        ("min", Minimum(), "smallest"),
+        ("mean", Mean(), "mean"),
+        ("max", Maximum(), "largest"),
+    ):
         weight: Weight = "document" if s.of_documents and reduce == "mean" else "token"
-        yield Alias(Metric(f"sampling/importance_sampling_ratio/{reduce}", f"{words} of the correction weights as "
-                           "applied", "1", Extra("applied_weight"), reducer, weight),
-                    None if weight == "document" else f"weight/applied/{reduce}",
-                    "after truncation; one weight a sequence where the ratio is one of a sequence")
+        yield Alias(
+            Metric(
+                f"sampling/importance_sampling_ratio/{reduce}",
+                f"{words} of the correction weights as applied",
+                "1",
+                Extra("applied_weight"),
+                reducer,
+                weight,
+            ),
+            None if weight == "document" else f"weight/applied/{reduce}",
+            "after truncation; one weight a sequence where the ratio is one of a sequence",
+        )
 
 
 def _within_delta(s: PeerSettings, clip: ClipRule) -> ClipRule:
@@ -88,35 +113,49 @@ def _within_delta(s: PeerSettings, clip: ClipRule) -> ClipRule:
     delta = None if s.spec is None else s.spec.surrogate.delta
     if delta is None:
         return clip
-    return clip._replace(lower=math.inf if delta < clip.lower else clip.lower,
-                         upper=math.inf if delta <= clip.upper else clip.upper)
+    return clip._replace(
+        lower=math.inf if delta < clip.lower else clip.lower, upper=math.inf if delta <= clip.upper else clip.upper
+    )
 
 
 def _share(key: str, region: Region, words: str, s: PeerSettings, clip: ClipRule, canonical: str) -> Alias:
     if s.of_documents and not s.token_advantages:
-        return Alias(per_document(key, f"share of rows whose ratio is {words}",
-                                  functools.partial(beyond_of, region, clip), "mean", s.num_documents))
+        return Alias(
+            per_document(
+                key,
+                f"share of rows whose ratio is {words}",
+                functools.partial(beyond_of, region, clip),
+                "mean",
+                s.num_documents,
+            )
+        )
     if s.of_documents:
         return Alias(Metric(key, f"share of tokens whose row's ratio is {words}", "1", _RowClip(region, clip), Mean()))
     if clip is not s.clip:
         return Alias(Metric(key, f"share of tokens {words}, after delta", "1", _TokenClip(region, clip), Mean()))
-    return Alias(Metric(key, f"share of tokens {words}", "1", Clip(region, clip.anchor), Mean()),
-                 f"clip/{canonical}/fraction")
+    return Alias(
+        Metric(key, f"share of tokens {words}", "1", Clip(region, clip.anchor), Mean()), f"clip/{canonical}/fraction"
+    )
 
 
 def _row_extreme(key: str, region: Region, s: PeerSettings, clip: ClipRule, reduce: str) -> DocumentMetric:
     words = "smallest" if reduce == "min" else "largest"
     if s.of_documents and not s.token_advantages:
-        return DocumentMetric(key, f"{words} over rows of whether the row's ratio is clipped; that of a row in which "
-                              "nothing counts is not", "1", (LogRatio("policy", clip.anchor), Advantage()),
-                              functools.partial(_extreme_flag, reduce, region, clip, s.num_documents))
+        return DocumentMetric(
+            key,
+            f"{words} over rows of whether the row's ratio is clipped; that of a row in which nothing counts is not",
+            "1",
+            (LogRatio("policy", clip.anchor), Advantage()),
+            functools.partial(_extreme_flag, reduce, region, clip, s.num_documents),
+        )
     column: Column = _RowClip(region, clip) if s.of_documents else _TokenClip(region, clip)
     meaning = f"{words} share, over rows with trained tokens, of a row's tokens that are clipped"
     return DocumentMetric(key, meaning, "1", (column,), functools.partial(_extreme_share, reduce))
 
 
-def _extreme_flag(reduce: str, region: Region, clip: ClipRule, number: int | None, tokens_N: Tensor,
-                  *sums_N: Tensor) -> float:
+def _extreme_flag(
+    reduce: str, region: Region, clip: ClipRule, number: int | None, tokens_N: Tensor, *sums_N: Tensor
+) -> float:
     flags_N = beyond_of(region, clip, tokens_N, *sums_N)
     missing = 0 if number is None else number - len(tokens_N)
     return statistic(reduce, torch.cat([flags_N, flags_N.new_zeros(missing)]))
@@ -130,8 +169,15 @@ def _gamma_weight(s: PeerSettings) -> Alias:
     phi = Extra("sequence_weight")
     if s.token_advantages:
         return Alias(Metric("vespo/phi_seq_mean", "mean over tokens of the gamma weight", "1", phi, Mean()))
-    return Alias(DocumentMetric("vespo/phi_seq_mean", "mean over rows of the gamma weight; 1 of a row in which nothing "
-                                "counts", "1", (phi,), functools.partial(_mean_with_ones, s.num_documents)))
+    return Alias(
+        DocumentMetric(
+            "vespo/phi_seq_mean",
+            "mean over rows of the gamma weight; 1 of a row in which nothing counts",
+            "1",
+            (phi,),
+            functools.partial(_mean_with_ones, s.num_documents),
+        )
+    )
 
 
 def _mean_with_ones(number: int | None, tokens_N: Tensor, sum_N: Tensor) -> float:

@@ -52,11 +52,20 @@ def _all(s: PeerSettings) -> Iterable[Alias]:
     gated = s.spec is not None and s.spec.correction.denominator == "gated"
     for alias in (*_ratio(s), *_clip(s)):
         yield replace(alias, metric=_among_passed(alias.metric)) if gated else alias
-    yield Alias(_mean("actor/entropy", "mean entropy (token-mean)", Entropy(), "nats"), None,
-                _near("entropy/policy/mean"))
-    yield Alias(_mean("actor/kl_loss", "mean k3 estimate of KL(policy || ref), log ratio within +-20, estimate within "
-                      "+-10 (low_var_kl, token-mean)", KL("k3", "policy", "ref", 20.0, 10.0), "nats"), None,
-                f"{_near('kl/policy_ref/k3_mean')}, unless a clamp binds")
+    yield Alias(
+        _mean("actor/entropy", "mean entropy (token-mean)", Entropy(), "nats"), None, _near("entropy/policy/mean")
+    )
+    yield Alias(
+        _mean(
+            "actor/kl_loss",
+            "mean k3 estimate of KL(policy || ref), log ratio within +-20, estimate within "
+            "+-10 (low_var_kl, token-mean)",
+            KL("k3", "policy", "ref", 20.0, 10.0),
+            "nats",
+        ),
+        None,
+        f"{_near('kl/policy_ref/k3_mean')}, unless a clamp binds",
+    )
     yield from rollout_correction.mismatch(s)
     yield from rollout_correction.weights(s)
     yield from rollout_correction.gates(s)
@@ -65,15 +74,28 @@ def _all(s: PeerSettings) -> Iterable[Alias]:
 def _ratio(s: PeerSettings) -> Iterable[Alias]:
     anchor = _anchor(s)
     if s.kind == "kl_cov":
-        yield Alias(_mean("actor/ppo_kl", "mean |policy - old|", LogRatio("policy", anchor, absolute=True), "nats"),
-                    None, "not an estimate of a KL")
+        yield Alias(
+            _mean("actor/ppo_kl", "mean |policy - old|", LogRatio("policy", anchor, absolute=True), "nats"),
+            None,
+            "not an estimate of a KL",
+        )
     elif s.kind in BOUNDED:
-        yield Alias(_mean("actor/ppo_kl", "mean of old - policy, each within +-20",
-                          KL("k1", anchor, "policy", input_limit=20.0), "nats"), None,
-                    f"{_near('kl/old_policy/k1_mean')}, unless a token's log ratio is beyond 20")
+        yield Alias(
+            _mean(
+                "actor/ppo_kl",
+                "mean of old - policy, each within +-20",
+                KL("k1", anchor, "policy", input_limit=20.0),
+                "nats",
+            ),
+            None,
+            f"{_near('kl/old_policy/k1_mean')}, unless a token's log ratio is beyond 20",
+        )
     elif s.kind not in SILENT:
-        yield Alias(_mean("actor/ppo_kl", "mean of old - policy", KL("k1", anchor, "policy"), "nats"), None,
-                    _near("kl/old_policy/k1_mean") if anchor == "old" else "of the sampler, against the policy")
+        yield Alias(
+            _mean("actor/ppo_kl", "mean of old - policy", KL("k1", anchor, "policy"), "nats"),
+            None,
+            _near("kl/old_policy/k1_mean") if anchor == "old" else "of the sampler, against the policy",
+        )
 
 
 def _clip(s: PeerSettings) -> Iterable[Alias]:
@@ -81,33 +103,60 @@ def _clip(s: PeerSettings) -> Iterable[Alias]:
     upper, lower = "actor/pg_clipfrac", "actor/pg_clipfrac_lower"
     clip = s.clip
     if s.kind == "ppo" and clip is not None:
-        yield Alias(_mean(upper, "share of tokens where the clip acts, by the sign of the advantage",
-                          Clip("cut", clip.anchor)), None, _near("clip/sign_aware/fraction"))
-        yield Alias(_mean(lower, "share of tokens above the dual bound with a negative advantage",
-                          Clip("cut_dual", clip.anchor)), None, _near("clip/dual/fraction"))
+        yield Alias(
+            _mean(upper, "share of tokens where the clip acts, by the sign of the advantage", Clip("cut", clip.anchor)),
+            None,
+            _near("clip/sign_aware/fraction"),
+        )
+        yield Alias(
+            _mean(
+                lower, "share of tokens above the dual bound with a negative advantage", Clip("cut_dual", clip.anchor)
+            ),
+            None,
+            _near("clip/dual/fraction"),
+        )
     elif s.kind in ("gspo", "gspo_token") and clip is not None:
-        yield Alias(DocumentMetric(upper, "share of tokens where the clip acts, by the document's ratio and the sign "
-                                   "of the token's advantage", "1",
-                                   (LogRatio("policy", clip.anchor), _Sign(1), _Sign(-1)),
-                                   functools.partial(_share_cut, clip), weighs="its trained tokens"))
+        yield Alias(
+            DocumentMetric(
+                upper,
+                "share of tokens where the clip acts, by the document's ratio and the sign of the token's advantage",
+                "1",
+                (LogRatio("policy", clip.anchor), _Sign(1), _Sign(-1)),
+                functools.partial(_share_cut, clip),
+                weighs="its trained tokens",
+            )
+        )
         yield Alias(_mean(lower, "0", _Zero()), None, "this loss has no second bound there")
     elif s.kind == "cispo" and clip is not None:
-        yield Alias(_mean(upper, "share of tokens outside the clip", Clip("outside", clip.anchor)), None,
-                    _near("clip/region/fraction"))
+        yield Alias(
+            _mean(upper, "share of tokens outside the clip", Clip("outside", clip.anchor)),
+            None,
+            _near("clip/region/fraction"),
+        )
         yield Alias(_mean(lower, "0", _Zero()), None, "this loss has no second bound there")
     elif s.kind == "sapo":
         for name in (upper, lower):
             yield Alias(_mean(name, "0", _Zero()), None, "this loss has no clip")
     elif s.kind == "gmpo" and clip is not None:
         for name, sign, words in ((upper, 1, "positive"), (lower, -1, "negative")):
-            yield Alias(_mean(name, f"share of tokens outside the clip, on either side, with a {words} advantage",
-                              _Product(Clip("outside", clip.anchor), _Sign(sign))))
+            yield Alias(
+                _mean(
+                    name,
+                    f"share of tokens outside the clip, on either side, with a {words} advantage",
+                    _Product(Clip("outside", clip.anchor), _Sign(sign)),
+                )
+            )
     elif s.kind in ("dppo_tv", "dppo_kl"):
         cap = None if s.spec is None else s.spec.surrogate.ratio_cap
         yield Alias(_mean(upper, "share of tokens outside the trust region", Cut("policy")))
         if cap is not None:
-            yield Alias(_mean(lower, f"share of tokens inside the trust region with a ratio above {cap:g}",
-                              _Product(_Kept("policy"), _Above(_anchor(s), cap))))
+            yield Alias(
+                _mean(
+                    lower,
+                    f"share of tokens inside the trust region with a ratio above {cap:g}",
+                    _Product(_Kept("policy"), _Above(_anchor(s), cap)),
+                )
+            )
     elif s.kind == "clip_cov":
         yield Alias(_mean(upper, "share of tokens selected by their covariance", Extra("selected")))
 
@@ -132,8 +181,14 @@ def _among_passed(metric: AnyMetric) -> AnyMetric:
     if not isinstance(metric, Metric):
         return metric
     passed = Extra("passed")
-    return DocumentMetric(metric.key, f"{metric.meaning}; of tokens that pass the gates", metric.unit,
-                          (_Product(metric.column, passed), passed), _mean_of_passed, weighs="its tokens that pass")
+    return DocumentMetric(
+        metric.key,
+        f"{metric.meaning}; of tokens that pass the gates",
+        metric.unit,
+        (_Product(metric.column, passed), passed),
+        _mean_of_passed,
+        weighs="its tokens that pass",
+    )
 
 
 def _mean_of_passed(_: Tensor, sum_N: Tensor, passed_N: Tensor) -> float:

@@ -26,12 +26,26 @@ if TYPE_CHECKING:
 IMPLEMENTATIONS = ("reference", "vocabulary_parallel", "chunked", "triton")
 
 
-def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, implementation: str = "auto",
-                   temperature: float | Tensor = 1.0, bias_V: Tensor | None = None, logit_scale: float = 1.0,
-                   soft_cap: float | None = None, valid: int | None = None, active_T: Tensor | None = None,
-                   kept: KeptSets | None = None, wanted: Iterable[str] = ("entropy", "logsumexp"),
-                   fp32_head: bool = False, axis: Axis | None = None, first_token: int = 0, chunk_tokens: int = 4096,
-                   keep_bytes: int = 0) -> TokenLogprobs:
+def token_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    implementation: str = "auto",
+    temperature: float | Tensor = 1.0,
+    bias_V: Tensor | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+    valid: int | None = None,
+    active_T: Tensor | None = None,
+    kept: KeptSets | None = None,
+    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    fp32_head: bool = False,
+    axis: Axis | None = None,
+    first_token: int = 0,
+    chunk_tokens: int = 4096,
+    keep_bytes: int = 0,
+) -> TokenLogprobs:
     """Log-probability of each target under the output head, and what else is wanted of its distribution.
 
     Formula:  a_v = logit_scale (h . w_v + b_v),   z_v = soft_cap tanh(a_v / soft_cap) / temperature
@@ -64,8 +78,17 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, i
     Raises:   ShapeError: sizes or dtypes disagree, ids outside the vocabulary, a temperature that is not positive.
               SpecError: a setting that means nothing, or an implementation that cannot run here.
     """
-    options = {"temperature": temperature, "bias_V": bias_V, "logit_scale": logit_scale, "soft_cap": soft_cap,
-               "valid": valid, "active_T": active_T, "kept": kept, "wanted": tuple(wanted), "fp32_head": fp32_head}
+    options = {
+        "temperature": temperature,
+        "bias_V": bias_V,
+        "logit_scale": logit_scale,
+        "soft_cap": soft_cap,
+        "valid": valid,
+        "active_T": active_T,
+        "kept": kept,
+        "wanted": tuple(wanted),
+        "fp32_head": fp32_head,
+    }
     if implementation == "auto":
         dtype = torch.promote_types(weight_VD.dtype, torch.float32) if fp32_head else weight_VD.dtype
         implementation = fastest(dtype, weight_VD.device)
@@ -74,28 +97,43 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, i
             from workbench.policy.logprobs import reference
 
             if first_token or (axis is not None and axis.size > 1):
-                raise SpecError("token_logprobs: implementation = 'reference'",
-                                found=f"tp = {1 if axis is None else axis.size}, first_token = {first_token}",
-                                rule="reference needs the whole vocabulary: tp = 1, from token 0",
-                                fix="use auto, or vocabulary_parallel")
+                raise SpecError(
+                    "token_logprobs: implementation = 'reference'",
+                    found=f"tp = {1 if axis is None else axis.size}, first_token = {first_token}",
+                    rule="reference needs the whole vocabulary: tp = 1, from token 0",
+                    fix="use auto, or vocabulary_parallel",
+                )
             return reference.token_logprobs(hidden_TD, weight_VD, targets_T, **options)
         case "vocabulary_parallel":
             from workbench.policy.logprobs import vocabulary_parallel
             from workbench.sharding.mesh import Axis
 
-            return vocabulary_parallel.token_logprobs(hidden_TD, weight_VD, targets_T, axis=axis or Axis("tp"),
-                                                      first_token=first_token, **options)
+            return vocabulary_parallel.token_logprobs(
+                hidden_TD, weight_VD, targets_T, axis=axis or Axis("tp"), first_token=first_token, **options
+            )
         case "chunked":
             from workbench.policy.logprobs.chunked import ChunkedEngine as engine
         case "triton":
             from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine as engine
         case _:
-            raise SpecError(f"token_logprobs: implementation = {implementation!r}",
-                            rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}", fix="use auto")
+            raise SpecError(
+                f"token_logprobs: implementation = {implementation!r}",
+                rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}",
+                fix="use auto",
+            )
     from workbench.policy.logprobs import driver
 
-    return driver.token_logprobs(hidden_TD, weight_VD, targets_T, engine=engine, axis=axis, first_token=first_token,
-                                 chunk_tokens=chunk_tokens, keep_bytes=keep_bytes, **options)
+    return driver.token_logprobs(
+        hidden_TD,
+        weight_VD,
+        targets_T,
+        engine=engine,
+        axis=axis,
+        first_token=first_token,
+        chunk_tokens=chunk_tokens,
+        keep_bytes=keep_bytes,
+        **options,
+    )
 
 
 @functools.cache

@@ -39,8 +39,9 @@ class ChunkedEngine:
         """The logits of so many rows."""
         return rows * self.head.valid * self.head.wide.itemsize
 
-    def forward(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str],
-                keep: Keep) -> Chunk:
+    def forward(
+        self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str], keep: Keep
+    ) -> Chunk:
         """See `engine.Engine.forward`."""
         head, rows = self.head, len(hidden_CD)
         logits_CV = self._buffer(rows, keep)
@@ -75,7 +76,7 @@ class ChunkedEngine:
             with exact_float32(gradient_CV.dtype):
                 add_product_(into.weight_VD[: head.valid], gradient_CV, hidden_CD, first=first)
             if first:
-                into.weight_VD[head.valid:].zero_()
+                into.weight_VD[head.valid :].zero_()
             note_product(len(logits_CV))
 
     def _buffer(self, rows: int, keep: Keep) -> Tensor:
@@ -125,10 +126,12 @@ class ChunkedEngine:
             target_C - log_sum_C,
             log_sum_C - weighted_C / sum_C if "entropy" in wanted else None,
             highest_C + log_sum_C,
-            squares_C / head.vocabulary if "mean_squared_logit" in wanted else None)
+            squares_C / head.vocabulary if "mean_squared_logit" in wanted else None,
+        )
 
-    def _to_gradient_(self, chunk: Chunk, gradients: RowGradients, logits_CV: Tensor, block: slice,
-                      moves_C1: Tensor) -> None:
+    def _to_gradient_(
+        self, chunk: Chunk, gradients: RowGradients, logits_CV: Tensor, block: slice, moves_C1: Tensor
+    ) -> None:
         """Overwrite a block of logits by the gradient of its products."""
         head, said, logits_BV = self.head, chunk.said, logits_CV[block]
         divisor = self._divisor(chunk.temperature)
@@ -137,7 +140,8 @@ class ChunkedEngine:
         p_BV = log_p_BV.exp()
         zero_B = torch.zeros_like(said.logprobs_T[block])
         logprob_B, entropy_B, logsumexp_B, square_B = (
-            zero_B if gradient_C is None else gradient_C[block].to(head.wide) for gradient_C in gradients)
+            zero_B if gradient_C is None else gradient_C[block].to(head.wide) for gradient_C in gradients
+        )
         if gradients.entropy_T is None:
             gradient_BV = p_BV * (logsumexp_B - logprob_B)[:, None]
         else:

@@ -41,12 +41,26 @@ EXACT_TOKENS = 256
 """Rows at a time, at most, of those that the engine could not represent: their logits need memory of their own."""
 
 
-def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, engine: Callable[[Head], Engine],
-                   temperature: float | Tensor = 1.0, bias_V: Tensor | None = None, logit_scale: float = 1.0,
-                   soft_cap: float | None = None, valid: int | None = None, active_T: Tensor | None = None,
-                   kept: KeptSets | None = None, wanted: Iterable[str] = ("entropy", "logsumexp"),
-                   fp32_head: bool = False, axis: Axis | None = None, first_token: int = 0, chunk_tokens: int = 4096,
-                   keep_bytes: int = 0) -> TokenLogprobs:
+def token_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    engine: Callable[[Head], Engine],
+    temperature: float | Tensor = 1.0,
+    bias_V: Tensor | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+    valid: int | None = None,
+    active_T: Tensor | None = None,
+    kept: KeptSets | None = None,
+    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    fp32_head: bool = False,
+    axis: Axis | None = None,
+    first_token: int = 0,
+    chunk_tokens: int = 4096,
+    keep_bytes: int = 0,
+) -> TokenLogprobs:
     """What the head says about each token, a chunk of rows at a time, over the engine that ``engine`` makes of a head.
 
     The other arguments are those of `logprobs.token_logprobs`.
@@ -58,13 +72,22 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, e
     Raises:   ShapeError, SpecError: see `head` and `kept`.
     """
     if chunk_tokens < 1 or keep_bytes < 0:
-        raise SpecError(f"token_logprobs: chunk_tokens = {chunk_tokens}, keep_bytes = {keep_bytes}",
-                        rule="a chunk has at least one row, and a budget is not negative",
-                        fix="leave them at 4096 and 0, or raise keep_bytes for fewer products in backward")
+        raise SpecError(
+            f"token_logprobs: chunk_tokens = {chunk_tokens}, keep_bytes = {keep_bytes}",
+            rule="a chunk has at least one row, and a budget is not negative",
+            fix="leave them at 4096 and 0, or raise keep_bytes for fewer products in backward",
+        )
     if fp32_head:
         hidden_TD, weight_VD = lifted(hidden_TD), lifted(weight_VD)
-    head = make_head(weight_VD, bias_V=bias_V, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid, axis=axis,
-                     first_token=first_token)
+    head = make_head(
+        weight_VD,
+        bias_V=bias_V,
+        logit_scale=logit_scale,
+        soft_cap=soft_cap,
+        valid=valid,
+        axis=axis,
+        first_token=first_token,
+    )
     wanted = frozenset(wanted)
     count = check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, wanted=wanted)
     if kept is not None:
@@ -76,15 +99,17 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, e
     if index_A is not None:
         rows, hidden_TD = rows.at(index_A), hidden_TD.index_select(0, index_A)
     with_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (hidden_TD, weight_VD, bias_V))
+        x is not None and x.requires_grad for x in (hidden_TD, weight_VD, bias_V)
+    )
     call = _Call(head, engine, rows, wanted, chunk_tokens, keep_bytes if with_gradient else 0)
     said = TokenLogprobs(*_Driven.apply(hidden_TD.contiguous(), weight_VD, bias_V, call))
     if rows.kept is not None:
         said = whole_where_empty(said, rows.kept.are_whole(hidden_TD.device))
     if index_A is None:
         return said
-    return TokenLogprobs(*(None if x_A is None else x_A.new_zeros(len(targets_T)).index_copy(0, index_A, x_A)
-                           for x_A in said))
+    return TokenLogprobs(
+        *(None if x_A is None else x_A.new_zeros(len(targets_T)).index_copy(0, index_A, x_A) for x_A in said)
+    )
 
 
 def lifted(tensor: Tensor) -> Tensor:
@@ -112,8 +137,11 @@ class Rows:
 
     def tensors(self) -> list[Tensor]:
         """All that must not change between forward and backward."""
-        return [self.targets_A, *([self.temperature] if isinstance(self.temperature, Tensor) else []),
-                *([] if self.kept is None else [self.kept.ids_P])]
+        return [
+            self.targets_A,
+            *([self.temperature] if isinstance(self.temperature, Tensor) else []),
+            *([] if self.kept is None else [self.kept.ids_P]),
+        ]
 
     def at(self, rows: slice | Tensor) -> Rows:
         """Some of them, by a slice or by their places."""
@@ -141,8 +169,9 @@ class _Call:
     held: list[tuple[slice, Chunk]] = field(default_factory=list)
     overflowed_A: Tensor | None = None
 
-    def forward(self, engine: Engine, hidden_AD: Tensor, place: slice | Tensor,
-                keep: Keep) -> tuple[Chunk, KeptChunk | None]:
+    def forward(
+        self, engine: Engine, hidden_AD: Tensor, place: slice | Tensor, keep: Keep
+    ) -> tuple[Chunk, KeptChunk | None]:
         """What some rows say, in full and among their kept tokens."""
         rows, hidden_CD = self.rows.at(place), hidden_AD[place]
         chunk = engine.forward(hidden_CD, rows.targets_A, rows.temperature, wanted=self.wanted, keep=keep)
@@ -155,8 +184,9 @@ class _Call:
             return None
         return kept_forward(self.head, hidden_CD, rows.targets_A, rows.temperature, rows.kept)
 
-    def work(self, moved_A: Tensor, exact_A: Tensor,
-             device: torch.device) -> Iterator[tuple[Engine, Chunk | None, slice | Tensor]]:
+    def work(
+        self, moved_A: Tensor, exact_A: Tensor, device: torch.device
+    ) -> Iterator[tuple[Engine, Chunk | None, slice | Tensor]]:
         """What backward has to do, one piece at a time: engine, the chunk if it was held, and where its rows lie."""
         engine, again_A = self.make_engine(self.head), moved_A & ~exact_A
         while self.held:
@@ -175,8 +205,10 @@ class _Call:
         fields = {"logprobs_T", *(f"{name}_T" for name in self.wanted)}
         if self.rows.kept is not None:
             fields |= {"kept_logprobs_T"} | ({"kept_entropy_T"} if "entropy" in self.wanted else set())
-        return [self.head.weight_VD.new_empty(len(self.rows), dtype=self.head.wide) if name in fields else None
-                for name in TokenLogprobs._fields]
+        return [
+            self.head.weight_VD.new_empty(len(self.rows), dtype=self.head.wide) if name in fields else None
+            for name in TokenLogprobs._fields
+        ]
 
 
 def _chunks_to_hold(engine: Engine, rows: int, chunk_tokens: int, keep_bytes: int) -> int:
@@ -198,8 +230,9 @@ class _Driven(Function):
     """Hidden states of rows, weight and bias to the fields of `TokenLogprobs`; None for what was not wanted."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None,
-                call: _Call) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, hidden_AD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, call: _Call
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden_AD, weight_VD, bias_V, *call.rows.tensors())
         ctx.call = call
@@ -246,8 +279,9 @@ def _note(said: list[Tensor | None], place: slice | Tensor, chunk: Chunk, kept_c
             whole_A[place] = values_C
 
 
-def _moved_and_overflowed(gradients_A: tuple[Tensor | None, ...], call: _Call,
-                          device: torch.device) -> tuple[Tensor, Tensor]:
+def _moved_and_overflowed(
+    gradients_A: tuple[Tensor | None, ...], call: _Call, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """[A] bool each, on the host: rows that the loss wants something from, and rows for an exact engine.
 
     The same on every tp rank. Waits for the device, once.
@@ -275,8 +309,16 @@ class _Adjoint:
     One product alone is rounded once in either case, and goes into the weight's own dtype.
     """
 
-    def __init__(self, call: _Call, gradients_A: tuple[Tensor | None, ...], exact_A: Tensor, hidden_AD: Tensor,
-                 weight_VD: Tensor, bias_V: Tensor | None, wants: tuple[bool, ...]) -> None:
+    def __init__(
+        self,
+        call: _Call,
+        gradients_A: tuple[Tensor | None, ...],
+        exact_A: Tensor,
+        hidden_AD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        wants: tuple[bool, ...],
+    ) -> None:
         self.call, self.gradients, self.kept_gradients = call, RowGradients(*gradients_A[:4]), gradients_A[4:]
         self.exact_A = exact_A
         wide = call.head.wide
@@ -284,11 +326,19 @@ class _Adjoint:
         self.into = Accumulators(
             torch.zeros_like(hidden_AD) if wants[0] else None,
             torch.empty_like(weight_VD, dtype=weight_VD.dtype if is_one else wide) if wants[1] else None,
-            torch.empty_like(bias_V, dtype=wide) if bias_V is not None and wants[2] else None)
+            torch.empty_like(bias_V, dtype=wide) if bias_V is not None and wants[2] else None,
+        )
         self.is_first = True
 
-    def add(self, engine: Engine, chunk: Chunk, kept_chunk: KeptChunk | None, place: slice | Tensor, *,
-            was_held: bool = False) -> None:
+    def add(
+        self,
+        engine: Engine,
+        chunk: Chunk,
+        kept_chunk: KeptChunk | None,
+        place: slice | Tensor,
+        *,
+        was_held: bool = False,
+    ) -> None:
         """Those of one chunk, whose rows lie at a slice or at places in any order."""
         into, rows = self.into, place
         if isinstance(place, Tensor):
@@ -301,8 +351,9 @@ class _Adjoint:
             gradients_C = [None if gradient_A is None else gradient_A[place] for gradient_A in self.kept_gradients]
             if was_held:  # rows that overflowed in it are another chunk's
                 exact_C = self.exact_A[place].to(chunk.hidden_CD.device)
-                gradients_C = [None if gradient_C is None else gradient_C.masked_fill(exact_C, 0)
-                               for gradient_C in gradients_C]
+                gradients_C = [
+                    None if gradient_C is None else gradient_C.masked_fill(exact_C, 0) for gradient_C in gradients_C
+                ]
             kept_backward(self.call.head, kept_chunk, *gradients_C, into, rows)
         if into is not self.into:
             self.into.hidden_TD.index_copy_(0, place, into.hidden_TD)
@@ -314,5 +365,7 @@ class _Adjoint:
             for sums in (into.weight_VD, into.bias_V):
                 if sums is not None:
                     sums.zero_()
-        return [None if sums is None else sums.to(leaf.dtype)
-                for sums, leaf in zip((into.hidden_TD, into.weight_VD, into.bias_V), leaves, strict=True)]
+        return [
+            None if sums is None else sums.to(leaf.dtype)
+            for sums, leaf in zip((into.hidden_TD, into.weight_VD, into.bias_V), leaves, strict=True)
+        ]

@@ -86,8 +86,9 @@ class Engine(Protocol):
 
     head: Head
 
-    def forward(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str],
-                keep: Keep) -> Chunk:
+    def forward(
+        self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str], keep: Keep
+    ) -> Chunk:
         """One product: what the head says about each row.
 
         Args:

@@ -34,10 +34,17 @@ BLOCK_BYTES = 2**27
 """Of the wide logits that the torch implementation holds at a time."""
 
 
-def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *, implementation: str = "auto",
-                               temperature: float | Tensor = 1.0,
-                               wanted: Iterable[str] = ("entropy", "logsumexp"), axis: Axis | None = None,
-                               first_token: int = 0, inplace_backward: bool = False) -> TokenLogprobs:
+def token_logprobs_from_logits(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    *,
+    implementation: str = "auto",
+    temperature: float | Tensor = 1.0,
+    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    axis: Axis | None = None,
+    first_token: int = 0,
+    inplace_backward: bool = False,
+) -> TokenLogprobs:
     """Log-probability of each target under softmax(logits / temperature), and what else is wanted of it.
 
     Args:
@@ -61,8 +68,11 @@ def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *, implemen
     check_shapes("token_logprobs_from_logits", logits_TV=logits_TV, targets_T=targets_T)
     wanted = frozenset(wanted)
     if unknown := sorted(wanted - set(WANTED)):
-        raise SpecError(f"token_logprobs_from_logits: wanted = {', '.join(map(repr, unknown))}",
-                        rule=f"any of {', '.join(WANTED)}", fix="ask for those")
+        raise SpecError(
+            f"token_logprobs_from_logits: wanted = {', '.join(map(repr, unknown))}",
+            rule=f"any of {', '.join(WANTED)}",
+            fix="ask for those",
+        )
     check_dtype("token_logprobs_from_logits: logits", logits_TV)
     check_targets("token_logprobs_from_logits", targets_T)
     if inplace_backward:
@@ -71,9 +81,12 @@ def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *, implemen
     divisor = logit_divisor(temperature, targets_T, wide)
     vocabulary = tiled(first_token, logits_TV.shape[1], axis, logits_TV.device)
     if targets_T.numel() and int(targets_T.max()) >= vocabulary:
-        raise ShapeError("token_logprobs_from_logits: targets", found=f"ids up to {int(targets_T.max())}",
-                         rule=f"id < {vocabulary}, the whole vocabulary; a negative id is ignored",
-                         fix="replace ids that are not trained by -100")
+        raise ShapeError(
+            "token_logprobs_from_logits: targets",
+            found=f"ids up to {int(targets_T.max())}",
+            rule=f"id < {vocabulary}, the whole vocabulary; a negative id is ignored",
+            fix="replace ids that are not trained by -100",
+        )
     passes = _passes(implementation, logits_TV)
     call = _Call(passes, targets_T, divisor, wanted, vocabulary, axis, first_token, inplace_backward)
     return TokenLogprobs(*_FromLogits.apply(logits_TV, call))
@@ -87,8 +100,9 @@ def _refuse_what_must_stay(logits_TV: Tensor) -> None:
         if all(stride or size < 2 for size, stride in zip(logits_TV.shape, logits_TV.stride(), strict=True)):
             return
         found, rule = f"strides {logits_TV.stride()}", "there is one place for each logit"
-    raise SpecError("token_logprobs_from_logits: inplace_backward = True", found=found, rule=rule,
-                    fix="pass inplace_backward=False")
+    raise SpecError(
+        "token_logprobs_from_logits: inplace_backward = True", found=found, rule=rule, fix="pass inplace_backward=False"
+    )
 
 
 def _passes(implementation: str, logits_TV: Tensor) -> Any:
@@ -98,11 +112,18 @@ def _passes(implementation: str, logits_TV: Tensor) -> Any:
     if implementation == "torch":
         return _TorchPasses()
     if implementation != "triton":
-        raise SpecError(f"token_logprobs_from_logits: implementation = {implementation!r}",
-                        rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}", fix="use auto")
+        raise SpecError(
+            f"token_logprobs_from_logits: implementation = {implementation!r}",
+            rule=f"one of auto, {', '.join(IMPLEMENTATIONS)}",
+            fix="use auto",
+        )
     if why := triton_refusal(logits_TV.dtype, logits_TV.device):
-        raise SpecError("token_logprobs_from_logits: implementation = 'triton'", found=why,
-                        rule="Triton needs what it can compute with", fix="use auto, or torch")
+        raise SpecError(
+            "token_logprobs_from_logits: implementation = 'triton'",
+            found=why,
+            rule="Triton needs what it can compute with",
+            fix="use auto, or torch",
+        )
     from workbench.policy.logprobs.from_logits_kernels import TritonPasses
 
     return TritonPasses()
@@ -130,7 +151,8 @@ class _FromLogits(Function):
         ctx.set_materialize_grads(False)
         local_T = call.targets_T - call.first_token
         target_T, highest_T, sum_T, weighted_T, squares_T = call.passes.forward(
-            logits_TV, local_T, call.divisor, call.wanted).unbind()
+            logits_TV, local_T, call.divisor, call.wanted
+        ).unbind()
         if call.axis is not None:
             local_highest_T = highest_T
             highest_T = all_max(local_highest_T, call.axis)
@@ -139,7 +161,8 @@ class _FromLogits(Function):
             weighted_T, sum_T = lower_T.exp() * (weighted_T + lower_T * sum_T), lower_T.exp() * sum_T
             target_T = torch.where(_index(local_T, logits_TV.shape[1])[1], target_T + lower_T, 0)
             target_T, sum_T, weighted_T, squares_T = all_sum(
-                torch.stack([target_T, sum_T, weighted_T, squares_T]), call.axis)
+                torch.stack([target_T, sum_T, weighted_T, squares_T]), call.axis
+            )
         ignored_T = call.targets_T < 0
         log_sum_T = sum_T.log()
         entropy_T = log_sum_T - weighted_T / sum_T
@@ -161,9 +184,11 @@ class _FromLogits(Function):
         logits_TV, highest_T, log_sum_T, entropy_T, *_ = ctx.saved_tensors
         zero_T = torch.zeros_like(entropy_T)
         logprob_T, bend_T, normal_T, squares_T = (
-            zero_T if g_T is None else g_T.to(zero_T.dtype).masked_fill(call.targets_T < 0, 0) for g_T in gradients_T)
-        row_KT = torch.stack([normal_T - logprob_T, bend_T, squares_T * 2 / call.vocabulary, logprob_T,
-                              highest_T, log_sum_T, entropy_T])
+            zero_T if g_T is None else g_T.to(zero_T.dtype).masked_fill(call.targets_T < 0, 0) for g_T in gradients_T
+        )
+        row_KT = torch.stack(
+            [normal_T - logprob_T, bend_T, squares_T * 2 / call.vocabulary, logprob_T, highest_T, log_sum_T, entropy_T]
+        )
         out_TV = logits_TV.detach() if call.inplace_backward else torch.empty_like(logits_TV)
         call.passes.backward(logits_TV.detach(), out_TV, call.targets_T - call.first_token, call.divisor, row_KT)
         if call.inplace_backward:
@@ -195,8 +220,9 @@ class _TorchPasses:
                 sums_5T[4, block] = z_BV.masked_fill_(z_BV == -torch.inf, 0).square_().sum(-1)
         return sums_5T
 
-    def backward(self, logits_TV: Tensor, out_TV: Tensor, local_T: Tensor, divisor: float | Tensor,
-                 row_KT: Tensor) -> None:
+    def backward(
+        self, logits_TV: Tensor, out_TV: Tensor, local_T: Tensor, divisor: float | Tensor, row_KT: Tensor
+    ) -> None:
         """The gradient of the logits, into a place that may be theirs."""
         columns = logits_TV.shape[1]
         for block in _blocks(logits_TV) if columns else ():

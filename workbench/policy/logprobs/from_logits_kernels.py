@@ -17,8 +17,19 @@ _NOTHING = tl.constexpr(-1e30)  # stands for a logit of -inf: no probability, an
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["targets", "temperatures"])
-def read_rows(logits, targets, temperatures, out, rows, columns, stride, temperature,
-              SQUARES: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+def read_rows(
+    logits,
+    targets,
+    temperatures,
+    out,
+    rows,
+    columns,
+    stride,
+    temperature,
+    SQUARES: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """[5, T]: a (0 where the target is not here), m, s, u and q, while the maximum is being found."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
@@ -57,8 +68,20 @@ def read_rows(logits, targets, temperatures, out, rows, columns, stride, tempera
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["targets", "temperatures"])
-def write_rows(logits, out, targets, temperatures, numbers, rows, columns, stride, out_stride, temperature,
-               PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+def write_rows(
+    logits,
+    out,
+    targets,
+    temperatures,
+    numbers,
+    rows,
+    columns,
+    stride,
+    out_stride,
+    temperature,
+    PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The gradient of logits, into a place that may be theirs; a row that nothing moves is not read.
 
     Programs: rows x blocks of columns.
@@ -101,13 +124,25 @@ class TritonPasses:
         logits_TV = logits_TV if logits_TV.stride(1) == 1 else logits_TV.contiguous()
         with torch.cuda.device(logits_TV.device) if logits_TV.is_cuda else nullcontext():
             if rows:
-                read_rows[(rows,)](logits_TV, local_T, temperatures_T, sums_5T, rows, columns, logits_TV.stride(0), one,
-                                   SQUARES="mean_squared_logit" in wanted, PER_ROW=temperatures_T is not None,
-                                   BLOCK=_block(columns), num_warps=8)
+                read_rows[(rows,)](
+                    logits_TV,
+                    local_T,
+                    temperatures_T,
+                    sums_5T,
+                    rows,
+                    columns,
+                    logits_TV.stride(0),
+                    one,
+                    SQUARES="mean_squared_logit" in wanted,
+                    PER_ROW=temperatures_T is not None,
+                    BLOCK=_block(columns),
+                    num_warps=8,
+                )
         return sums_5T
 
-    def backward(self, logits_TV: Tensor, out_TV: Tensor, local_T: Tensor, divisor: float | Tensor,
-                 row_KT: Tensor) -> None:
+    def backward(
+        self, logits_TV: Tensor, out_TV: Tensor, local_T: Tensor, divisor: float | Tensor, row_KT: Tensor
+    ) -> None:
         """The gradient of the logits, into a place that may be theirs."""
         rows, columns = logits_TV.shape
         temperatures_T, one = _temperatures(divisor)
@@ -119,9 +154,21 @@ class TritonPasses:
         with torch.cuda.device(logits_TV.device) if logits_TV.is_cuda else nullcontext():
             if rows and columns:
                 programs = rows * triton.cdiv(columns, _block(columns))
-                write_rows[(programs,)](logits_TV, out_TV, local_T, temperatures_T, row_KT, rows, columns,
-                                        logits_TV.stride(0), out_TV.stride(0), one, PER_ROW=temperatures_T is not None,
-                                        BLOCK=_block(columns), num_warps=8)
+                write_rows[(programs,)](
+                    logits_TV,
+                    out_TV,
+                    local_T,
+                    temperatures_T,
+                    row_KT,
+                    rows,
+                    columns,
+                    logits_TV.stride(0),
+                    out_TV.stride(0),
+                    one,
+                    PER_ROW=temperatures_T is not None,
+                    BLOCK=_block(columns),
+                    num_warps=8,
+                )
 
 
 def _block(columns: int) -> int:

@@ -66,14 +66,31 @@ class FusedLoss:
     fallback: str | None
 
 
-def fused_loss(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, loss_fn: LossOfRows, *,
-               document_ids_T: Tensor | None = None, expected_logprobs_T: Tensor | None = None,
-               couples: Literal["auto"] | Couples = "auto", accumulate: Literal["float32", "weight"] = "float32",
-               implementation: str = "auto", temperature: float | Tensor = 1.0, bias_V: Tensor | None = None,
-               logit_scale: float = 1.0, soft_cap: float | None = None, valid: int | None = None,
-               active_T: Tensor | None = None, kept: KeptSets | None = None,
-               wanted: Iterable[str] = ("entropy", "logsumexp"), fp32_head: bool = False, axis: Axis | None = None,
-               first_token: int = 0, chunk_tokens: int = 4096, keep_bytes: int = 0) -> FusedLoss:
+def fused_loss(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    loss_fn: LossOfRows,
+    *,
+    document_ids_T: Tensor | None = None,
+    expected_logprobs_T: Tensor | None = None,
+    couples: Literal["auto"] | Couples = "auto",
+    accumulate: Literal["float32", "weight"] = "float32",
+    implementation: str = "auto",
+    temperature: float | Tensor = 1.0,
+    bias_V: Tensor | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+    valid: int | None = None,
+    active_T: Tensor | None = None,
+    kept: KeptSets | None = None,
+    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    fp32_head: bool = False,
+    axis: Axis | None = None,
+    first_token: int = 0,
+    chunk_tokens: int = 4096,
+    keep_bytes: int = 0,
+) -> FusedLoss:
     """The loss of a row and its gradients, computed together in the forward pass.
 
     Args:
@@ -115,13 +132,15 @@ def fused_loss(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, loss_fn:
     Source:   gradient in the forward pass, for cross entropy: Liger Kernel, arXiv 2410.10989.
     """
     _check(couples, accumulate, chunk_tokens, keep_bytes)
-    check_shapes("fused_loss", targets_T=targets_T, document_ids_T=document_ids_T,
-                 expected_logprobs_T=expected_logprobs_T)
+    check_shapes(
+        "fused_loss", targets_T=targets_T, document_ids_T=document_ids_T, expected_logprobs_T=expected_logprobs_T
+    )
     hidden, weight, bias = (None if value is None else value.detach() for value in (hidden_TD, weight_VD, bias_V))
     if fp32_head:
         hidden, weight = lifted(hidden), lifted(weight)
-    head = make_head(weight, bias_V=bias, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid, axis=axis,
-                     first_token=first_token)
+    head = make_head(
+        weight, bias_V=bias, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid, axis=axis, first_token=first_token
+    )
     if couples == "auto":
         couples = "token" if document_ids_T is None else "document"
     cut = couples == "document" and document_ids_T is not None
@@ -139,17 +158,34 @@ def fused_loss(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, loss_fn:
         places_A = places_A[plan.order_A.to(places_A.device)]
     if not everywhere:
         rows, hidden = rows.at(places_A), hidden.index_select(0, places_A)
-    needs = [torch.is_grad_enabled() and value is not None and value.requires_grad
-             for value in (hidden_TD, weight_VD, bias_V)]
+    needs = [
+        torch.is_grad_enabled() and value is not None and value.requires_grad
+        for value in (hidden_TD, weight_VD, bias_V)
+    ]
     gathered = head.wide if accumulate == "float32" else weight.dtype
-    into = Accumulators(torch.empty_like(hidden) if needs[0] else None,
-                        torch.empty_like(weight, dtype=gathered) if needs[1] else None,
-                        torch.empty_like(bias, dtype=head.wide) if needs[2] else None) if any(needs) else None
+    into = (
+        Accumulators(
+            torch.empty_like(hidden) if needs[0] else None,
+            torch.empty_like(weight, dtype=gathered) if needs[1] else None,
+            torch.empty_like(bias, dtype=head.wide) if needs[2] else None,
+        )
+        if any(needs)
+        else None
+    )
     there = GradientPass(
-        _engine(implementation, weight)(head), loss_fn, hidden.contiguous(), rows, places_A,
+        _engine(implementation, weight)(head),
+        loss_fn,
+        hidden.contiguous(),
+        rows,
+        places_A,
         None if plan.order_A is None else torch.argsort(places_A),
-        None if expected_logprobs_T is None else expected_logprobs_T.detach()[places_A], couples, chunk_tokens,
-        keep_bytes, _fields(wanted, kept), into)
+        None if expected_logprobs_T is None else expected_logprobs_T.detach()[places_A],
+        couples,
+        chunk_tokens,
+        keep_bytes,
+        _fields(wanted, kept),
+        into,
+    )
     with torch.no_grad(), count_products(this_thread=True) as count:
         loss = there.run(plan.groups)
         if into is not None and into.hidden_TD is not None and axis is not None:
@@ -164,12 +200,15 @@ def _check(couples: str, accumulate: str, chunk_tokens: int, keep_bytes: int) ->
     known = {"couples": (couples, ("auto", *get_args(Couples))), "accumulate": (accumulate, ("float32", "weight"))}
     for name, (value, allowed) in known.items():
         if value not in allowed:
-            raise SpecError(f"fused_loss: {name} = {value!r}", rule=f"one of {', '.join(allowed)}",
-                            fix="take one of these")
+            raise SpecError(
+                f"fused_loss: {name} = {value!r}", rule=f"one of {', '.join(allowed)}", fix="take one of these"
+            )
     if chunk_tokens < 1 or keep_bytes < 0:
-        raise SpecError(f"fused_loss: chunk_tokens = {chunk_tokens}, keep_bytes = {keep_bytes}",
-                        rule="a chunk has at least one row, and a budget is not negative",
-                        fix="leave them at 4096 and 0")
+        raise SpecError(
+            f"fused_loss: chunk_tokens = {chunk_tokens}, keep_bytes = {keep_bytes}",
+            rule="a chunk has at least one row, and a budget is not negative",
+            fix="leave them at 4096 and 0",
+        )
 
 
 def _queued_for_host(ids_T: Tensor | None, targets_T: Tensor, active_T: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -193,10 +232,16 @@ def _fields(wanted: Iterable[str], kept: KeptSets | None) -> tuple[str, ...]:
 def _everywhere(there: GradientPass, tokens: int) -> TokenLogprobs:
     """What the head says, 0 where it was not asked."""
     sets = there.rows.kept
-    said = whole_where_empty(TokenLogprobs(**dict(zip(there.fields, there.said_FA, strict=True))),
-                             None if sets is None else sets.are_whole(there.places_A.device))
-    return TokenLogprobs(*(None if said_A is None else said_A.new_zeros(tokens).index_copy_(0, there.places_A, said_A)
-                           for said_A in said))
+    said = whole_where_empty(
+        TokenLogprobs(**dict(zip(there.fields, there.said_FA, strict=True))),
+        None if sets is None else sets.are_whole(there.places_A.device),
+    )
+    return TokenLogprobs(
+        *(
+            None if said_A is None else said_A.new_zeros(tokens).index_copy_(0, there.places_A, said_A)
+            for said_A in said
+        )
+    )
 
 
 def _engine(implementation: str, weight_VD: Tensor) -> Callable[[Head], Engine]:
@@ -208,8 +253,11 @@ def _engine(implementation: str, weight_VD: Tensor) -> Callable[[Head], Engine]:
         from workbench.policy.logprobs.exp_epilogue.engine import ExpEpilogueEngine
 
         return ExpEpilogueEngine
-    raise SpecError(f"fused_loss: implementation = {implementation!r}", rule="one of auto, chunked, triton",
-                    fix="use auto; the others have no chunks to go back from")
+    raise SpecError(
+        f"fused_loss: implementation = {implementation!r}",
+        rule="one of auto, chunked, triton",
+        fix="use auto; the others have no chunks to go back from",
+    )
 
 
 @dataclass
@@ -228,9 +276,12 @@ class _Gradients:
         """The gradients, once."""
         found, self.found = self.found, None
         if found is None:
-            raise SpecError("backward of fused_loss, a second time", found="gradients that were handed out already",
-                            rule="they are computed once, in the forward pass, and kept for one backward",
-                            fix="add up losses before one backward, or call fused_loss again")
+            raise SpecError(
+                "backward of fused_loss, a second time",
+                found="gradients that were handed out already",
+                rule="they are computed once, in the forward pass, and kept for one backward",
+                fix="add up losses before one backward, or call fused_loss again",
+            )
         return found
 
 
@@ -238,8 +289,9 @@ class _Stored(Function):
     """A loss that has its gradients with it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, loss: Tensor,
-                gradients: _Gradients) -> Tensor:
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, loss: Tensor, gradients: _Gradients
+    ) -> Tensor:
         ctx.gradients, ctx.tokens = gradients, len(hidden_TD)
         ctx.dtypes = [None if value is None else value.dtype for value in (hidden_TD, weight_VD, bias_V)]
         return loss.clone()
@@ -250,7 +302,8 @@ class _Stored(Function):
         found, places_A = ctx.gradients.fetch(), ctx.gradients.places_A
         hidden_AD, weight_VD, bias_V = (
             None if value is None else _times(value, cotangent, dtype)
-            for value, dtype in zip((found.hidden_TD, found.weight_VD, found.bias_V), ctx.dtypes, strict=True))
+            for value, dtype in zip((found.hidden_TD, found.weight_VD, found.bias_V), ctx.dtypes, strict=True)
+        )
         if hidden_AD is not None and places_A is not None:
             hidden_AD = hidden_AD.new_zeros(ctx.tokens, hidden_AD.shape[1]).index_copy_(0, places_A, hidden_AD)
         return hidden_AD, weight_VD, bias_V, None, None

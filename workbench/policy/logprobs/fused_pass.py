@@ -88,8 +88,12 @@ def plan_rows(rows: int, chunk_tokens: int, couples: Couples, units_A: Tensor | 
         fits = bisect.bisect_right(ends, start + chunk_tokens)
         end = ends[max(fits, taken + 1) - 1]
         parts = -(-(end - start) // chunk_tokens)
-        groups.append([slice(start + part.start, start + part.stop)
-                       for part in plan_chunks(end - start, -(-(end - start) // parts))])
+        groups.append(
+            [
+                slice(start + part.start, start + part.stop)
+                for part in plan_chunks(end - start, -(-(end - start) // parts))
+            ]
+        )
         start, taken = end, max(fits, taken + 1)
     for group in groups if order_A is not None else ():
         some = slice(group[0].start, group[-1].stop)
@@ -177,16 +181,20 @@ class GradientPass:
         if self.couples == "row":
             for part in group:
                 self._forward(part, "no")
-            self.words.append(f"all {rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went forward "
-                              "twice: the loss couples the whole row")
+            self.words.append(
+                f"all {rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went forward "
+                "twice: the loss couples the whole row"
+            )
             return self._back_at_once(group, rows, None, alone)
         first = self._forward(group[0], "scratch")
         rest = self._what_the_rest_does(rows, group[0])
         if rest == "more":
             for part in group[1:]:
                 self._forward(part, "no")
-            self.words.append(f"a document of {rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went "
-                              "forward twice: the loss wants more from it than one number times a known one a token")
+            self.words.append(
+                f"a document of {rows.stop - rows.start} tokens, more than {self.chunk_tokens}, went "
+                "forward twice: the loss wants more from it than one number times a known one a token"
+            )
             return self._back_at_once(group, rows, None, alone)
         self._late.append(rows)
         if rest in ("factor", "data"):
@@ -204,8 +212,9 @@ class GradientPass:
             most = int(all_max(torch.tensor(most, device=head.weight_VD.device), head.axis))
         return most <= self.keep_bytes
 
-    def _back_at_once(self, group: list[slice], rows: slice, went: list[_Went] | None,
-                      alone: bool) -> tuple[Tensor, Tensor]:
+    def _back_at_once(
+        self, group: list[slice], rows: slice, went: list[_Went] | None, alone: bool
+    ) -> tuple[Tensor, Tensor]:
         """Rows of which everything is said, back; what was not kept goes forward again."""
         loss, asked_FC = self._ask(rows)
         # What is no number spoils every gradient. Where it is the truth, settling finds it missing.
@@ -250,9 +259,14 @@ class GradientPass:
             own_FC = self._ask(part)[1]
             down_FC, up_FC = (_cut(self._ask(rows, self._supposed(rows, part, by))[1], rows, part) for by in (-1, 1))
             gone = (down_FC == 0).all()
-            flags = torch.stack([torch.stack([own_FC, down_FC, up_FC]).any(), ~_near(own_FC, down_FC),
-                                 ~_near(down_FC, up_FC) | gone,
-                                 ~_near(up_FC, _factor(up_FC, down_FC) * down_FC) & ~gone])
+            flags = torch.stack(
+                [
+                    torch.stack([own_FC, down_FC, up_FC]).any(),
+                    ~_near(own_FC, down_FC),
+                    ~_near(down_FC, up_FC) | gone,
+                    ~_near(up_FC, _factor(up_FC, down_FC) * down_FC) & ~gone,
+                ]
+            )
             if self.expected_A is not None:  # queued before the device is waited for: it is probably what comes next
                 self._first_trial_FC = self._trial(rows, part)
             wanted, seen, moved, more = self._anywhere(flags).tolist()
@@ -313,15 +327,21 @@ class GradientPass:
             return loss
         late = sum(int(wrong_A[rows].sum()) for rows in self._late)
         if beyond:
-            self.words.append(f"{wrong} tokens went through again: {beyond} beyond the exponents of the engine, and "
-                              "those that the loss ties to them")
+            self.words.append(
+                f"{wrong} tokens went through again: {beyond} beyond the exponents of the engine, and "
+                "those that the loss ties to them"
+            )
         elif late:
-            self.words.append(f"{late} tokens of documents longer than {self.chunk_tokens} went through again: the "
-                              "loss wants from them something else than one number times what a trial said")
+            self.words.append(
+                f"{late} tokens of documents longer than {self.chunk_tokens} went through again: the "
+                "loss wants from them something else than one number times what a trial said"
+            )
         if wrong > late and not beyond:
             across = "documents" if self.couples == "document" else "tokens"
-            self.words.append(f"{wrong - late} tokens went through again: the loss looks across {across}, and wants "
-                              "something else from them in the whole row than in their chunk")
+            self.words.append(
+                f"{wrong - late} tokens went through again: the loss looks across {across}, and wants "
+                "something else from them in the whole row than in their chunk"
+            )
         self._mend(engine, torch.nonzero(wrong_A)[:, 0].to(self.places_A.device), truth_FA - self.used_FA)
         return loss
 
@@ -380,8 +400,16 @@ class GradientPass:
         for said_A, name in zip(self.said_FA, self.fields, strict=True):
             said_A[some] = getattr(said, name)
 
-    def _send(self, went: _Went, wants_FC: Tensor, part: slice, into: Accumulators, *, first: bool,
-              engine: Engine | None = None) -> None:
+    def _send(
+        self,
+        went: _Went,
+        wants_FC: Tensor,
+        part: slice,
+        into: Accumulators,
+        *,
+        first: bool,
+        engine: Engine | None = None,
+    ) -> None:
         """A chunk back through the head with its coefficients; of fields that a loss ever looked at."""
         wants = {name: want_C for name, want_C in zip(self.fields, wants_FC, strict=True) if name in self._looked_at}
         of_sets = [wants.pop(name, None) for name in OF_SETS]
@@ -404,8 +432,12 @@ class GradientPass:
             loss = self.loss_fn(whole_where_empty(said, empty), places)
         if not isinstance(loss, Tensor) or loss.dim():
             found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise ShapeError("fused_loss: loss_fn", found=found, fix="sum over the rows",
-                             rule="a 0-dimensional tensor, the rows' part of the loss")
+            raise ShapeError(
+                "fused_loss: loss_fn",
+                found=found,
+                fix="sum over the rows",
+                rule="a 0-dimensional tensor, the rows' part of the loss",
+            )
         if not loss.requires_grad:
             return loss.detach(), torch.zeros_like(said_FC)
         if not self._is_pure:
@@ -414,15 +446,19 @@ class GradientPass:
         with torch.autograd.set_multithreading_enabled(False):  # a graph this small costs less than another thread
             found = torch.autograd.grad(loss, leaves, allow_unused=True)
         self._looked_at |= {name for name, got_C in zip(self.fields, found, strict=True) if got_C is not None}
-        return loss.detach(), torch.stack([torch.zeros_like(leaf) if got_C is None else got_C
-                                           for leaf, got_C in zip(leaves, found, strict=True)])
+        return loss.detach(), torch.stack(
+            [torch.zeros_like(leaf) if got_C is None else got_C for leaf, got_C in zip(leaves, found, strict=True)]
+        )
 
     def _beside(self) -> Accumulators:
         """The same gradient of hidden, with that of the head gathered apart."""
         if self._apart is None:
             weight_VD, bias_V = self.into.weight_VD, self.into.bias_V
-            self._apart = Accumulators(self.into.hidden_TD, None if weight_VD is None else torch.empty_like(weight_VD),
-                                       None if bias_V is None else torch.empty_like(bias_V))
+            self._apart = Accumulators(
+                self.into.hidden_TD,
+                None if weight_VD is None else torch.empty_like(weight_VD),
+                None if bias_V is None else torch.empty_like(bias_V),
+            )
         return self._apart
 
 
@@ -435,7 +471,7 @@ class _Went(NamedTuple):
 
 def _cut(values_FC: Tensor, rows: slice, part: slice) -> Tensor:
     """Of what belongs to some rows, that of a part of them."""
-    return values_FC[:, part.start - rows.start:part.stop - rows.start]
+    return values_FC[:, part.start - rows.start : part.stop - rows.start]
 
 
 def _finite(values_FC: Tensor) -> Tensor:
@@ -469,7 +505,10 @@ def _refuse_other_leaves(loss: Tensor, leaves: Sequence[Tensor]) -> None:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in known:
-            raise SpecError("fused_loss: loss_fn", found=f"a gradient to another tensor, {list(variable.shape)}",
-                            rule="a pure loss: it depends on nothing trained but what the head says",
-                            fix="detach it, or take token_logprobs and call backward on the loss yourself")
+            raise SpecError(
+                "fused_loss: loss_fn",
+                found=f"a gradient to another tensor, {list(variable.shape)}",
+                rule="a pure loss: it depends on nothing trained but what the head says",
+                fix="detach it, or take token_logprobs and call backward on the loss yourself",
+            )
         waiting += [function for function, _ in node.next_functions]

@@ -29,8 +29,9 @@ WANTED = ("entropy", "logsumexp", "mean_squared_logit")
 """What may be wanted besides the log-probability; a field of `TokenLogprobs` each."""
 
 _TEMPERATURE_RULE = "a temperature divides logits: it is positive and finite, also where nothing counts"
-_TEMPERATURE_FIX = ("give padding and masked tokens 1.0; greedy sampling has no temperature whose log-probabilities "
-                    "mean anything")
+_TEMPERATURE_FIX = (
+    "give padding and masked tokens 1.0; greedy sampling has no temperature whose log-probabilities mean anything"
+)
 
 
 class TokenLogprobs(NamedTuple):
@@ -121,9 +122,16 @@ class Head:
         return gradient
 
 
-def make_head(weight_VD: Tensor, *, bias_V: Tensor | None = None, logit_scale: float = 1.0,
-              soft_cap: float | None = None, valid: int | None = None, axis: Axis | None = None,
-              first_token: int = 0) -> Head:
+def make_head(
+    weight_VD: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+    valid: int | None = None,
+    axis: Axis | None = None,
+    first_token: int = 0,
+) -> Head:
     """A head whose settings make sense; on tp a collective, which holds the ranks' slices against each other.
 
     Raises:
@@ -135,17 +143,34 @@ def make_head(weight_VD: Tensor, *, bias_V: Tensor | None = None, logit_scale: f
     rows = weight_VD.shape[0]
     here = rows if valid is None else valid
     if not 0 <= here <= rows:
-        raise ShapeError(f"token_logprobs: valid = {valid}", found=f"{rows} local rows of the head",
-                         rule="valid counts the local rows that exist; rows beyond are padding",
-                         fix="pass the vocabulary size less first_token, not less than 0 and not more than the rows")
+        raise ShapeError(
+            f"token_logprobs: valid = {valid}",
+            found=f"{rows} local rows of the head",
+            rule="valid counts the local rows that exist; rows beyond are padding",
+            fix="pass the vocabulary size less first_token, not less than 0 and not more than the rows",
+        )
     if not (logit_scale and abs(logit_scale) < float("inf")):
-        raise SpecError(f"token_logprobs: logit_scale = {logit_scale}", rule="finite and not 0: it multiplies logits",
-                        fix="leave it at 1.0 for a model without one")
+        raise SpecError(
+            f"token_logprobs: logit_scale = {logit_scale}",
+            rule="finite and not 0: it multiplies logits",
+            fix="leave it at 1.0 for a model without one",
+        )
     if soft_cap is not None and not 0 < soft_cap < float("inf"):
-        raise SpecError(f"token_logprobs: soft_cap = {soft_cap}", rule="positive and finite: logits stay below it",
-                        fix="pass None for a model without one")
-    return Head(weight_VD, tiled(first_token, here, axis, weight_VD.device), here, bias_V, logit_scale, soft_cap, axis,
-                first_token)
+        raise SpecError(
+            f"token_logprobs: soft_cap = {soft_cap}",
+            rule="positive and finite: logits stay below it",
+            fix="pass None for a model without one",
+        )
+    return Head(
+        weight_VD,
+        tiled(first_token, here, axis, weight_VD.device),
+        here,
+        bias_V,
+        logit_scale,
+        soft_cap,
+        axis,
+        first_token,
+    )
 
 
 def check_dtype(what: str, operand: Tensor) -> None:
@@ -154,8 +179,12 @@ def check_dtype(what: str, operand: Tensor) -> None:
     Raises:   ShapeError: it is of another.
     """
     if operand.dtype not in DTYPES:
-        raise ShapeError(what, found=str(operand.dtype), rule="bfloat16, float16, float32 or float64",
-                         fix="cast it; a quantized head has to be dequantized first")
+        raise ShapeError(
+            what,
+            found=str(operand.dtype),
+            rule="bfloat16, float16, float32 or float64",
+            fix="cast it; a quantized head has to be dequantized first",
+        )
 
 
 def check_targets(what: str, targets_T: Tensor) -> None:
@@ -164,8 +193,12 @@ def check_targets(what: str, targets_T: Tensor) -> None:
     Raises:   ShapeError: they are none.
     """
     if targets_T.dtype not in (torch.int64, torch.int32):
-        raise ShapeError(f"{what}: targets", found=str(targets_T.dtype), rule="vocabulary ids: int64, or int32",
-                         fix="pass ids, not masks, one-hot rows or probabilities")
+        raise ShapeError(
+            f"{what}: targets",
+            found=str(targets_T.dtype),
+            rule="vocabulary ids: int64, or int32",
+            fix="pass ids, not masks, one-hot rows or probabilities",
+        )
 
 
 def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor | None:
@@ -176,14 +209,18 @@ def check_temperature(temperature: float | Tensor, targets_T: Tensor) -> Tensor 
     """
     if not isinstance(temperature, Tensor):
         if not 0 < temperature < float("inf"):
-            raise ShapeError(f"token_logprobs: temperature = {temperature}", rule=_TEMPERATURE_RULE,
-                             fix=_TEMPERATURE_FIX)
+            raise ShapeError(
+                f"token_logprobs: temperature = {temperature}", rule=_TEMPERATURE_RULE, fix=_TEMPERATURE_FIX
+            )
         return None
     check_shapes("token_logprobs", targets_T=targets_T, temperature_T=temperature)
     if temperature.requires_grad:
-        raise ShapeError("token_logprobs: temperature_T", found="requires_grad = True",
-                         rule="a temperature is given, not trained: no implementation has a gradient for it",
-                         fix="pass temperature_T.detach()")
+        raise ShapeError(
+            "token_logprobs: temperature_T",
+            found="requires_grad = True",
+            rule="a temperature is given, not trained: no implementation has a gradient for it",
+            fix="pass temperature_T.detach()",
+        )
     return ~((temperature > 0) & torch.isfinite(temperature))
 
 
@@ -198,8 +235,12 @@ def logit_divisor(temperature: float | Tensor, targets_T: Tensor, dtype: torch.d
         return temperature
     if bool(bad_T.any()):
         at = torch.nonzero(bad_T)[:5, 0].tolist()
-        raise ShapeError("token_logprobs: temperature_T", found=f"{temperature[at].tolist()} at {at}",
-                         rule=_TEMPERATURE_RULE, fix=_TEMPERATURE_FIX)
+        raise ShapeError(
+            "token_logprobs: temperature_T",
+            found=f"{temperature[at].tolist()} at {at}",
+            rule=_TEMPERATURE_RULE,
+            fix=_TEMPERATURE_FIX,
+        )
     return temperature.to(dtype)[:, None]
 
 
@@ -221,14 +262,23 @@ def tiled(first_token: int, here: int, axis: Axis | None, device: torch.device) 
     else:
         if end:
             return end
-    raise ShapeError("token_logprobs: the ranks' columns of the vocabulary",
-                     found=", ".join(f"{first} to {first + count}" for first, count in pieces),
-                     rule="they follow each other from 0, each token once, and there is at least one",
-                     fix="pass each rank's own first_token, and axis where tp cuts the head")
+    raise ShapeError(
+        "token_logprobs: the ranks' columns of the vocabulary",
+        found=", ".join(f"{first} to {first + count}" for first, count in pieces),
+        rule="they follow each other from 0, each token once, and there is at least one",
+        fix="pass each rank's own first_token, and axis where tp cuts the head",
+    )
 
 
-def check_rows(head: Head, hidden_TD: Tensor, targets_T: Tensor, *, temperature: float | Tensor,
-               active_T: Tensor | None, wanted: Iterable[str]) -> int:
+def check_rows(
+    head: Head,
+    hidden_TD: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float | Tensor,
+    active_T: Tensor | None,
+    wanted: Iterable[str],
+) -> int:
     """Hold the rows, and what is asked about them, to the head; waits for the device once.
 
     Returns:
@@ -239,20 +289,30 @@ def check_rows(head: Head, hidden_TD: Tensor, targets_T: Tensor, *, temperature:
             not positive and finite.
         SpecError: a wanted name that does not exist.
     """
-    check_shapes("token_logprobs", hidden_TD=hidden_TD, weight_VD=head.weight_VD, targets_T=targets_T,
-                 active_T=active_T)
+    check_shapes(
+        "token_logprobs", hidden_TD=hidden_TD, weight_VD=head.weight_VD, targets_T=targets_T, active_T=active_T
+    )
     if unknown := sorted(set(wanted) - set(WANTED)):
-        raise SpecError(f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
-                        rule=f"any of {', '.join(WANTED)}",
-                        fix="ask for those, in a tuple; kept=... adds what it says by itself")
+        raise SpecError(
+            f"token_logprobs: wanted = {', '.join(map(repr, unknown))}",
+            rule=f"any of {', '.join(WANTED)}",
+            fix="ask for those, in a tuple; kept=... adds what it says by itself",
+        )
     if hidden_TD.dtype != head.weight_VD.dtype:
-        raise ShapeError("token_logprobs: dtypes", found=f"hidden {hidden_TD.dtype}, weight {head.weight_VD.dtype}",
-                         rule="hidden states and head are of one dtype",
-                         fix="cast one of them, or pass fp32_head=True, which lifts both to float32")
+        raise ShapeError(
+            "token_logprobs: dtypes",
+            found=f"hidden {hidden_TD.dtype}, weight {head.weight_VD.dtype}",
+            rule="hidden states and head are of one dtype",
+            fix="cast one of them, or pass fp32_head=True, which lifts both to float32",
+        )
     check_targets("token_logprobs", targets_T)
     if active_T is not None and active_T.dtype != torch.bool:
-        raise ShapeError("token_logprobs: active_T", found=str(active_T.dtype), rule="bool: which rows are computed",
-                         fix="compare first, such as active_T = weights_T != 0")
+        raise ShapeError(
+            "token_logprobs: active_T",
+            found=str(active_T.dtype),
+            rule="bool: which rows are computed",
+            fix="compare first, such as active_T = weights_T != 0",
+        )
     computed_T = _computed(targets_T, active_T)
     outside_T = computed_T & (targets_T >= head.vocabulary)
     bad_T = check_temperature(temperature, targets_T)
@@ -261,10 +321,12 @@ def check_rows(head: Head, hidden_TD: Tensor, targets_T: Tensor, *, temperature:
     if any(bad):
         logit_divisor(temperature, targets_T, head.wide)
     if outside:
-        raise ShapeError("token_logprobs: targets", found=f"ids {targets_T[outside_T][:5].tolist()} at "
-                                                          f"{torch.nonzero(outside_T)[:5, 0].tolist()}",
-                         rule=f"0 <= id < {head.vocabulary}, the whole vocabulary; a negative id is ignored",
-                         fix="replace ids that are not trained by -100, or leave their rows out of active_T")
+        raise ShapeError(
+            "token_logprobs: targets",
+            found=f"ids {targets_T[outside_T][:5].tolist()} at {torch.nonzero(outside_T)[:5, 0].tolist()}",
+            rule=f"0 <= id < {head.vocabulary}, the whole vocabulary; a negative id is ignored",
+            fix="replace ids that are not trained by -100, or leave their rows out of active_T",
+        )
     return rows
 
 

@@ -54,17 +54,28 @@ class KeptSets:
         for name, row in (("ids_P", self.ids_P), ("offsets_S", self.offsets_S)):
             if not isinstance(row, Tensor) or row.dim() != 1 or row.dtype not in (torch.int64, torch.int32):
                 found = f"{row.dtype} of shape {tuple(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
-                raise ShapeError(f"KeptSets: {name}", found=found, rule="a row of integers, int64 or int32",
-                                 fix="build sets from lists of ids with KeptSets.of")
+                raise ShapeError(
+                    f"KeptSets: {name}",
+                    found=found,
+                    rule="a row of integers, int64 or int32",
+                    fix="build sets from lists of ids with KeptSets.of",
+                )
         object.__setattr__(self, "offsets_S", self.offsets_S.cpu())
         offsets, pairs = self.offsets_S, len(self.ids_P)
         if not len(offsets) or offsets[0] != 0 or offsets[-1] != pairs or bool((offsets.diff() < 0).any()):
-            raise ShapeError("KeptSets: offsets_S", found=f"{offsets[:5].tolist()} ... for {pairs} ids",
-                             rule="T + 1 borders: from 0, never back, to the number of ids",
-                             fix="build them with KeptSets.of, or torch.cumsum of the sizes with a 0 in front")
+            raise ShapeError(
+                "KeptSets: offsets_S",
+                found=f"{offsets[:5].tolist()} ... for {pairs} ids",
+                rule="T + 1 borders: from 0, never back, to the number of ids",
+                fix="build them with KeptSets.of, or torch.cumsum of the sizes with a 0 in front",
+            )
         if pairs and int(self.ids_P.min()) < 0:
-            raise ShapeError("KeptSets: ids_P", found=f"id {int(self.ids_P.min())}", rule="vocabulary ids",
-                             fix="leave out the padding of a top-k table: sets are ragged")
+            raise ShapeError(
+                "KeptSets: ids_P",
+                found=f"id {int(self.ids_P.min())}",
+                rule="vocabulary ids",
+                fix="leave out the padding of a top-k table: sets are ragged",
+            )
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> KeptSets:
@@ -82,7 +93,7 @@ class KeptSets:
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(len(self))
             first, last = int(self.offsets_S[start]), int(self.offsets_S[stop])
-            return _unchecked(self.ids_P[first:last], self.offsets_S[start:stop + 1] - first)
+            return _unchecked(self.ids_P[first:last], self.offsets_S[start : stop + 1] - first)
         rows = rows.cpu()
         starts, sizes = self.offsets_S[rows], self.offsets_S.diff()[rows]
         offsets_S = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
@@ -109,16 +120,26 @@ def check_kept(kept: KeptSets, targets_T: Tensor, head: Head) -> None:
         ShapeError: no sets, not one for each token, or an id outside the vocabulary.
     """
     if not isinstance(kept, KeptSets):
-        raise ShapeError("token_logprobs: kept", found=type(kept).__name__, rule="KeptSets",
-                         fix="build them from lists of ids with KeptSets.of")
+        raise ShapeError(
+            "token_logprobs: kept",
+            found=type(kept).__name__,
+            rule="KeptSets",
+            fix="build them from lists of ids with KeptSets.of",
+        )
     if len(kept) != len(targets_T):
-        raise ShapeError("token_logprobs: kept", found=f"{len(kept)} sets for {len(targets_T)} tokens",
-                         rule="one set for each token; an empty one stands for the whole vocabulary",
-                         fix="cut and shift the sets as the targets were")
+        raise ShapeError(
+            "token_logprobs: kept",
+            found=f"{len(kept)} sets for {len(targets_T)} tokens",
+            rule="one set for each token; an empty one stands for the whole vocabulary",
+            fix="cut and shift the sets as the targets were",
+        )
     if len(kept.ids_P) and int(kept.ids_P.max()) >= head.vocabulary:
-        raise ShapeError("token_logprobs: kept", found=f"id {int(kept.ids_P.max())}",
-                         rule=f"0 <= id < {head.vocabulary}, the whole vocabulary",
-                         fix="take the ids from the tokenizer that the head was trained with")
+        raise ShapeError(
+            "token_logprobs: kept",
+            found=f"id {int(kept.ids_P.max())}",
+            rule=f"0 <= id < {head.vocabulary}, the whole vocabulary",
+            fix="take the ids from the tokenizer that the head was trained with",
+        )
 
 
 def whole_where_empty(said: TokenLogprobs, whole_T: Tensor | None) -> TokenLogprobs:
@@ -158,8 +179,7 @@ class KeptChunk:
     logsumexp_C: Tensor
 
 
-def forward(head: Head, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor,
-            kept: KeptSets) -> KeptChunk:
+def forward(head: Head, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, kept: KeptSets) -> KeptChunk:
     """What the kept sets of a chunk say; on tp every rank brings the pairs that it holds.
 
     Shapes:   hidden_CD [C, D], targets_C [C], C sets.
@@ -169,8 +189,9 @@ def forward(head: Head, hidden_CD: Tensor, targets_C: Tensor, temperature: float
     row_P = torch.arange(rows, device=device).repeat_interleave(sizes_C, output_size=len(kept.ids_P))
     targeted = torch.nonzero(sizes_C)[:, 0]
     # One number for each pair: sorted and each once, with the target's among them.
-    pairs_P = torch.unique(torch.cat([row_P * head.vocabulary + kept.ids_P.to(device),
-                                      targeted * head.vocabulary + targets_C[targeted]]))
+    pairs_P = torch.unique(
+        torch.cat([row_P * head.vocabulary + kept.ids_P.to(device), targeted * head.vocabulary + targets_C[targeted]])
+    )
     row_P, id_P = pairs_P // head.vocabulary, pairs_P % head.vocabulary - head.first_token
     if head.is_split:
         mine_P = (id_P >= 0) & (id_P < head.valid)
@@ -186,20 +207,43 @@ def forward(head: Head, hidden_CD: Tensor, targets_C: Tensor, temperature: float
         highest_C = all_max(highest_C, head.axis)
     shifted_P = logits_P - highest_C[row_P]
     exp_P = shifted_P.exp()
-    sums_C = torch.stack([_segment_sum(values_P.double(), lengths_C) for values_P in (
-        exp_P, exp_P * shifted_P.masked_fill(exp_P == 0, 0), shifted_P.masked_fill(~is_target_P, 0))])
+    sums_C = torch.stack(
+        [
+            _segment_sum(values_P.double(), lengths_C)
+            for values_P in (
+                exp_P,
+                exp_P * shifted_P.masked_fill(exp_P == 0, 0),
+                shifted_P.masked_fill(~is_target_P, 0),
+            )
+        ]
+    )
     if head.axis is not None:
         sums_C = all_sum(sums_C, head.axis)
     sums_C = sums_C.to(head.wide)
     empty_C = sizes_C == 0
     sum_C, weighted_C, target_C = sums_C
     sum_C = sum_C.masked_fill(empty_C, 1)
-    return KeptChunk(target_C - sum_C.log(), sum_C.log() - weighted_C / sum_C, hidden_CD, divisor_P, row_P, id_P,
-                     logits_P, is_target_P, highest_C.masked_fill(empty_C, 0) + sum_C.log())
+    return KeptChunk(
+        target_C - sum_C.log(),
+        sum_C.log() - weighted_C / sum_C,
+        hidden_CD,
+        divisor_P,
+        row_P,
+        id_P,
+        logits_P,
+        is_target_P,
+        highest_C.masked_fill(empty_C, 0) + sum_C.log(),
+    )
 
 
-def backward(head: Head, chunk: KeptChunk, logprobs_gradient_C: Tensor | None, entropy_gradient_C: Tensor | None,
-             into: Accumulators, rows: slice) -> None:
+def backward(
+    head: Head,
+    chunk: KeptChunk,
+    logprobs_gradient_C: Tensor | None,
+    entropy_gradient_C: Tensor | None,
+    into: Accumulators,
+    rows: slice,
+) -> None:
     """Add the gradients of a chunk to hidden (partial over tp), weight and bias; None is zero.
 
     A row that nothing is wanted from adds nothing, whatever it holds.
@@ -221,8 +265,7 @@ def backward(head: Head, chunk: KeptChunk, logprobs_gradient_C: Tensor | None, e
             _add_sorted(into.hidden_TD[rows], row_B, gradient_B1 * head.weight_VD[id_B].to(head.wide))
         order_B = torch.argsort(id_B, stable=True)
         if into.weight_VD is not None:
-            _add_sorted(into.weight_VD, id_B[order_B],
-                        (gradient_B1 * hidden_CD[row_B].to(head.wide))[order_B])
+            _add_sorted(into.weight_VD, id_B[order_B], (gradient_B1 * hidden_CD[row_B].to(head.wide))[order_B])
         if into.bias_V is not None:
             _add_sorted(into.bias_V, id_B[order_B], gradient_P[block][order_B])
 
@@ -234,8 +277,13 @@ def _blocks(head: Head, pairs: int) -> list[slice]:
 
 def _dots(head: Head, hidden_CD: Tensor, row_P: Tensor, id_P: Tensor) -> Tensor:
     """Hidden state times row of the head, of each pair, a block at a time."""
-    return torch.cat([(hidden_CD[row_P[block]].to(head.wide) * head.weight_VD[id_P[block]].to(head.wide)).sum(-1)
-                      for block in _blocks(head, len(row_P))] or [hidden_CD.new_zeros(0, dtype=head.wide)])
+    return torch.cat(
+        [
+            (hidden_CD[row_P[block]].to(head.wide) * head.weight_VD[id_P[block]].to(head.wide)).sum(-1)
+            for block in _blocks(head, len(row_P))
+        ]
+        or [hidden_CD.new_zeros(0, dtype=head.wide)]
+    )
 
 
 def _segment_sum(values_P: Tensor, lengths_C: Tensor) -> Tensor:

@@ -16,10 +16,21 @@ from workbench.policy.logprobs.kept import KeptSets, check_kept
 from workbench.shapes import check_shapes
 
 
-def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, temperature: float | Tensor = 1.0,
-                   bias_V: Tensor | None = None, logit_scale: float = 1.0, soft_cap: float | None = None,
-                   valid: int | None = None, active_T: Tensor | None = None, kept: KeptSets | None = None,
-                   wanted: Iterable[str] = ("entropy", "logsumexp"), fp32_head: bool = False) -> TokenLogprobs:
+def token_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    bias_V: Tensor | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+    valid: int | None = None,
+    active_T: Tensor | None = None,
+    kept: KeptSets | None = None,
+    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    fp32_head: bool = False,
+) -> TokenLogprobs:
     """What the head says about each token, from all its logits; arguments as at `logprobs.token_logprobs`.
 
     Shapes:   hidden_TD [T, D], weight_VD [V, D], targets_T [T], bias_V [V] -> [T] each.
@@ -40,7 +51,7 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, t
     logits_TV = logits_TV.to(head.wide) * logit_scale
     if soft_cap is not None:
         logits_TV = soft_cap * torch.tanh(logits_TV / soft_cap)
-    logits_TV = logits_TV[:, :head.valid]
+    logits_TV = logits_TV[:, : head.valid]
     targets_T = targets_T.where(active_T, 0)
     said = _said(logits_TV / logit_divisor(temperature, targets_T, head.wide), targets_T, wanted)
     if kept is not None:
@@ -52,8 +63,13 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, t
     return TokenLogprobs(*(None if x_T is None else x_T.where(active_T, 0.0) for x_T in said))
 
 
-def token_logprobs_from_logits(logits_TV: Tensor, targets_T: Tensor, *, temperature: float | Tensor = 1.0,
-                               wanted: Iterable[str] = ("entropy", "logsumexp")) -> TokenLogprobs:
+def token_logprobs_from_logits(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    wanted: Iterable[str] = ("entropy", "logsumexp"),
+) -> TokenLogprobs:
     """The same from logits that are there already: for models that return them.
 
     Shapes:   logits_TV [T, V], targets_T [T] -> [T] each.
@@ -88,7 +104,8 @@ def _said(scaled_TV: Tensor, targets_T: Tensor, wanted: frozenset[str]) -> Token
         chosen_T,
         -surprise_TV.sum(-1) if "entropy" in wanted else None,
         torch.logsumexp(scaled_TV, dim=-1) if "logsumexp" in wanted else None,
-        scaled_TV.where(exists_TV, 0.0).square().mean(-1) if "mean_squared_logit" in wanted else None)
+        scaled_TV.where(exists_TV, 0.0).square().mean(-1) if "mean_squared_logit" in wanted else None,
+    )
 
 
 def _is_kept(kept: KeptSets, targets_T: Tensor, vocabulary: int) -> Tensor:

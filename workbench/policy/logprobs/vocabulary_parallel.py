@@ -26,11 +26,23 @@ from workbench.sharding.collectives import all_max, all_sum, identity_sum, sum_i
 from workbench.sharding.mesh import Axis
 
 
-def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, axis: Axis, first_token: int,
-                   temperature: float | Tensor = 1.0, bias_V: Tensor | None = None, logit_scale: float = 1.0,
-                   soft_cap: float | None = None, valid: int | None = None, active_T: Tensor | None = None,
-                   kept: KeptSets | None = None, wanted: Iterable[str] = ("entropy", "logsumexp"),
-                   fp32_head: bool = False) -> TokenLogprobs:
+def token_logprobs(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    axis: Axis,
+    first_token: int,
+    temperature: float | Tensor = 1.0,
+    bias_V: Tensor | None = None,
+    logit_scale: float = 1.0,
+    soft_cap: float | None = None,
+    valid: int | None = None,
+    active_T: Tensor | None = None,
+    kept: KeptSets | None = None,
+    wanted: Iterable[str] = ("entropy", "logsumexp"),
+    fp32_head: bool = False,
+) -> TokenLogprobs:
     """What the head says about each token, from a slice of it on each tp rank; see `logprobs.token_logprobs`.
 
     Shapes:   hidden_TD [T, D], weight_VD [v, D] of any v -> [T] each, the same on every tp rank.
@@ -43,8 +55,15 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, a
     wanted = frozenset(wanted)
     if fp32_head:
         hidden_TD, weight_VD = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (hidden_TD, weight_VD))
-    head = make_head(weight_VD, bias_V=bias_V, logit_scale=logit_scale, soft_cap=soft_cap, valid=valid, axis=axis,
-                     first_token=first_token)
+    head = make_head(
+        weight_VD,
+        bias_V=bias_V,
+        logit_scale=logit_scale,
+        soft_cap=soft_cap,
+        valid=valid,
+        axis=axis,
+        first_token=first_token,
+    )
     check_rows(head, hidden_TD, targets_T, temperature=temperature, active_T=active_T, wanted=wanted)
     active_T = targets_T >= 0 if active_T is None else active_T & (targets_T >= 0)
     logits_TV = identity_sum(hidden_TD.where(active_T[:, None], 0.0), axis) @ weight_VD.T
@@ -54,11 +73,12 @@ def token_logprobs(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, *, a
     if soft_cap is not None:
         logits_TV = soft_cap * torch.tanh(logits_TV / soft_cap)
     columns_V = torch.arange(head.valid, device=weight_VD.device)
-    scaled_TV = logits_TV[:, :head.valid] / logit_divisor(temperature, targets_T, head.wide)
+    scaled_TV = logits_TV[:, : head.valid] / logit_divisor(temperature, targets_T, head.wide)
     local_T = targets_T.where(active_T, 0) - first_token
     logprobs_T, entropy_T, logsumexp_T = _FromLocalLogits.apply(scaled_TV, local_T, axis)
-    said = TokenLogprobs(logprobs_T, entropy_T if "entropy" in wanted else None,
-                         logsumexp_T if "logsumexp" in wanted else None)
+    said = TokenLogprobs(
+        logprobs_T, entropy_T if "entropy" in wanted else None, logsumexp_T if "logsumexp" in wanted else None
+    )
     if "mean_squared_logit" in wanted:
         squares_T = scaled_TV.where(scaled_TV != -torch.inf, 0.0).square().sum(-1)
         said = said._replace(mean_squared_logit_T=sum_identity(squares_T, axis) / head.vocabulary)
@@ -100,11 +120,15 @@ class _FromLocalLogits(Function):
         return target_T - sum_T.log(), sum_T.log() - weighted_T / sum_T, highest_T + sum_T.log()
 
     @staticmethod
-    def backward(ctx: Any, logprob_gradient_T: Tensor, entropy_gradient_T: Tensor,
-                 logsumexp_gradient_T: Tensor) -> tuple[Tensor, None, None]:
+    def backward(
+        ctx: Any, logprob_gradient_T: Tensor, entropy_gradient_T: Tensor, logsumexp_gradient_T: Tensor
+    ) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
-            raise SpecError("token_logprobs: implementation = 'vocabulary_parallel' with create_graph = True",
-                            rule="its gradient has no derivative of its own", fix="use reference, which has tp = 1")
+            raise SpecError(
+                "token_logprobs: implementation = 'vocabulary_parallel' with create_graph = True",
+                rule="its gradient has no derivative of its own",
+                fix="use reference, which has tp = 1",
+            )
         exp_TV, shifted_TV, sum_T, weighted_T, index_T, mine_T = ctx.saved_tensors
         probability_TV = exp_TV / sum_T[:, None]
         centred_TV = shifted_TV.masked_fill(exp_TV == 0, 0) - (weighted_T / sum_T)[:, None]

@@ -44,8 +44,13 @@ from workbench.sharding.mesh import Axis, Mesh
 Engine = Literal["sum", "mean"]
 
 
-def align_loss(mesh: GivenMesh | None = None, *, cp: GivenGroup | None = None,
-               dp: GivenGroup | Sequence[GivenGroup] | None = None, engine: Engine) -> Alignment:
+def align_loss(
+    mesh: GivenMesh | None = None,
+    *,
+    cp: GivenGroup | None = None,
+    dp: GivenGroup | Sequence[GivenGroup] | None = None,
+    engine: Engine,
+) -> Alignment:
     """Say which ranks share a loss, and what the engine does to gradients after backward. No collective.
 
     Args:
@@ -62,12 +67,19 @@ def align_loss(mesh: GivenMesh | None = None, *, cp: GivenGroup | None = None,
         SpecError: another engine; both a mesh and groups.
     """
     if engine not in ("sum", "mean"):
-        raise SpecError(f"align_loss: engine = {engine!r}", rule='"sum" or "mean"',
-                        fix="ask what it does to gradients over ranks; DDP and FSDP2 average unless told otherwise")
+        raise SpecError(
+            f"align_loss: engine = {engine!r}",
+            rule='"sum" or "mean"',
+            fix="ask what it does to gradients over ranks; DDP and FSDP2 average unless told otherwise",
+        )
     if mesh is not None:
         if cp is not None or dp is not None:
-            raise SpecError("align_loss", found="a mesh, and groups beside it",
-                            rule="one of them says who the ranks are", fix="give the mesh, or cp and dp")
+            raise SpecError(
+                "align_loss",
+                found="a mesh, and groups beside it",
+                rule="one of them says who the ranks are",
+                fix="give the mesh, or cp and dp",
+            )
         context, data = axes_of(mesh)
     else:
         several = dp if isinstance(dp, Sequence) else () if dp is None else (dp,)
@@ -147,8 +159,9 @@ class Alignment:
 
     # -- documents ---------------------------------------------------------------------------------------------
 
-    def document_sums(self, values: Tensor, mask: Tensor, *, documents: Tensor | None = None,
-                      num_documents: int | None = None) -> Tensor:
+    def document_sums(
+        self, values: Tensor, mask: Tensor, *, documents: Tensor | None = None, num_documents: int | None = None
+    ) -> Tensor:
         """Sum over the counted tokens of each token's own document, whichever cp rank they lie on.
 
         Shapes:   [t] or [b, t] -> the same, one number on all tokens of a document; 0 where nothing counts.
@@ -165,8 +178,15 @@ class Alignment:
         found = Documents.of(mask, documents, num_documents, self.cp)
         return found.on_tokens(found.totals(values, mask=mask)[0])
 
-    def sequence_ratios(self, policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, *,
-                        documents: Tensor | None = None, num_documents: int | None = None) -> Tensor:
+    def sequence_ratios(
+        self,
+        policy_logprobs: Tensor,
+        old_logprobs: Tensor,
+        mask: Tensor,
+        *,
+        documents: Tensor | None = None,
+        num_documents: int | None = None,
+    ) -> Tensor:
         """The geometric mean over a document of policy / old, on each of its tokens.
 
         Formula:  s_d = exp((1 / L_d) sum_t m_t (policy_t - old_t)), L_d the tokens of the document that count
@@ -180,8 +200,9 @@ class Alignment:
         sums_N, lengths_N = found.totals(log_ratios, torch.ones_like(log_ratios), mask=mask)
         return found.on_tokens((sums_N / lengths_N.detach().clamp_min(1)).exp())
 
-    def step_counts(self, masks: Sequence[Tensor], *, documents: Sequence[Tensor] | None = None,
-                    num_documents: int | None = None) -> StepCounts:
+    def step_counts(
+        self, masks: Sequence[Tensor], *, documents: Sequence[Tensor] | None = None, num_documents: int | None = None
+    ) -> StepCounts:
         """Tokens and documents of an optimizer step, for the losses of its micro-batches.
 
         Args:
@@ -189,8 +210,10 @@ class Alignment:
             documents: their ids, one tensor a mask; None: rows are documents.
             num_documents: the most that any of them has; see `document_sums`.
         """
-        held = [self._documents_of(mask, ids, num_documents)
-                for mask, ids in zip(masks, documents or [None] * len(masks), strict=True)]
+        held = [
+            self._documents_of(mask, ids, num_documents)
+            for mask, ids in zip(masks, documents or [None] * len(masks), strict=True)
+        ]
         return self._counted([lengths_N for _, lengths_N in held])
 
     def row_counts(self, masks: Sequence[Tensor]) -> StepCounts:
@@ -205,8 +228,16 @@ class Alignment:
 
     # -- statistics --------------------------------------------------------------------------------------------
 
-    def kl_statistics(self, policy_logprobs: Tensor, other_logprobs: Tensor, mask: Tensor, *, estimator: str = "k3",
-                      documents: Tensor | None = None, num_documents: int | None = None) -> KlStatistics:
+    def kl_statistics(
+        self,
+        policy_logprobs: Tensor,
+        other_logprobs: Tensor,
+        mask: Tensor,
+        *,
+        estimator: str = "k3",
+        documents: Tensor | None = None,
+        num_documents: int | None = None,
+    ) -> KlStatistics:
         """How far the policy is from another, from the tokens of all ranks.
 
         Formula:  `workbench.losses.kl.kl_estimate` of d = other - policy
@@ -214,16 +245,27 @@ class Alignment:
         Backward: of the two means, as `masked_mean`; the largest is data.
         """
         check_values(policy_logprobs, mask, other_logprobs)
-        counts = self.step_counts([mask], documents=None if documents is None else [documents],
-                                  num_documents=num_documents)
+        counts = self.step_counts(
+            [mask], documents=None if documents is None else [documents], num_documents=num_documents
+        )
         estimates = kl_estimate(torch.where(mask, other_logprobs - policy_logprobs, 0.0), estimator)
         total = self.masked_sum(estimates, mask)
-        return KlStatistics(total / counts.tokens.clamp_min(1), total / counts.documents.clamp_min(1),
-                            largest(estimates, mask, (self.cp, *self.dp)), counts.tokens, counts.documents)
+        return KlStatistics(
+            total / counts.tokens.clamp_min(1),
+            total / counts.documents.clamp_min(1),
+            largest(estimates, mask, (self.cp, *self.dp)),
+            counts.tokens,
+            counts.documents,
+        )
 
-    def advantage_statistics(self, advantages: Tensor, mask: Tensor | None = None, *,
-                             of: Literal["tokens", "documents"] = "tokens",
-                             correction: int = 0) -> AdvantageStatistics:
+    def advantage_statistics(
+        self,
+        advantages: Tensor,
+        mask: Tensor | None = None,
+        *,
+        of: Literal["tokens", "documents"] = "tokens",
+        correction: int = 0,
+    ) -> AdvantageStatistics:
         """Mean and standard deviation of advantages over all ranks.
 
         Args:
@@ -235,8 +277,11 @@ class Alignment:
         Backward: none.
         """
         if of not in ("tokens", "documents"):
-            raise SpecError(f"advantage_statistics: of = {of!r}", rule='"tokens" or "documents"',
-                            fix="say whether cp ranks share the values out, or all know them")
+            raise SpecError(
+                f"advantage_statistics: of = {of!r}",
+                rule='"tokens" or "documents"',
+                fix="say whether cp ranks share the values out, or all know them",
+            )
         mask = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask
         check_values(advantages, mask)
         axes = (self.cp, *self.dp) if of == "tokens" else self.dp
@@ -244,11 +289,22 @@ class Alignment:
 
     # -- losses ------------------------------------------------------------------------------------------------
 
-    def policy_loss(self, loss: LossSpec | str = "grpo", *, policy_logprobs: Tensor, old_logprobs: Tensor,
-                    advantages: Tensor, mask: Tensor, ref_logprobs: Tensor | None = None,
-                    sampler_logprobs: Tensor | None = None, entropy: Tensor | None = None,
-                    rewards: Tensor | None = None, documents: Tensor | None = None,
-                    num_documents: int | None = None, counts: StepCounts | None = None) -> Tensor:
+    def policy_loss(
+        self,
+        loss: LossSpec | str = "grpo",
+        *,
+        policy_logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        ref_logprobs: Tensor | None = None,
+        sampler_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+        rewards: Tensor | None = None,
+        documents: Tensor | None = None,
+        num_documents: int | None = None,
+        counts: StepCounts | None = None,
+    ) -> Tensor:
         """A policy loss of the workbench over the tokens of all ranks.
 
         Everything lies where its target's log-probability does: nothing is shifted here.
@@ -277,9 +333,15 @@ class Alignment:
         """
         spec = LossSpec(name=loss) if isinstance(loss, str) else loss
         check_spec(spec)
-        given = {"policy_logprobs": policy_logprobs, "old_logprobs": old_logprobs, "advantages": advantages,
-                 "ref_logprobs": ref_logprobs, "sampler_logprobs": sampler_logprobs, "entropy": entropy,
-                 "rewards": rewards}
+        given = {
+            "policy_logprobs": policy_logprobs,
+            "old_logprobs": old_logprobs,
+            "advantages": advantages,
+            "ref_logprobs": ref_logprobs,
+            "sampler_logprobs": sampler_logprobs,
+            "entropy": entropy,
+            "rewards": rewards,
+        }
         check_values(policy_logprobs, mask, *(value for value in given.values() if value is not None))
         refuse_unused(spec, {name: given[name] for name in ("ref_logprobs", "sampler_logprobs", "entropy", "rewards")})
         found, lengths_N = self._documents_of(mask, documents, num_documents)
@@ -323,12 +385,16 @@ def check_values(values: Tensor, mask: Tensor, *others: Tensor) -> None:
         ShapeError: what was given.
     """
     if mask.dtype is not torch.bool:
-        raise ShapeError("a mask of what counts", found=f"dtype {mask.dtype}", rule="bool",
-                         fix="compare with 0: mask != 0")
+        raise ShapeError(
+            "a mask of what counts", found=f"dtype {mask.dtype}", rule="bool", fix="compare with 0: mask != 0"
+        )
     if wrong := [tuple(other.shape) for other in (mask, *others) if other.shape != values.shape]:
-        raise ShapeError("tensors of one rank's tokens",
-                         found=f"shapes {', '.join(map(str, wrong))} beside {tuple(values.shape)}",
-                         rule="one value for each token, and a mask of the same shape", fix="expand what is shared")
+        raise ShapeError(
+            "tensors of one rank's tokens",
+            found=f"shapes {', '.join(map(str, wrong))} beside {tuple(values.shape)}",
+            rule="one value for each token, and a mask of the same shape",
+            fix="expand what is shared",
+        )
 
 
 def _kept_sum(values: Tensor, mask: Tensor) -> Tensor:

@@ -50,20 +50,29 @@ class Documents:
             own = torch.arange(rows, device=mask.device)
             return cls(own.view(-1, *[1] * (mask.dim() - 1)).expand(mask.shape), rows, axis)
         if ids.shape != mask.shape or ids.dtype.is_floating_point or ids.dtype is torch.bool:
-            raise ShapeError("documents", found=f"{ids.dtype} of shape {tuple(ids.shape)}",
-                             rule=f"a whole number for each token, of shape {tuple(mask.shape)}",
-                             fix="give the id of every token's document")
+            raise ShapeError(
+                "documents",
+                found=f"{ids.dtype} of shape {tuple(ids.shape)}",
+                rule=f"a whole number for each token, of shape {tuple(mask.shape)}",
+                fix="give the id of every token's document",
+            )
         if bool((mask & (ids < 0)).any()):
-            raise ShapeError("documents", found="an id below 0 on a token that counts",
-                             rule="a token that counts has a document; below 0 is padding",
-                             fix="leave padding out of the mask, or number its document")
+            raise ShapeError(
+                "documents",
+                found="an id below 0 on a token that counts",
+                rule="a token that counts has a document; below 0 is padding",
+                fix="leave padding out of the mask, or number its document",
+            )
         highest = ids.max() if ids.numel() else ids.new_tensor(-1)
         if count is None:
             count = max(int(all_max(highest, axis)) + 1, 1)
         elif int(highest) >= count:
-            raise ShapeError(f"num_documents = {count}", found=f"a document with the id {int(highest)}",
-                             rule="ids count from 0 through all documents of the row, on whichever rank they lie",
-                             fix="give the number of documents of the whole row")
+            raise ShapeError(
+                f"num_documents = {count}",
+                found=f"a document with the id {int(highest)}",
+                rule="ids count from 0 through all documents of the row, on whichever rank they lie",
+                fix="give the number of documents of the whole row",
+            )
         return cls(ids.long().clamp_min(0), count, axis)
 
     def totals(self, *values: Tensor, mask: Tensor) -> Tensor:
@@ -111,5 +120,8 @@ class SumsOverRanks:
 
 
 def _needs_whole_rows(what: str) -> SpecError:
-    return SpecError(f"a loss on {what}, from what one rank holds", rule="only whole documents are summed over here",
-                     fix="take workbench.runs.step, which sees whole rows before they are split")
+    return SpecError(
+        f"a loss on {what}, from what one rank holds",
+        rule="only whole documents are summed over here",
+        fix="take workbench.runs.step, which sees whole rows before they are split",
+    )

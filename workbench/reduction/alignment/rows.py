@@ -36,9 +36,18 @@ class LossOverRanks(Protocol):
         """The ranks that share rows."""
         ...
 
-    def policy_loss(self, loss: LossSpec | str, *, policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor,
-                    mask: Tensor, ref_logprobs: Tensor | None, sampler_logprobs: Tensor | None,
-                    counts: StepCounts | None) -> Tensor:
+    def policy_loss(
+        self,
+        loss: LossSpec | str,
+        *,
+        policy_logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        ref_logprobs: Tensor | None,
+        sampler_logprobs: Tensor | None,
+        counts: StepCounts | None,
+    ) -> Tensor:
         """A policy loss over the tokens of all ranks, the same number on every rank."""
         ...
 
@@ -72,9 +81,15 @@ class ContextParallelRows:
         said = token_logprobs_from_logits(logits.flatten(0, 1), targets.flatten(), temperature=temperature, wanted=())
         return said.logprobs_T.view(targets.shape)
 
-    def policy_loss(self, loss: LossSpec | str = "grpo", *, logits: Tensor | None = None,
-                    logprobs: Tensor | None = None, temperature: float = 1.0,
-                    counts: StepCounts | None = None) -> Tensor:
+    def policy_loss(
+        self,
+        loss: LossSpec | str = "grpo",
+        *,
+        logits: Tensor | None = None,
+        logprobs: Tensor | None = None,
+        temperature: float = 1.0,
+        counts: StepCounts | None = None,
+    ) -> Tensor:
         """A policy loss over the tokens of all ranks, each row a document.
 
         Shapes:   logits [B, t, V], or logprobs [B, t] of the targets -> scalar, the same on every rank.
@@ -91,13 +106,22 @@ class ContextParallelRows:
             ShapeError: neither logits nor log-probabilities.
         """
         if (logits is None) == (logprobs is None):
-            raise ShapeError("a policy loss", found="both or neither of logits and logprobs", rule="one of them",
-                             fix="pass the model's logits, or the log-probability of each target")
-        given = {name: self.held.get(name) for name in ("old_logprobs", "advantages", "ref_logprobs",
-                                                        "sampler_logprobs")}
+            raise ShapeError(
+                "a policy loss",
+                found="both or neither of logits and logprobs",
+                rule="one of them",
+                fix="pass the model's logits, or the log-probability of each target",
+            )
+        given = {
+            name: self.held.get(name) for name in ("old_logprobs", "advantages", "ref_logprobs", "sampler_logprobs")
+        }
         if given["old_logprobs"] is None or given["advantages"] is None:
-            raise ShapeError("a policy loss", found="rows without old_logprobs or advantages",
-                             rule="it looks at both", fix="give them to the context manager")
+            raise ShapeError(
+                "a policy loss",
+                found="rows without old_logprobs or advantages",
+                rule="it looks at both",
+                fix="give them to the context manager",
+            )
         spec = LossSpec(name=loss) if isinstance(loss, str) else loss
         for name in ("ref_logprobs", "sampler_logprobs"):  # rows are split once, for losses that look at less
             given[name] = given[name] if looks_at(spec, name) else None
@@ -109,19 +133,29 @@ class ContextParallelRows:
 
     def _refuse_outside(self, gradient: Tensor) -> Tensor:
         if not self.is_open:
-            raise ShardingError("backward of a loss of rows under torch's context parallelism",
-                                found="the context manager was left before",
-                                rule="attention goes back through the ring that it came by, which is there inside only",
-                                fix="call loss.backward() inside the with block; optimizer.step() may stand outside")
+            raise ShardingError(
+                "backward of a loss of rows under torch's context parallelism",
+                found="the context manager was left before",
+                rule="attention goes back through the ring that it came by, which is there inside only",
+                fix="call loss.backward() inside the with block; optimizer.step() may stand outside",
+            )
         return gradient
 
 
 @contextmanager
-def context_parallel_rows(align: LossOverRanks, *, tokens: Tensor, mask: Tensor, positions: Tensor | None = None,
-                          attention_mask: Tensor | None = None, old_logprobs: Tensor | None = None,
-                          advantages: Tensor | None = None, ref_logprobs: Tensor | None = None,
-                          sampler_logprobs: Tensor | None = None,
-                          ring: TorchRing | None = None) -> Iterator[ContextParallelRows]:
+def context_parallel_rows(
+    align: LossOverRanks,
+    *,
+    tokens: Tensor,
+    mask: Tensor,
+    positions: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    advantages: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
+    ring: TorchRing | None = None,
+) -> Iterator[ContextParallelRows]:
     """Cut rows over the cp ranks of an alignment, and run attention over all of them.
 
     Every cp rank gives the same whole rows.
@@ -143,8 +177,14 @@ def context_parallel_rows(align: LossOverRanks, *, tokens: Tensor, mask: Tensor,
         ShapeError: tensors of other shapes.
     """
     _refuse_packed(tokens, positions, attention_mask)
-    whole = shifted(tokens, mask, advantages=_on_tokens(advantages, tokens), old_logprobs=old_logprobs,
-                    ref_logprobs=ref_logprobs, sampler_logprobs=sampler_logprobs)
+    whole = shifted(
+        tokens,
+        mask,
+        advantages=_on_tokens(advantages, tokens),
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        sampler_logprobs=sampler_logprobs,
+    )
     with torch_context_parallel(align.cp, whole, ring=ring) as held:
         rows = ContextParallelRows(align, held)
         try:
@@ -162,19 +202,36 @@ def shifted(tokens: Tensor, mask: Tensor, **of_tokens: Tensor | None) -> dict[st
     Raises: ShapeError: tensors of another shape, a mask that is no mask.
     """
     if mask.dtype is not torch.bool or tokens.dim() != 2:
-        raise ShapeError("rows", found=f"tokens of shape {tuple(tokens.shape)}, mask of {mask.dtype}",
-                         rule="tokens [B, T], and a bool mask", fix="unsqueeze a single row; compare the mask with 0")
-    if wrong := [f"{name} {tuple(value.shape)}" for name, value in ({"mask": mask} | of_tokens).items()
-                 if value is not None and value.shape != tokens.shape]:
-        raise ShapeError("rows", found=f"{', '.join(wrong)} beside tokens {tuple(tokens.shape)}",
-                         rule="a value for each token, at the token",
-                         fix="align values with tokens: pad what has T - 1 values by one at the head")
+        raise ShapeError(
+            "rows",
+            found=f"tokens of shape {tuple(tokens.shape)}, mask of {mask.dtype}",
+            rule="tokens [B, T], and a bool mask",
+            fix="unsqueeze a single row; compare the mask with 0",
+        )
+    if wrong := [
+        f"{name} {tuple(value.shape)}"
+        for name, value in ({"mask": mask} | of_tokens).items()
+        if value is not None and value.shape != tokens.shape
+    ]:
+        raise ShapeError(
+            "rows",
+            found=f"{', '.join(wrong)} beside tokens {tuple(tokens.shape)}",
+            rule="a value for each token, at the token",
+            fix="align values with tokens: pad what has T - 1 values by one at the head",
+        )
     counts = mask.roll(-1, dims=1)
     counts[:, -1] = False
-    found = {"tokens": tokens, "positions": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
-             "targets": torch.where(counts, tokens.roll(-1, dims=1), 0), "mask": counts}
-    return found | {name: torch.where(counts, value.roll(-1, dims=1), value.new_zeros(()))
-                    for name, value in of_tokens.items() if value is not None}
+    found = {
+        "tokens": tokens,
+        "positions": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
+        "targets": torch.where(counts, tokens.roll(-1, dims=1), 0),
+        "mask": counts,
+    }
+    return found | {
+        name: torch.where(counts, value.roll(-1, dims=1), value.new_zeros(()))
+        for name, value in of_tokens.items()
+        if value is not None
+    }
 
 
 def _on_tokens(values: Tensor | None, tokens: Tensor) -> Tensor | None:
@@ -186,12 +243,17 @@ def _on_tokens(values: Tensor | None, tokens: Tensor) -> Tensor | None:
 def _refuse_packed(tokens: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> None:
     where = "rows under torch's context parallelism"
     if positions is not None and not bool((positions == torch.arange(tokens.shape[-1], device=tokens.device)).all()):
-        raise ShardingError(where, found="positions that are not 0, 1, 2, ... in every row: packed documents, or rows "
-                            "padded at their head",
-                            rule="a row is one document, padded at its end if at all: torch's ring sees no document "
-                            "edges", fix="give each document a row; for packed rows take the workbench's own attention "
-                            "(layout.cp with layout.attention)")
+        raise ShardingError(
+            where,
+            found="positions that are not 0, 1, 2, ... in every row: packed documents, or rows padded at their head",
+            rule="a row is one document, padded at its end if at all: torch's ring sees no document edges",
+            fix="give each document a row; for packed rows take the workbench's own attention "
+            "(layout.cp with layout.attention)",
+        )
     if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
-        raise ShardingError(where, found="an attention_mask with padding before tokens",
-                            rule="padding stands at the end of a row, where no causal query sees it",
-                            fix="pad rows at their end")
+        raise ShardingError(
+            where,
+            found="an attention_mask with padding before tokens",
+            rule="padding stands at the end of a row, where no causal query sees it",
+            fix="pad rows at their end",
+        )

@@ -30,13 +30,23 @@ class Tracker:
 
 
 TRACKERS = {
-    "wandb": Tracker("wandb", "workbench.report.exporters.wandb_like:Wandb",
-                     "wandb sync {folder}/wandb/offline-run-*   (it uploads; until then nothing leaves this machine)"),
-    "trackio": Tracker("trackio", "workbench.report.exporters.wandb_like:Trackio",
-                       "TRACKIO_DIR={folder} trackio show --project {project}"),
-    "mlflow": Tracker("mlflow", "workbench.report.exporters.mlflow_files:Mlflow",
-                      "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {folder}/mlruns"),
-    "tensorboard": Tracker("tensorboard", "workbench.report.exporters.tensorboard_events:TensorBoard",
-                           "tensorboard --logdir {folder}"),
+    "wandb": Tracker(
+        "wandb",
+        "workbench.report.exporters.wandb_like:Wandb",
+        "wandb sync {folder}/wandb/offline-run-*   (it uploads; until then nothing leaves this machine)",
+    ),
+    "trackio": Tracker(
+        "trackio",
+        "workbench.report.exporters.wandb_like:Trackio",
+        "TRACKIO_DIR={folder} trackio show --project {project}",
+    ),
+    "mlflow": Tracker(
+        "mlflow",
+        "workbench.report.exporters.mlflow_files:Mlflow",
+        "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {folder}/mlruns",
+    ),
+    "tensorboard": Tracker(
+        "tensorboard", "workbench.report.exporters.tensorboard_events:TensorBoard", "tensorboard --logdir {folder}"
+    ),
 }
 """Name on the command line -> tracker."""

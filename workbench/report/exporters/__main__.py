@@ -21,8 +21,11 @@ def main(answers: Path) -> None:
             for run in map(from_plain, request["runs"]):
                 there = writer.has(run)
                 notes = [] if there else [*run.notes, *writer.write(run)]
-                outcome = {"outcome": "there already" if there else "exported", "notes": notes,
-                           "steps": 0 if there else len(run.steps)}
+                outcome = {
+                    "outcome": "there already" if there else "exported",
+                    "notes": notes,
+                    "steps": 0 if there else len(run.steps),
+                }
                 file.write(to_json(outcome, indent=None))
                 file.flush()
         finally:

@@ -23,9 +23,17 @@ from workbench.runs.store import ENDED, RUN_NAME, RunDirectory, from_json, to_js
 TrackerName = Literal["wandb", "trackio", "mlflow", "tensorboard"]
 
 _SETTINGS_OF_TRACKERS = ("WANDB_", "TRACKIO_", "MLFLOW_")
-_OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false",
-            "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true",
-            "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "GRADIO_ANALYTICS_ENABLED": "False"}
+_OFFLINE = {
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+    "WANDB_ERROR_REPORTING": "false",
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+}
 _PATIENCE_S, _PATIENCE_PER_RUN_S = 120.0, 20.0
 
 
@@ -48,8 +56,9 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-def export_runs(runs: Sequence[RunDirectory], *, to: TrackerName, project: str = "workbench",
-                folder: Path | str | None = None) -> list[Exported]:
+def export_runs(
+    runs: Sequence[RunDirectory], *, to: TrackerName, project: str = "workbench", folder: Path | str | None = None
+) -> list[Exported]:
     """Make a run at a tracker of each run, in files on this machine; nothing is sent anywhere.
 
     Settings become its config, step records its metrics with their step numbers and times, the experiment its group.
@@ -75,14 +84,23 @@ def export_runs(runs: Sequence[RunDirectory], *, to: TrackerName, project: str =
     """
     tracker = TRACKERS.get(to)
     if tracker is None:
-        raise SpecError(f"export to {to!r}", found=repr(to), rule=f"one of {', '.join(TRACKERS)}",
-                        fix="use one of them")
+        raise SpecError(
+            f"export to {to!r}", found=repr(to), rule=f"one of {', '.join(TRACKERS)}", fix="use one of them"
+        )
     if not RUN_NAME.fullmatch(project):
-        raise SpecError(f"export to the project {project!r}", found=repr(project), fix="choose another name",
-                        rule="letters, digits, '.', '_' and '-', beginning with a letter or digit")
+        raise SpecError(
+            f"export to the project {project!r}",
+            found=repr(project),
+            fix="choose another name",
+            rule="letters, digits, '.', '_' and '-', beginning with a letter or digit",
+        )
     if not _is_installed(tracker.package):
-        raise LaunchError(f"export to {to}", found=f"the package {tracker.package} is not installed",
-                          rule="trackers are extras", fix=f"pip install 'workbench[{to}]'")
+        raise LaunchError(
+            f"export to {to}",
+            found=f"the package {tracker.package} is not installed",
+            rule="trackers are extras",
+            fix=f"pip install 'workbench[{to}]'",
+        )
     if not runs:
         return []
     folder = default_folder(runs[0], to) if folder is None else Path(folder).absolute()
@@ -121,8 +139,14 @@ def _ask(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="export-") as scratch:
         answers = Path(scratch) / "answers"
         command = [sys.executable, "-P", "-m", "workbench.report.exporters", str(answers)]
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                 env=_environment(folder, Path(scratch)), start_new_session=True)
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=_environment(folder, Path(scratch)),
+            start_new_session=True,
+        )
         try:
             patience = _PATIENCE_S + _PATIENCE_PER_RUN_S * len(request["runs"])
             output = child.communicate(to_json(request, indent=None), timeout=patience)[0]
@@ -134,17 +158,23 @@ def _ask(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
             for unfinished in folder.rglob(f".unfinished-{child.pid}-*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
             if isinstance(error, subprocess.TimeoutExpired):
-                raise LaunchError(f"export to {to}", found=f"no end after {patience:.0f} s",
-                                  rule="an export writes files of this machine",
-                                  fix="see whether the folder's disk is slow or full; what was written is whole, and "
-                                      "exporting again goes on") from None
+                raise LaunchError(
+                    f"export to {to}",
+                    found=f"no end after {patience:.0f} s",
+                    rule="an export writes files of this machine",
+                    fix="see whether the folder's disk is slow or full; what was written is whole, and "
+                    "exporting again goes on",
+                ) from None
             raise
         said = [from_json(line) for line in answers.read_bytes().splitlines()] if answers.exists() else []
     if child.returncode:
         lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
-        failure = LaunchError(f"export to {to}", found=lines[-1] if lines else f"exit code {child.returncode}",
-                              rule="the tracker takes the run",
-                              fix=f"{len(said)} runs are there; mend what is named and export again")
+        failure = LaunchError(
+            f"export to {to}",
+            found=lines[-1] if lines else f"exit code {child.returncode}",
+            rule="the tracker takes the run",
+            fix=f"{len(said)} runs are there; mend what is named and export again",
+        )
         failure.add_note("\n".join(lines[-30:]))
         raise failure
     return said
@@ -153,7 +183,11 @@ def _ask(request: dict[str, Any], to: str) -> list[dict[str, Any]]:
 def _environment(folder: Path, scratch: Path) -> dict[str, str]:
     """This process's environment without the user's settings for trackers, which name accounts and servers."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(_SETTINGS_OF_TRACKERS)}
-    own = {"TRACKIO_DIR": str(folder), "WANDB_CACHE_DIR": str(scratch), "WANDB_CONFIG_DIR": str(scratch),
-           "WANDB_DATA_DIR": str(scratch)}
+    own = {
+        "TRACKIO_DIR": str(folder),
+        "WANDB_CACHE_DIR": str(scratch),
+        "WANDB_CONFIG_DIR": str(scratch),
+        "WANDB_DATA_DIR": str(scratch),
+    }
     places = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
     return kept | _OFFLINE | own | {"PYTHONPATH": os.pathsep.join(filter(None, places))}

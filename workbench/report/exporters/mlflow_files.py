@@ -55,11 +55,19 @@ class Mlflow:
         experiment = self.client.get_experiment_by_name(self._experiment(run))
         number = experiment.experiment_id if experiment else self.client.create_experiment(self._experiment(run))
         tags = {ID: run.id, "run.tags": " ".join(run.tags)} | {key: as_text(value) for key, value in run.facts.items()}
-        made = self.client.create_run(number, start_time=_ms(run.began_s), run_name=run.name,
-                                      tags={key: _cut(key, text, notes) for key, text in tags.items()})
+        made = self.client.create_run(
+            number,
+            start_time=_ms(run.began_s),
+            run_name=run.name,
+            tags={key: _cut(key, text, notes) for key, text in tags.items()},
+        )
         names = _names({key for step in run.steps for key in step.values}, notes)
-        metrics = (Metric(names[key], float(value), _ms(step.time_s), step.number)
-                   for step in run.steps for key, value in step.values.items() if key in names)
+        metrics = (
+            Metric(names[key], float(value), _ms(step.time_s), step.number)
+            for step in run.steps
+            for key, value in step.values.items()
+            if key in names
+        )
         params = (Param(key, _cut(key, as_text(value), notes)) for key, value in run.config.items())
         for some in _chunks(metrics, _METRICS_AT_ONCE):
             self.client.log_batch(made.info.run_id, metrics=some)

@@ -71,19 +71,24 @@ class TensorBoard:
 
 def _head(run: TrackedRun) -> list[Event]:
     """Version, settings as hyperparameters, and all texts as a table."""
-    known = {key: value if isinstance(value, bool | int | float | str) else as_text(value)
-             for key, value in (run.config | run.facts).items()}
+    known = {
+        key: value if isinstance(value, bool | int | float | str) else as_text(value)
+        for key, value in (run.config | run.facts).items()
+    }
     rows = [f"| {_cell(key)} | {_cell(as_text(value))} |" for key, value in known.items()]
     text = "\n".join(["| | |", "|---|---|", *rows])
-    return [Event(wall_time=run.began_s, file_version="brain.Event:2"),
-            Event(wall_time=run.began_s, summary=hparams_pb(known, trial_id=run.id, start_time_secs=run.began_s)),
-            Event(wall_time=run.began_s, summary=_text("run", text))]
+    return [
+        Event(wall_time=run.began_s, file_version="brain.Event:2"),
+        Event(wall_time=run.began_s, summary=hparams_pb(known, trial_id=run.id, start_time_secs=run.began_s)),
+        Event(wall_time=run.began_s, summary=_text("run", text)),
+    ]
 
 
 def _text(tag: str, text: str) -> Summary:
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    tensor = TensorProto(dtype=DT_STRING, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
-                         string_val=[text.encode()])
+    tensor = TensorProto(
+        dtype=DT_STRING, tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]), string_val=[text.encode()]
+    )
     return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)])
 
 

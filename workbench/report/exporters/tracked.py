@@ -90,8 +90,12 @@ def tracked(run: RunDirectory) -> TrackedRun:
     for index, record in enumerate(run.steps(partial=True)):
         number = record.get("step", index)
         if not isinstance(number, int) or (steps and number <= steps[-1].number):
-            raise RecordError(f"export {run.path.name}", found=f"step {number!r} after {index} others",
-                              rule="step numbers grow", fix="run the configuration again")
+            raise RecordError(
+                f"export {run.path.name}",
+                found=f"step {number!r} after {index} others",
+                rule="step numbers grow",
+                fix="run the configuration again",
+            )
         values, skipped = _numbers(record)
         notes += [f"{key} is not a number: left out" for key in skipped]
         clock_s += values.get("time/step_ms", 0.0) / 1e3
@@ -103,8 +107,18 @@ def tracked(run: RunDirectory) -> TrackedRun:
     config, odd = _plain(flatten(run.spec.model_dump(mode="json")))
     notes += [f"setting {key} is not finite: kept as text" for key in odd]
     ended_s = state.get("ended_ns", 0) / 1e9 or max([began_s, *(step.time_s for step in steps[-1:])])
-    return TrackedRun(run.path.name, str(state["name"]), run.path.parent.parent.name, run.status, began_s, ended_s,
-                      config, _facts(run, state, began_s, ended_s), steps, list(dict.fromkeys(notes)))
+    return TrackedRun(
+        run.path.name,
+        str(state["name"]),
+        run.path.parent.parent.name,
+        run.status,
+        began_s,
+        ended_s,
+        config,
+        _facts(run, state, began_s, ended_s),
+        steps,
+        list(dict.fromkeys(notes)),
+    )
 
 
 def as_text(value: Any) -> str:
@@ -143,9 +157,14 @@ def _plain(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _facts(run: RunDirectory, state: Mapping[str, Any], began_s: float, ended_s: float) -> dict[str, Any]:
     """What trackers have no place of their own for."""
     facts: dict[str, Any] = {
-        "run.state": run.status, "run.name": str(state["name"]), "run.experiment": run.path.parent.parent.name,
+        "run.state": run.status,
+        "run.name": str(state["name"]),
+        "run.experiment": run.path.parent.parent.name,
         "run.world_size": int(state.get("world_size", run.spec.layout.world_size)),
-        "run.steps_planned": run.spec.steps, "run.began": _iso(began_s), "run.ended": _iso(ended_s)}
+        "run.steps_planned": run.spec.steps,
+        "run.began": _iso(began_s),
+        "run.ended": _iso(ended_s),
+    }
     facts |= {f"run.{key}": str(state[key]) for key in ("device", "device_note", "backend") if state.get(key)}
     if failure := run.failure():
         facts["run.failure"] = failure_in_short(failure)[:FAILURE_LETTERS]
@@ -160,7 +179,10 @@ def _iso(time_s: float) -> str:
 def _made_by(run: RunDirectory) -> dict[str, str]:
     try:
         made = from_json((run.path / "provenance.json").read_bytes())
-        return {"commit": str(made["git"]["commit"]), "uncommitted_changes": str(made["git"]["dirty"]),
-                **{f"version.{name}": str(version) for name, version in made["versions"].items()}}
+        return {
+            "commit": str(made["git"]["commit"]),
+            "uncommitted_changes": str(made["git"]["dirty"]),
+            **{f"version.{name}": str(version) for name, version in made["versions"].items()},
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -99,13 +99,32 @@ class Wandb(_WandbLike):
         import wandb
 
         self._scratch = Path(tempfile.mkdtemp(prefix=f".unfinished-{os.getpid()}-", dir=self.folder))
-        wanted = {"mode": "offline", "root_dir": str(self._scratch), "silent": True, "console": "off", "host": "",
-                  "disable_git": True, "disable_code": True, "save_code": False, "disable_job_creation": True,
-                  "x_disable_meta": True, "x_disable_stats": True, "x_disable_machine_info": True,
-                  "x_save_requirements": False}
+        wanted = {
+            "mode": "offline",
+            "root_dir": str(self._scratch),
+            "silent": True,
+            "console": "off",
+            "host": "",
+            "disable_git": True,
+            "disable_code": True,
+            "save_code": False,
+            "disable_job_creation": True,
+            "x_disable_meta": True,
+            "x_disable_stats": True,
+            "x_disable_machine_info": True,
+            "x_save_requirements": False,
+        }
         known = {key: value for key, value in wanted.items() if key in wandb.Settings.model_fields}
-        return wandb.init(project=self.project, id=run.key, name=run.name, group=run.experiment, config=config,
-                          tags=run.tags, notes=str(run.facts.get("run.failure", "")), settings=wandb.Settings(**known))
+        return wandb.init(
+            project=self.project,
+            id=run.key,
+            name=run.name,
+            group=run.experiment,
+            config=config,
+            tags=run.tags,
+            notes=str(run.facts.get("run.failure", "")),
+            settings=wandb.Settings(**known),
+        )
 
     def keep(self, run: TrackedRun) -> None:
         """Move the finished run to its place."""
@@ -166,8 +185,15 @@ class _TrackioSession:
 
         rows = self.rows or [(0, _iso(self.run.began_s), {})]
         steps, times, values = (list(column) for column in zip(*rows, strict=True))
-        SQLiteStorage.bulk_log(project=self.project, run=self.run.id, run_id=self.run.key, metrics_list=values,
-                               steps=steps, timestamps=times, config=self.config)
+        SQLiteStorage.bulk_log(
+            project=self.project,
+            run=self.run.id,
+            run_id=self.run.key,
+            metrics_list=values,
+            steps=steps,
+            timestamps=times,
+            config=self.config,
+        )
 
 
 def _iso(time_s: float) -> str:

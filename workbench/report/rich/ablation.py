@@ -16,7 +16,13 @@ def as_html(ablation: AblationSpec) -> Markup:
         planned = ablation.expand()
     except SpecError as error:
         return framed(head, tag("pre", str(error), class_="trouble"))
-    rows = [[tag("strong", breakable(run.name)), ablation.role(run, planned), str(run.world_size),
-             ", ".join(f"{key}: {said(value)}" for key, value in differs(run, planned).items()) or "nothing changed"]
-            for run in planned]
+    rows = [
+        [
+            tag("strong", breakable(run.name)),
+            ablation.role(run, planned),
+            str(run.world_size),
+            ", ".join(f"{key}: {said(value)}" for key, value in differs(run, planned).items()) or "nothing changed",
+        ]
+        for run in planned
+    ]
     return framed(head, table(["run", "role", "ranks", "differs in"], rows, numbers=[2], class_="table"))

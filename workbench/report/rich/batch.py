@@ -16,23 +16,35 @@ from workbench.rollouts.batch import PADDING, RolloutBatch
 AT_ONCE, AT_ALL = 16, 400
 """Documents drawn at once, and drawn at all; the rest is counted."""
 
-_MEANING = {"prompt": "prompt", "up": "trained, advantage > 0", "down": "trained, advantage < 0",
-            "zero": "trained, advantage 0", "context": "after the prompt, not trained", "padding": "padding"}
+_MEANING = {
+    "prompt": "prompt",
+    "up": "trained, advantage > 0",
+    "down": "trained, advantage < 0",
+    "zero": "trained, advantage 0",
+    "context": "after the prompt, not trained",
+    "padding": "padding",
+}
 
 
 def as_html(batch: RolloutBatch) -> Markup:
     """The documents from the first to the last, and a table of the fields."""
     rows = _rows(batch)
-    said = (f"{batch.num_documents} documents, {batch.num_tokens} tokens, {batch.num_trained_tokens} of them trained; "
-            f"sampled at temperature {significant(batch.temperature)}")
+    said = (
+        f"{batch.num_documents} documents, {batch.num_tokens} tokens, {batch.num_trained_tokens} of them trained; "
+        f"sampled at temperature {significant(batch.temperature)}"
+    )
     shown = [tag("div", rows[:AT_ONCE], class_="strips")]
     if len(rows) > AT_ONCE:
         rest = rows[AT_ONCE:]
         shown.append(tag("details", tag("summary", f"{len(rest)} more"), tag("div", rest, class_="strips")))
     if batch.num_documents > AT_ALL:
         shown.append(tag("p", f"{batch.num_documents - AT_ALL} more documents are not drawn.", class_="quiet"))
-    return framed(tag("p", tag("strong", "RolloutBatch"), f" {said}"), legend(_MEANING.items()), shown,
-                  tag("details", tag("summary", "fields"), _fields(batch)))
+    return framed(
+        tag("p", tag("strong", "RolloutBatch"), f" {said}"),
+        legend(_MEANING.items()),
+        shown,
+        tag("details", tag("summary", "fields"), _fields(batch)),
+    )
 
 
 def _rows(batch: RolloutBatch) -> list[list[Markup]]:
@@ -48,13 +60,21 @@ def _rows(batch: RolloutBatch) -> list[list[Markup]]:
     for document, length in enumerate(lengths[:AT_ALL]):
         inside = slice(begin, begin + length)
         pieces = [Piece(b - a, kind, f"{_MEANING[kind]}: tokens {a} to {b - 1}") for kind, a, b in runs(kept[inside])]
-        trained = [value for value, kind in zip(advantages[inside], kept[inside], strict=True)
-                   if kind in ("up", "down", "zero")]
+        trained = [
+            value
+            for value, kind in zip(advantages[inside], kept[inside], strict=True)
+            if kind in ("up", "down", "zero")
+        ]
         said = f"{length} tokens, {len(trained)} trained, advantage {_span(trained)}"
         if batch.rewards_N is not None:
             said += f", reward {significant(float(batch.rewards_N[document]))}"
-        made.append([tag("span", f"{document}"), strip(pieces, longest, label=f"document {document}: {said}"),
-                     tag("span", said, class_="quiet")])
+        made.append(
+            [
+                tag("span", f"{document}"),
+                strip(pieces, longest, label=f"document {document}: {said}"),
+                tag("span", said, class_="quiet"),
+            ]
+        )
         begin += length
     if padding:
         said = f"{padding} tokens"
@@ -66,8 +86,9 @@ def _rows(batch: RolloutBatch) -> list[list[Markup]]:
 def _kinds(batch: RolloutBatch) -> list[str]:
     """What each token is, in the order of the row."""
     found, opened = [], set()
-    for document, trains, advantage in zip(batch.document_ids_T.tolist(), batch.loss_mask_T.tolist(),
-                                           batch.advantages_T.tolist(), strict=True):
+    for document, trains, advantage in zip(
+        batch.document_ids_T.tolist(), batch.loss_mask_T.tolist(), batch.advantages_T.tolist(), strict=True
+    ):
         if document == PADDING:
             found.append("padding")
         elif trains:
@@ -93,8 +114,15 @@ def _fields(batch: RolloutBatch) -> Markup:
     for level, values in (("token", batch.token_fields()), ("document", batch.document_fields())):
         for name, value in values.items():
             counted = value[batch.loss_mask_T] if level == "token" and value.dtype != torch.bool else value
-            rows.append([tag("code", name), "×".join(map(str, value.shape)), str(value.dtype).removeprefix("torch."),
-                         units[name], _range(counted)])
+            rows.append(
+                [
+                    tag("code", name),
+                    "×".join(map(str, value.shape)),
+                    str(value.dtype).removeprefix("torch."),
+                    units[name],
+                    _range(counted),
+                ]
+            )
     return table(["field", "shape", "type", "unit", "range (of token fields, where trained)"], rows, class_="table")
 
 

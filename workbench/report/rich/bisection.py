@@ -20,6 +20,9 @@ def as_html(found: Bisection) -> Markup:
 def _rows(parting: Parting) -> list[list[Any]]:
     rows: list[list[Any]] = [["step", parting.step], ["way", parting.way], ["tensor", tag("code", parting.tensor)]]
     if parting.tokens is not None:
-        rows += [["row", parting.row], ["tokens", f"{parting.tokens[0]} to {parting.tokens[1] - 1}"],
-                 ["blocks that differ", f"{parting.blocks} of {parting.of}"]]
+        rows += [
+            ["row", parting.row],
+            ["tokens", f"{parting.tokens[0]} to {parting.tokens[1] - 1}"],
+            ["blocks that differ", f"{parting.blocks} of {parting.of}"],
+        ]
     return rows + ([["the same until", tag("code", parting.before)]] if parting.before else [])

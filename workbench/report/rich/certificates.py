@@ -11,13 +11,25 @@ _MOST = 12
 
 def as_html(found: CertificateComparison) -> Markup:
     """The sentence, and below it which tensors differ, in the order in which the step computes them."""
-    head = tag("p", tag("strong", found.run), " against ", found.reference, ": ",
-               tag("span", found.why, class_=None if found.verdict == "equal" else "trouble"))
+    head = tag(
+        "p",
+        tag("strong", found.run),
+        " against ",
+        found.reference,
+        ": ",
+        tag("span", found.why, class_=None if found.verdict == "equal" else "trouble"),
+    )
     seen = [] if found.evidence is None else [tag("p", f"could have seen: {found.evidence.summary()}", class_="quiet")]
     if found.equal:
         return framed(head, seen)
-    rows = [[tag("code", name, class_="whole"), str(found.element or "not recorded") if not number else ""]
-            for number, name in enumerate(found.differing[:_MOST])]
+    rows = [
+        [tag("code", name, class_="whole"), str(found.element or "not recorded") if not number else ""]
+        for number, name in enumerate(found.differing[:_MOST])
+    ]
     left = len(found.differing) - _MOST
-    return framed(head, seen, table(["tensor", "first element"], rows, class_="table"),
-                  tag("p", f"and {left} more") if left > 0 else "")
+    return framed(
+        head,
+        seen,
+        table(["tensor", "first element"], rows, class_="table"),
+        tag("p", f"and {left} more") if left > 0 else "",
+    )

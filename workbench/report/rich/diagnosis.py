@@ -11,10 +11,20 @@ from workbench.report.rich.strips import framed
 
 def as_html(diagnosis: Diagnosis) -> Markup:
     """The headline, the causes with score and evidence, what was tried, and what to try next."""
-    head = tag("p", tag("strong", diagnosis.suspect or "suspect"), " against ", diagnosis.trusted or "trusted", ": ",
-               tag("span", diagnosis.headline, class_=None if diagnosis.equal else "trouble"))
-    causes = table(["cause", "score", "what it is", "evidence", "not recorded"],
-                   [_row(cause) for cause in diagnosis.causes], numbers=(1,), class_="table")
+    head = tag(
+        "p",
+        tag("strong", diagnosis.suspect or "suspect"),
+        " against ",
+        diagnosis.trusted or "trusted",
+        ": ",
+        tag("span", diagnosis.headline, class_=None if diagnosis.equal else "trouble"),
+    )
+    causes = table(
+        ["cause", "score", "what it is", "evidence", "not recorded"],
+        [_row(cause) for cause in diagnosis.causes],
+        numbers=(1,),
+        class_="table",
+    )
     tried = [tag("p", f"tried {each.experiment.words}: {each.result}") for each in diagnosis.tried]
     return framed(head, causes, _seen(diagnosis), tried, _next(diagnosis))
 
@@ -27,13 +37,24 @@ def _seen(diagnosis: Diagnosis) -> list[Markup]:
 
 
 def _row(cause: Suspicion) -> list[Any]:
-    return [tag("code", cause.name, class_="whole"), f"{cause.score:.2f}", cause.words, "; ".join(cause.evidence),
-            ", ".join(cause.lacked)]
+    return [
+        tag("code", cause.name, class_="whole"),
+        f"{cause.score:.2f}",
+        cause.words,
+        "; ".join(cause.evidence),
+        ", ".join(cause.lacked),
+    ]
 
 
 def _next(diagnosis: Diagnosis) -> list[Markup]:
     experiment = diagnosis.next_experiment()
     if experiment is None:
         return []
-    return [tag("p", "next: ", tag("strong", experiment.words),
-                f"; it would rule out {', '.join(experiment.excludes)}, or leave only these")]
+    return [
+        tag(
+            "p",
+            "next: ",
+            tag("strong", experiment.words),
+            f"; it would rule out {', '.join(experiment.excludes)}, or leave only these",
+        )
+    ]

@@ -18,11 +18,16 @@ def as_html(explanation: Explanation) -> Markup:
         losses = " | ".join(significant(loss, 10) for loss in explanation.witness.losses)
         norms = " | ".join(significant(norm, 10) for norm in explanation.witness.gradient_norms)
         head.append(tag("p", f"batch {explanation.witness.seed}: loss {losses}, gradient norm {norms}"))
-    rows = [[tag("strong", breakable(d.setting)), d.topic, _cell(d, 0), _cell(d, 1), "yes" if d.acts else "no"]
-            for d in explanation.differences]
+    rows = [
+        [tag("strong", breakable(d.setting)), d.topic, _cell(d, 0), _cell(d, 1), "yes" if d.acts else "no"]
+        for d in explanation.differences
+    ]
     body = [table(["setting", "about", first, second, "acts"], rows, class_="table")] if rows else []
-    notes = [tag("p", f"{title}: {note}") for title, told in zip(explanation.systems, explanation.notes, strict=True)
-             for note in told]
+    notes = [
+        tag("p", f"{title}: {note}")
+        for title, told in zip(explanation.systems, explanation.notes, strict=True)
+        for note in told
+    ]
     return framed(*head, *body, *notes)
 
 

@@ -29,14 +29,24 @@ def as_html(plan: ShardPlan) -> Markup:
         said = ", ".join(f"{begin}–{end - 1}" for begin, end in named)
         said += f" and {len(held) - len(named)} more" if named is not held else ""
         pieces = _pieces(held, total) if len(held) <= _PIECES else _shares(plan.owners_T == rank)
-        rows.append([tag("span", f"rank {rank}"), strip(pieces, total, label=f"rank {rank} holds tokens {said}"),
-                     tag("span", f"{said} · {balance.of_ranks[rank] / work:.0%} of causal attention", class_="quiet")])
+        rows.append(
+            [
+                tag("span", f"rank {rank}"),
+                strip(pieces, total, label=f"rank {rank} holds tokens {said}"),
+                tag("span", f"{said} · {balance.of_ranks[rank] / work:.0%} of causal attention", class_="quiet"),
+            ]
+        )
     more = tag("p", f"{plan.cp - AT_ALL} more ranks are not drawn.", class_="quiet") if plan.cp > AT_ALL else None
-    head = tag("p", tag("strong", "ShardPlan"), f" {plan.order}: {total} tokens over cp={plan.cp}, "
-               f"{total // plan.cp} a rank")
+    head = tag(
+        "p", tag("strong", "ShardPlan"), f" {plan.order}: {total} tokens over cp={plan.cp}, {total // plan.cp} a rank"
+    )
     inside = "inside documents " if plan.document_lengths else ""
-    level = tag("p", f"Causal attention {inside}on the slowest rank: {balance.max_over_mean:.2f} times the mean; where "
-                f"a ring waits at every step: {balance.in_lock_step:.2f} times.", class_="quiet")
+    level = tag(
+        "p",
+        f"Causal attention {inside}on the slowest rank: {balance.max_over_mean:.2f} times the mean; where "
+        f"a ring waits at every step: {balance.in_lock_step:.2f} times.",
+        class_="quiet",
+    )
     return framed(head, tag("div", rows, class_="strips"), more, level)
 
 
@@ -46,8 +56,14 @@ def _documents(plan: ShardPlan) -> list[list[Markup]]:
         return []
     pieces, begin = [], 0
     for number, length in enumerate(lengths):
-        pieces.append(Piece(length, "context" if number % 2 else "prompt",
-                            f"document {number}: tokens {begin} to {begin + length - 1}", text=str(number)))
+        pieces.append(
+            Piece(
+                length,
+                "context" if number % 2 else "prompt",
+                f"document {number}: tokens {begin} to {begin + length - 1}",
+                text=str(number),
+            )
+        )
         begin += length
     said = f"{len(lengths)} documents, padding included"
     return [[tag("span", "documents"), strip(pieces, plan.num_tokens, label=said), tag("span", said, class_="quiet")]]
@@ -58,8 +74,10 @@ def _owners(plan: ShardPlan) -> list[Markup]:
     owners = runs(plan.owners_T.tolist())
     label = f"the ranks that hold tokens 0 to {plan.num_tokens - 1}"
     if len(owners) <= _PIECES:
-        pieces = [Piece(end - begin, f"owner r{rank % _HUES}", f"tokens {begin} to {end - 1}: rank {rank}", f"{rank}")
-                  for rank, begin, end in owners]
+        pieces = [
+            Piece(end - begin, f"owner r{rank % _HUES}", f"tokens {begin} to {end - 1}: rank {rank}", f"{rank}")
+            for rank, begin, end in owners
+        ]
         said = f"{len(owners)} pieces"
     else:
         pieces = [Piece(plan.num_tokens, "context", f"{len(owners)} pieces", text="…")]

@@ -13,19 +13,33 @@ from workbench.report.rich.strips import framed
 
 def as_html(proof: Proof) -> Markup:
     """The verdict, a row for each law, and below them what broke each broken one."""
-    head = tag("p", tag("strong", proof.subject), " ",
-               tag("span", proof.verdict, class_=None if proof.ok else "trouble"),
-               tag("span", f"; seed {proof.seed}, {significant(proof.seconds)} s", class_="quiet"))
-    laws = table(["law", "what may change", "verdict", "cases", "worst", "what differs"],
-                 [_row(law) for law in proof.laws], numbers=(3, 4), class_="table")
+    head = tag(
+        "p",
+        tag("strong", proof.subject),
+        " ",
+        tag("span", proof.verdict, class_=None if proof.ok else "trouble"),
+        tag("span", f"; seed {proof.seed}, {significant(proof.seconds)} s", class_="quiet"),
+    )
+    laws = table(
+        ["law", "what may change", "verdict", "cases", "worst", "what differs"],
+        [_row(law) for law in proof.laws],
+        numbers=(3, 4),
+        class_="table",
+    )
     return framed(head, laws, [_refuted(law, law.counterexample) for law in proof.laws if law.counterexample])
 
 
 def _row(law: LawResult) -> list[Any]:
     verdict = tag("strong", law.verdict, class_="trouble") if law.verdict == "broken" else law.verdict
     worst = significant(law.worst, 2) if law.cases else NONE
-    return [tag("code", law.name, class_="whole"), law.says, tag("span", verdict, class_="whole"), law.cases,
-            tag("span", worst, class_="whole"), _said(law)]
+    return [
+        tag("code", law.name, class_="whole"),
+        law.says,
+        tag("span", verdict, class_="whole"),
+        law.cases,
+        tag("span", worst, class_="whole"),
+        _said(law),
+    ]
 
 
 def _said(law: LawResult) -> str:
@@ -41,5 +55,11 @@ def _said(law: LawResult) -> str:
 def _refuted(law: LawResult, found: Counterexample) -> Markup:
     """Open where nobody declared it; else on request."""
     steps = [["plain", found.plain], ["changed", found.changed]]
-    return tag("details", tag("summary", f"{law.name}: the smallest step that breaks it"), tag("p", found.words),
-               table(["", "the step"], steps, class_="table"), batch_html(found.batch), open=law.verdict == "broken")
+    return tag(
+        "details",
+        tag("summary", f"{law.name}: the smallest step that breaks it"),
+        tag("p", found.words),
+        table(["", "the step"], steps, class_="table"),
+        batch_html(found.batch),
+        open=law.verdict == "broken",
+    )

@@ -15,8 +15,12 @@ def as_html(run: RunDirectory) -> Markup:
     """The row that a panel has of it, the failure in full, and the spec."""
     trial = TrialReader(run).read()
     failure = run.failure() if trial.state == "failed" else None
-    return join([table_of(run.path.name, [trial], elapsed_s([trial]), more=_failure(failure) if failure else None),
-                 spec_html(run.spec)])
+    return join(
+        [
+            table_of(run.path.name, [trial], elapsed_s([trial]), more=_failure(failure) if failure else None),
+            spec_html(run.spec),
+        ]
+    )
 
 
 def _failure(failure: dict[str, Any]) -> Markup:
@@ -24,10 +28,15 @@ def _failure(failure: dict[str, Any]) -> Markup:
     rank = "before any rank" if failure.get("rank") is None else f"rank {failure['rank']}"
     waited = f", in {failure['waited_in']}" if failure.get("waited_in") else ""
     also = [rank for rank in failure.get("also_failed", []) if rank is not None]
-    parts = [tag("p", tag("strong", f"{rank}{waited}: {failure.get('exception') or 'failed'}"),
-                 f" ({failure['cause']})" if failure.get("cause") else "",
-                 f"; after it ranks {', '.join(map(str, also))}" if also else ""),
-             tag("pre", failure.get("message") or "no message")]
+    parts = [
+        tag(
+            "p",
+            tag("strong", f"{rank}{waited}: {failure.get('exception') or 'failed'}"),
+            f" ({failure['cause']})" if failure.get("cause") else "",
+            f"; after it ranks {', '.join(map(str, also))}" if also else "",
+        ),
+        tag("pre", failure.get("message") or "no message"),
+    ]
     for key, words in (("traceback", "traceback"), ("stack", "stack of the rank that hung")):
         if failure.get(key):
             parts.append(tag("details", tag("summary", words), tag("pre", failure[key])))

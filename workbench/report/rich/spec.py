@@ -16,8 +16,11 @@ from workbench.runs.whole_files import to_json
 def as_html(spec: RunSpec) -> Markup:
     """A table of the settings that were changed; every setting below it."""
     everything = to_json(spec.model_dump(mode="json")).decode().rstrip()
-    head = tag("p", tag("strong", "RunSpec"), f" {spec.content_hash()}: {spec.layout}, {spec.precision}, "
-               f"{spec.steps} step{'s' if spec.steps > 1 else ''}")
+    head = tag(
+        "p",
+        tag("strong", "RunSpec"),
+        f" {spec.content_hash()}: {spec.layout}, {spec.precision}, {spec.steps} step{'s' if spec.steps > 1 else ''}",
+    )
     return framed(head, _changes(spec), tag("details", tag("summary", "every setting"), tag("pre", everything)))
 
 
@@ -30,8 +33,11 @@ def said(value: Any) -> str:
 
 def _changes(spec: RunSpec) -> Markup:
     default = flatten(RunSpec().model_dump(mode="json"))
-    rows = [[tag("code", key), said(value), said(default[key])]
-            for key, value in flatten(spec.model_dump(mode="json")).items() if value != default[key]]
+    rows = [
+        [tag("code", key), said(value), said(default[key])]
+        for key, value in flatten(spec.model_dump(mode="json")).items()
+        if value != default[key]
+    ]
     if not rows:
         return tag("p", "Every setting is as it is by default.", class_="quiet")
     return table(["setting", "here", "by default"], rows, class_="table")

@@ -43,8 +43,15 @@ def strip(pieces: Iterable[Piece], total: int, *, label: str) -> Markup:
     drawn, used = [], 0
     for piece in pieces:
         used += piece.length
-        drawn.append(tag("i", piece.text, class_=piece.kind or "gap", title=piece.title or None,
-                         style=f"flex-grow:{piece.length}"))
+        drawn.append(
+            tag(
+                "i",
+                piece.text,
+                class_=piece.kind or "gap",
+                title=piece.title or None,
+                style=f"flex-grow:{piece.length}",
+            )
+        )
     if total > used:
         drawn.append(tag("i", class_="gap", style=f"flex-grow:{total - used}"))
     return tag("span", drawn, class_="strip", role="img", aria_label=label)

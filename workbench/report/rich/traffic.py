@@ -19,18 +19,30 @@ def as_html(traffic: Traffic) -> Markup:
     """The way across, both sides rank by rank, and who sends how many rows to whom."""
     pair, route = traffic.pair, traffic.route
     why = f" ({route.why})" if route.why else ""
-    head = tag("p", tag("strong", "Traffic"), f" {pair.source.words} → {pair.destination.words}: {route.path}{why}; "
-               f"{sum(route.samples)} samples of {traffic.tokens} tokens")
+    head = tag(
+        "p",
+        tag("strong", "Traffic"),
+        f" {pair.source.words} → {pair.destination.words}: {route.path}{why}; "
+        f"{sum(route.samples)} samples of {traffic.tokens} tokens",
+    )
     before, after = traffic.sides
-    sides = [tag("p", f"At the source, {pair.source.words}. A hue is a dp rank.", class_="quiet"),
-             _side(traffic, before, pair.source),
-             tag("p", f"At the destination, {pair.destination.words}.", class_="quiet"),
-             _side(traffic, after, pair.destination)]
-    quiet = [tag("p", f"{step.direction}, {step.name}: nothing leaves its rank.", class_="quiet")
-             for step in traffic.steps if not step.between.any()]
+    sides = [
+        tag("p", f"At the source, {pair.source.words}. A hue is a dp rank.", class_="quiet"),
+        _side(traffic, before, pair.source),
+        tag("p", f"At the destination, {pair.destination.words}.", class_="quiet"),
+        _side(traffic, after, pair.destination),
+    ]
+    quiet = [
+        tag("p", f"{step.direction}, {step.name}: nothing leaves its rank.", class_="quiet")
+        for step in traffic.steps
+        if not step.between.any()
+    ]
     tables = [_table(step, pair.source.offset) for step in traffic.steps if step.between.any()]
-    more = tag("p", f"{pair.source.size - AT_ALL} more ranks are not drawn.", class_="quiet") \
-        if pair.source.size > AT_ALL else None
+    more = (
+        tag("p", f"{pair.source.size - AT_ALL} more ranks are not drawn.", class_="quiet")
+        if pair.source.size > AT_ALL
+        else None
+    )
     return framed(head, sides, more, quiet, tables)
 
 
@@ -43,9 +55,17 @@ def _side(traffic: Traffic, side: Side, grid: Grid) -> Markup:
         tokens_t = side.share_of[number].tokens_t
         tokens_t = tokens_t[tokens_t != PADDING].sort().values
         said = traffic.held_words(side, number)
-        rows.append([tag("span", f"rank {rank}"), strip(_pieces(tokens_t.tolist(), traffic.tokens, place[0]), total,
-                                                        label=f"rank {rank} holds samples {said}"),
-                     tag("span", f"{place_words(place)} · {said}", class_="quiet")])
+        rows.append(
+            [
+                tag("span", f"rank {rank}"),
+                strip(
+                    _pieces(tokens_t.tolist(), traffic.tokens, place[0]),
+                    total,
+                    label=f"rank {rank} holds samples {said}",
+                ),
+                tag("span", f"{place_words(place)} · {said}", class_="quiet"),
+            ]
+        )
     return tag("div", rows, class_="strips")
 
 
@@ -59,8 +79,14 @@ def _pieces(tokens: list[int], each: int, dp: int) -> list[Piece]:
         first, last = tokens[begin], tokens[end - 1]
         if first > at:
             pieces.append(Piece(first - at, ""))
-        pieces.append(Piece(end - begin, f"owner r{dp % _HUES}",
-                            f"sample {sample}, tokens {first % each} to {last % each}", str(sample)))
+        pieces.append(
+            Piece(
+                end - begin,
+                f"owner r{dp % _HUES}",
+                f"sample {sample}, tokens {first % each} to {last % each}",
+                str(sample),
+            )
+        )
         at = last + 1
     return pieces
 
@@ -72,10 +98,29 @@ def _table(step: Step, offset: int) -> Markup:
     heads = [tag("th", str(rank + offset), scope="col", class_="number") for rank in ranks]
     lines = []
     for rank in ranks:
-        cells = [tag("td", str(count or ""), class_=f"number held share{-(-4 * count // most)}" if count else "number",
-                     title=f"{count} rows from rank {rank + offset} to rank {other + offset}" if count else None)
-                 for other, count in enumerate(between[rank][:AT_ALL])]
+        cells = [
+            tag(
+                "td",
+                str(count or ""),
+                class_=f"number held share{-(-4 * count // most)}" if count else "number",
+                title=f"{count} rows from rank {rank + offset} to rank {other + offset}" if count else None,
+            )
+            for other, count in enumerate(between[rank][:AT_ALL])
+        ]
         lines.append(tag("tr", tag("th", f"from {rank + offset}", scope="row"), cells))
     head = tag("p", f"{step.direction}, {step.name}: rows from rank to rank")
-    return tag("div", head, tag("div", tag("table", tag("thead", tag("tr", tag("th", "", scope="col"), heads)),
-                                           tag("tbody", lines), class_="traffic"), class_="scroll", tabindex="0"))
+    return tag(
+        "div",
+        head,
+        tag(
+            "div",
+            tag(
+                "table",
+                tag("thead", tag("tr", tag("th", "", scope="col"), heads)),
+                tag("tbody", lines),
+                class_="traffic",
+            ),
+            class_="scroll",
+            tabindex="0",
+        ),
+    )

@@ -59,12 +59,23 @@ class Pieces:
     @classmethod
     def of(cls, cuts: Sequence[Cut], device: torch.device, *, query: int = 0, key: int = 0) -> Pieces:
         """Cuts counted from a first query and a first key."""
-        numbers = torch.tensor([[cut.query_start - query, cut.key_start - key, cut.key_stop - cut.key_start]
-                                for cut in cuts] + [[cuts[-1].query_stop - query, cuts[-1].key_stop - key, 0]],
-                               dtype=torch.int32).T.contiguous().to(device)
+        numbers = (
+            torch.tensor(
+                [[cut.query_start - query, cut.key_start - key, cut.key_stop - cut.key_start] for cut in cuts]
+                + [[cuts[-1].query_stop - query, cuts[-1].key_stop - key, 0]],
+                dtype=torch.int32,
+            )
+            .T.contiguous()
+            .to(device)
+        )
         # the operator has a path of its own for one query in every piece, which is not meant for these
-        return cls(numbers[0], numbers[1], numbers[2, :-1], max(2, *(cut.query_stop - cut.query_start for cut in cuts)),
-                   max(cut.key_stop - cut.key_start for cut in cuts))
+        return cls(
+            numbers[0],
+            numbers[1],
+            numbers[2, :-1],
+            max(2, *(cut.query_stop - cut.query_start for cut in cuts)),
+            max(cut.key_stop - cut.key_start for cut in cuts),
+        )
 
 
 def refusal(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | None:
@@ -76,23 +87,46 @@ def refusal(dtype: torch.dtype, device: torch.device, head_dim: int) -> str | No
     return None
 
 
-def attend(query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span],
-           scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span], scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention of all own blocks in one call, and log-normalisers.
 
     Shapes:   [t, H, d], [S, h, d] twice, where h divides H -> [t, H, d], [H, t] float32.
     """
-    pieces = spans[0].seen.once(("all pieces", query_tHd.device), lambda: Pieces.of(
-        [cut for span in spans for cut in cuts_of(span)], query_tHd.device))
+    pieces = spans[0].seen.once(
+        ("all pieces", query_tHd.device),
+        lambda: Pieces.of([cut for span in spans for cut in cuts_of(span)], query_tHd.device),
+    )
     causal, window = _mask(spans[0].seen.window)
     found = torch.ops.aten._flash_attention_forward(
-        query_tHd, key_SHd, value_SHd, pieces.query_starts, pieces.key_starts, pieces.longest_query, pieces.longest_key,
-        0.0, causal, False, scale=scale, seqused_k=pieces.key_lengths, **window)
+        query_tHd,
+        key_SHd,
+        value_SHd,
+        pieces.query_starts,
+        pieces.key_starts,
+        pieces.longest_query,
+        pieces.longest_key,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+        seqused_k=pieces.key_lengths,
+        **window,
+    )
     return found[0], found[1]
 
 
-def attend_back(d_out_tHd: Tensor, query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, out_tHd: Tensor,
-                lse_Ht: Tensor, spans: Sequence[Span], scale: float) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def attend_back(
+    d_out_tHd: Tensor,
+    query_tHd: Tensor,
+    key_SHd: Tensor,
+    value_SHd: Tensor,
+    out_tHd: Tensor,
+    lse_Ht: Tensor,
+    spans: Sequence[Span],
+    scale: float,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Gradients of own queries, and what each block adds to the gradients of the keys and values that it sees.
 
     Shapes:   [t, H, d]; for each span [k, h, d] twice.
@@ -108,9 +142,23 @@ def attend_back(d_out_tHd: Tensor, query_tHd: Tensor, key_SHd: Tensor, value_SHd
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
                 d_query_tHd[rows], d_key_kHd, d_value_kHd = torch.ops.aten._flash_attention_backward(
-                    d_out_tHd[rows], query_tHd[rows], key_SHd[keys], value_SHd[keys], out_tHd[rows],
-                    lse_Ht[:, rows].contiguous(), pieces.query_starts, pieces.key_starts, pieces.longest_query,
-                    pieces.longest_key, 0.0, causal, unused, unused, scale=scale, **window)
+                    d_out_tHd[rows],
+                    query_tHd[rows],
+                    key_SHd[keys],
+                    value_SHd[keys],
+                    out_tHd[rows],
+                    lse_Ht[:, rows].contiguous(),
+                    pieces.query_starts,
+                    pieces.key_starts,
+                    pieces.longest_query,
+                    pieces.longest_key,
+                    0.0,
+                    causal,
+                    unused,
+                    unused,
+                    scale=scale,
+                    **window,
+                )
             found.append((d_key_kHd, d_value_kHd))
     for stream in streams:
         here.wait_stream(stream)
@@ -120,18 +168,21 @@ def attend_back(d_out_tHd: Tensor, query_tHd: Tensor, key_SHd: Tensor, value_SHd
 def cuts_of(span: Span) -> list[Cut]:
     """The pieces of a span, in the order of its queries; their keys follow each other without a gap."""
     seen, cuts, stop = span.seen, [], 0
-    for document, count in zip(*(found.tolist() for found in seen.query_documents_q.unique_consecutive(
-            return_counts=True)), strict=True):
+    for document, count in zip(
+        *(found.tolist() for found in seen.query_documents_q.unique_consecutive(return_counts=True)), strict=True
+    ):
         start, stop = stop, stop + count
         first = span.keys.start + int((seen.key_documents_k == document).int().argmax())
-        cuts.append(Cut(span.queries.start + start, span.queries.start + stop, first,
-                        int(seen.query_positions_q[stop - 1]) + 1))
+        cuts.append(
+            Cut(span.queries.start + start, span.queries.start + stop, first, int(seen.query_positions_q[stop - 1]) + 1)
+        )
     return cuts
 
 
 def _own_pieces(span: Span, device: torch.device) -> Pieces:
-    return span.seen.once(("own pieces", device), lambda: Pieces.of(
-        cuts_of(span), device, query=span.queries.start, key=span.keys.start))
+    return span.seen.once(
+        ("own pieces", device), lambda: Pieces.of(cuts_of(span), device, query=span.queries.start, key=span.keys.start)
+    )
 
 
 def _mask(window: int | None) -> tuple[bool, dict[str, int]]:

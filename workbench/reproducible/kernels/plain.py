@@ -36,8 +36,9 @@ def product(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: 
     return _products(x_TK, pieces, block, out_dtype)
 
 
-def product_back(dy_TN: Tensor, weight_NK: Tensor, block: int, width: int,
-                 out_dtype: torch.dtype | None = None) -> Tensor:
+def product_back(
+    dy_TN: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """Multiply dy @ weight, a block of rows and some columns at a time. -> [T, K] of the dtype of dy unless said."""
     return _products(dy_TN, [canonical(piece) for piece in weight_NK.split(width, 1)], block, out_dtype)
 
@@ -59,8 +60,9 @@ def _multiplied(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
-def add_outer(total_NK: Tensor, peak: Tensor, scale: float, dy_TN: Tensor, x_TK: Tensor, block: int,
-              tile: tuple[int, int]) -> None:
+def add_outer(
+    total_NK: Tensor, peak: Tensor, scale: float, dy_TN: Tensor, x_TK: Tensor, block: int, tile: tuple[int, int]
+) -> None:
     """Add each block's dy.T @ x, rounded to multiples of 1 / scale, to integers; raise the peak of their sizes.
 
     Args:
@@ -177,8 +179,9 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return weight_D * (wide_TD * rstd_T1).to(x_TD.dtype), rstd_T1[:, 0]
 
 
-def norm_back(dy_TD: Tensor, x_TD: Tensor, rstd_T: Tensor, weight_D: Tensor, total_D: Tensor, peak: Tensor,
-              scale: float) -> Tensor:
+def norm_back(
+    dy_TD: Tensor, x_TD: Tensor, rstd_T: Tensor, weight_D: Tensor, total_D: Tensor, peak: Tensor, scale: float
+) -> Tensor:
     """Gradient of x; that of the weight goes to the integers, a partial for each row.
 
     Formula:  g = dy * weight; dx = rstd * (g - x rstd * mean(g * x rstd))
@@ -194,13 +197,16 @@ def elementwise(function: Callable[[Tensor], Tensor], x_TK: Tensor, block: int, 
     """A function of each element alone. On a CPU piece by piece: a vector's body and its tail may round differently."""
     if x_TK.is_cuda:
         return function(x_TK)
-    return torch.cat([torch.cat([function(canonical(piece)) for piece in x_bK.split(width, 1)], 1)
-                      for x_bK in x_TK.split(block)])
+    return torch.cat(
+        [torch.cat([function(canonical(piece)) for piece in x_bK.split(width, 1)], 1) for x_bK in x_TK.split(block)]
+    )
 
 
-def elementwise_back(function: Callable[[Tensor], Tensor], dy_TK: Tensor, x_TK: Tensor, block: int,
-                     width: int) -> Tensor:
+def elementwise_back(
+    function: Callable[[Tensor], Tensor], dy_TK: Tensor, x_TK: Tensor, block: int, width: int
+) -> Tensor:
     """Gradient of x; the function is computed again."""
+
     def back(dy: Tensor, x: Tensor) -> Tensor:
         with torch.enable_grad():
             leaf = canonical(x).detach().requires_grad_()
@@ -215,8 +221,9 @@ def elementwise_back(function: Callable[[Tensor], Tensor], dy_TK: Tensor, x_TK: 
     return torch.cat(rows)
 
 
-def attend(query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span],
-           scale: float) -> tuple[Tensor, Tensor]:
+def attend(
+    query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span], scale: float
+) -> tuple[Tensor, Tensor]:
     """Attention of each block of queries over its own stretch of keys: output [t, Hq, d], log-normaliser [Hq, t]."""
     outs, lses = [], []
     for span in spans:
@@ -228,9 +235,16 @@ def attend(query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequenc
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def attend_back(d_out_tHd: Tensor, query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, out_tHd: Tensor,
-                lse_Ht: Tensor, spans: Sequence[Span],
-                scale: float) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def attend_back(
+    d_out_tHd: Tensor,
+    query_tHd: Tensor,
+    key_SHd: Tensor,
+    value_SHd: Tensor,
+    out_tHd: Tensor,
+    lse_Ht: Tensor,
+    spans: Sequence[Span],
+    scale: float,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Gradient of the queries, and for each block those of its keys and values, [k, Hk, d] each."""
     d_queries, d_keys_values = [], []
     for span in spans:
@@ -238,8 +252,9 @@ def attend_back(d_out_tHd: Tensor, query_tHd: Tensor, key_SHd: Tensor, value_SHd
         out, d_out = (_heads_first(rows[span.queries]) for rows in (out_tHd, d_out_tHd))
         kernel = _kernel(query, key, span)
         with _one_order(kernel):
-            found = kernel.backward(d_out, query, key, value, out, canonical(lse_Ht[:, span.queries])[None], span.seen,
-                                    scale)
+            found = kernel.backward(
+                d_out, query, key, value, out, canonical(lse_Ht[:, span.queries])[None], span.seen, scale
+            )
         d_queries.append(_tokens_first(found[0].to(query.dtype)))
         d_keys_values.append((_tokens_first(found[1]), _tokens_first(found[2])))
     return torch.cat(d_queries), d_keys_values
@@ -300,8 +315,15 @@ def say(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
     return torch.stack([highest_b, exp_bv.sum(1), (exp_bv * shifted_bv).sum(1), logits_bv.square().sum(1), target_b])
 
 
-def unsay(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor, logsumexp_b: Tensor, entropy_b: Tensor,
-          gradients_4b: Tensor, out_bv: Tensor) -> None:
+def unsay(
+    logits_bv: Tensor,
+    local_b: Tensor,
+    divisor_b: Tensor,
+    logsumexp_b: Tensor,
+    entropy_b: Tensor,
+    gradients_4b: Tensor,
+    out_bv: Tensor,
+) -> None:
     """Gradient of the products with a piece of the vocabulary.
 
     Formula:  p = exp(z - logsumexp);  dz = g_logprob 1[target] + (g_logsumexp - g_logprob) p

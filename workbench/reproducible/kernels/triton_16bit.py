@@ -53,8 +53,7 @@ def refusal(dtype: torch.dtype, device: torch.device, block: int) -> str | None:
     return None
 
 
-def product(x_TK: Tensor, weight_NK: Tensor, block: int, width: int,
-            out_dtype: torch.dtype | None = None) -> Tensor:
+def product(x_TK: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None) -> Tensor:
     """[T, N] x @ weight.T, summed in float32 and rounded once.
 
     An element's bits depend on its row, its column and their depth, so that ``block`` and ``width`` are not needed.
@@ -62,14 +61,16 @@ def product(x_TK: Tensor, weight_NK: Tensor, block: int, width: int,
     return _product(x_TK, weight_NK, len(weight_NK), out_dtype, back=False)
 
 
-def product_back(dy_TN: Tensor, weight_NK: Tensor, block: int, width: int,
-                 out_dtype: torch.dtype | None = None) -> Tensor:
+def product_back(
+    dy_TN: Tensor, weight_NK: Tensor, block: int, width: int, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """[T, K] dy @ weight, summed in float32 and rounded once; see `product`."""
     return _product(dy_TN, weight_NK, weight_NK.shape[1], out_dtype, back=True)
 
 
-def add_outer(total_NK: Tensor, peak: Tensor, scale: float, dy_TN: Tensor, x_TK: Tensor, block: int,
-              tile: tuple[int, int]) -> None:
+def add_outer(
+    total_NK: Tensor, peak: Tensor, scale: float, dy_TN: Tensor, x_TK: Tensor, block: int, tile: tuple[int, int]
+) -> None:
     """Add each block's dy.T @ x, rounded to multiples of 1 / scale, to integers; raise the peak of their sizes."""
     dy_TN, x_TK = _aligned(dy_TN), _aligned(x_TK)
     cut, (rows, columns), blocks = _outer_tile(dy_TN.device), total_NK.shape, len(dy_TN) // block
@@ -79,9 +80,23 @@ def add_outer(total_NK: Tensor, peak: Tensor, scale: float, dy_TN: Tensor, x_TK:
     with _on(dy_TN):
         triton_products.add_outer_products[(tiles * parts,)](
             TensorDescriptor.from_tensor(dy_TN, [depth, cut.rows]),
-            TensorDescriptor.from_tensor(x_TK, [depth, cut.columns]), total_NK, peak.view(torch.int32), rows, columns,
-            blocks, parts, total_NK.stride(0), scale, BLOCK=block, ROWS=cut.rows, COLUMNS=cut.columns, DEPTH=depth,
-            GROUP=cut.group, num_warps=cut.warps, num_stages=cut.stages)
+            TensorDescriptor.from_tensor(x_TK, [depth, cut.columns]),
+            total_NK,
+            peak.view(torch.int32),
+            rows,
+            columns,
+            blocks,
+            parts,
+            total_NK.stride(0),
+            scale,
+            BLOCK=block,
+            ROWS=cut.rows,
+            COLUMNS=cut.columns,
+            DEPTH=depth,
+            GROUP=cut.group,
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
 
 
 def add_rows(total_D: Tensor, peak: Tensor, scale: float, rows_TD: Tensor, index_T: Tensor | None = None) -> None:
@@ -100,12 +115,22 @@ def add_rows(total_D: Tensor, peak: Tensor, scale: float, rows_TD: Tensor, index
     bits = peak.view(torch.int32)
     with _on(rows_TD):
         if index_T is not None:
-            triton_rows.add_at[(rows,)](rows_TD, index_T, total_D, bits, width, rows_TD.stride(0), scale,
-                                        WIDTH=min(1024, triton.next_power_of_2(width)), num_warps=4)
+            triton_rows.add_at[(rows,)](
+                rows_TD,
+                index_T,
+                total_D,
+                bits,
+                width,
+                rows_TD.stride(0),
+                scale,
+                WIDTH=min(1024, triton.next_power_of_2(width)),
+                num_warps=4,
+            )
             return
         programs = max(1, min(64, rows // 64))
         triton_rows.add_columns[(triton.cdiv(width, 128), programs)](
-            rows_TD, total_D, bits, rows, width, rows_TD.stride(0), scale, ROWS=16, WIDTH=128, num_warps=4)
+            rows_TD, total_D, bits, rows, width, rows_TD.stride(0), scale, ROWS=16, WIDTH=128, num_warps=4
+        )
 
 
 def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -115,13 +140,15 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y_TD, rstd_T = torch.empty_like(x_TD), x_TD.new_empty(rows, dtype=torch.float32)
     tall, wide, warps = _rows_at_once(width)
     with _on(x_TD):
-        triton_rows.normalise[(triton.cdiv(rows, tall),)](x_TD, weight_D, y_TD, rstd_T, rows, width, eps, ROWS=tall,
-                                                          WIDTH=wide, num_warps=warps)
+        triton_rows.normalise[(triton.cdiv(rows, tall),)](
+            x_TD, weight_D, y_TD, rstd_T, rows, width, eps, ROWS=tall, WIDTH=wide, num_warps=warps
+        )
     return y_TD, rstd_T
 
 
-def norm_back(dy_TD: Tensor, x_TD: Tensor, rstd_T: Tensor, weight_D: Tensor, total_D: Tensor, peak: Tensor,
-              scale: float) -> Tensor:
+def norm_back(
+    dy_TD: Tensor, x_TD: Tensor, rstd_T: Tensor, weight_D: Tensor, total_D: Tensor, peak: Tensor, scale: float
+) -> Tensor:
     """The gradient of x; each token's part of the weight's gradient is added to integers."""
     dy_TD, x_TD = dy_TD.contiguous(), x_TD.contiguous()
     rows, width = x_TD.shape
@@ -129,8 +156,21 @@ def norm_back(dy_TD: Tensor, x_TD: Tensor, rstd_T: Tensor, weight_D: Tensor, tot
     tall, wide, warps = _rows_at_once(width)
     programs = min(triton.cdiv(rows, tall), 2 * _processors(x_TD.device))
     with _on(x_TD):
-        triton_rows.normalise_back[(programs,)](dy_TD, x_TD, rstd_T, weight_D, dx_TD, total_D, peak.view(torch.int32),
-                                                rows, width, scale, ROWS=tall, WIDTH=wide, num_warps=warps)
+        triton_rows.normalise_back[(programs,)](
+            dy_TD,
+            x_TD,
+            rstd_T,
+            weight_D,
+            dx_TD,
+            total_D,
+            peak.view(torch.int32),
+            rows,
+            width,
+            scale,
+            ROWS=tall,
+            WIDTH=wide,
+            num_warps=warps,
+        )
     return dx_TD
 
 
@@ -139,20 +179,30 @@ def elementwise(function: Callable[[Tensor], Tensor], x_TK: Tensor, block: int, 
     return plain.elementwise(function, x_TK, block, width)
 
 
-def elementwise_back(function: Callable[[Tensor], Tensor], dy_TK: Tensor, x_TK: Tensor, block: int,
-                     width: int) -> Tensor:
+def elementwise_back(
+    function: Callable[[Tensor], Tensor], dy_TK: Tensor, x_TK: Tensor, block: int, width: int
+) -> Tensor:
     """Gradient of x; see `plain.elementwise_back`."""
     return plain.elementwise_back(function, dy_TK, x_TK, block, width)
 
 
-def attend(query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span],
-           scale: float) -> tuple[Tensor, Any]:
+def attend(
+    query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, spans: Sequence[Span], scale: float
+) -> tuple[Tensor, Any]:
     """Attention of each block of queries over its own stretch of keys: output, and what backward needs."""
     return _attention(query_tHd).attend(query_tHd, key_SHd, value_SHd, spans, scale)
 
 
-def attend_back(d_out_tHd: Tensor, query_tHd: Tensor, key_SHd: Tensor, value_SHd: Tensor, out_tHd: Tensor, lse: Any,
-                spans: Sequence[Span], scale: float) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def attend_back(
+    d_out_tHd: Tensor,
+    query_tHd: Tensor,
+    key_SHd: Tensor,
+    value_SHd: Tensor,
+    out_tHd: Tensor,
+    lse: Any,
+    spans: Sequence[Span],
+    scale: float,
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """Gradient of the queries, and for each block those of its keys and values."""
     return _attention(query_tHd).attend_back(d_out_tHd, query_tHd, key_SHd, value_SHd, out_tHd, lse, spans, scale)
 
@@ -164,8 +214,15 @@ def raise_head_peaks(peak_H: Tensor, values_kHd: Tensor) -> None:
     wide = triton.next_power_of_2(width)
     with _on(values_kHd):
         triton_rows.find_head_peaks[(min(64, triton.cdiv(rows, 32)), heads)](
-            values_kHd, peak_H.view(torch.int32), rows, heads, ROWS=max(1, 2048 // wide), WIDTH=wide, width=width,
-            num_warps=4)
+            values_kHd,
+            peak_H.view(torch.int32),
+            rows,
+            heads,
+            ROWS=max(1, 2048 // wide),
+            WIDTH=wide,
+            width=width,
+            num_warps=4,
+        )
 
 
 def add_scaled(total_kHd: Tensor, scale_H: Tensor, values_kHd: Tensor) -> None:
@@ -174,8 +231,16 @@ def add_scaled(total_kHd: Tensor, scale_H: Tensor, values_kHd: Tensor) -> None:
     _, heads, width = values_kHd.shape
     with _on(values_kHd):
         triton_rows.add_by_head[(triton.cdiv(values_kHd.numel(), 2048),)](
-            values_kHd, total_kHd, scale_H, values_kHd.numel(), heads, total_kHd.stride(0), width=width, SIZE=2048,
-            num_warps=8)
+            values_kHd,
+            total_kHd,
+            scale_H,
+            values_kHd.numel(),
+            heads,
+            total_kHd.stride(0),
+            width=width,
+            SIZE=2048,
+            num_warps=8,
+        )
 
 
 def to_gradient(total: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
@@ -184,8 +249,9 @@ def to_gradient(total: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     gradient = torch.empty(total.shape, dtype=dtype, device=total.device)
     if total.numel():
         with _on(total):
-            triton_rows.write_gradient[(triton.cdiv(total.numel(), 2048),)](total, gradient, factor, total.numel(),
-                                                                            SIZE=2048, num_warps=8)
+            triton_rows.write_gradient[(triton.cdiv(total.numel(), 2048),)](
+                total, gradient, factor, total.numel(), SIZE=2048, num_warps=8
+            )
     return gradient
 
 
@@ -214,20 +280,42 @@ def _over_all(kernel: Any, values: Tensor, *what: Tensor) -> None:
 
 def say(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor) -> Tensor:
     """What a piece of the vocabulary says about each row, in one pass over it; see `plain.say`."""
-    _, highest_b, sum_b, weighted_b, squares_b = TritonPasses().forward(logits_bv, local_b, divisor_b,
-                                                                       frozenset({"mean_squared_logit"}))
+    _, highest_b, sum_b, weighted_b, squares_b = TritonPasses().forward(
+        logits_bv, local_b, divisor_b, frozenset({"mean_squared_logit"})
+    )
     here_b = (local_b >= 0) & (local_b < logits_bv.shape[1])
     target_b = logits_bv.gather(1, local_b.where(here_b, 0)[:, None])[:, 0] / divisor_b
     return torch.stack([highest_b, sum_b, weighted_b, squares_b, target_b.where(here_b, -torch.inf)])
 
 
-def unsay(logits_bv: Tensor, local_b: Tensor, divisor_b: Tensor, logsumexp_b: Tensor, entropy_b: Tensor,
-          gradients_4b: Tensor, out_bv: Tensor) -> None:
+def unsay(
+    logits_bv: Tensor,
+    local_b: Tensor,
+    divisor_b: Tensor,
+    logsumexp_b: Tensor,
+    entropy_b: Tensor,
+    gradients_4b: Tensor,
+    out_bv: Tensor,
+) -> None:
     """Gradient of the products with a piece of the vocabulary, in one pass over it; see `plain.unsay`."""
     logprob_b, entropy_gradient_b, normaliser_b, square_b = gradients_4b
-    TritonPasses().backward(logits_bv, out_bv, local_b, divisor_b, torch.stack([
-        normaliser_b - logprob_b, entropy_gradient_b, 2 * square_b, logprob_b, logsumexp_b,
-        torch.zeros_like(logsumexp_b), entropy_b]))
+    TritonPasses().backward(
+        logits_bv,
+        out_bv,
+        local_b,
+        divisor_b,
+        torch.stack(
+            [
+                normaliser_b - logprob_b,
+                entropy_gradient_b,
+                2 * square_b,
+                logprob_b,
+                logsumexp_b,
+                torch.zeros_like(logsumexp_b),
+                entropy_b,
+            ]
+        ),
+    )
 
 
 def _attention(query_tHd: Tensor) -> ModuleType:
@@ -246,9 +334,19 @@ def _product(x_TK: Tensor, weight_NK: Tensor, columns: int, out_dtype: torch.dty
         triton_products.multiply[(min(programs, tiles),)](
             TensorDescriptor.from_tensor(x_TK, [tile.rows, tile.depth]),
             TensorDescriptor.from_tensor(weight_NK, across),
-            TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2]), rows, columns, depth,
-            ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=tile.group, PROGRAMS=programs, BACK=back,
-            num_warps=tile.warps, num_stages=tile.stages)
+            TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2]),
+            rows,
+            columns,
+            depth,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            GROUP=tile.group,
+            PROGRAMS=programs,
+            BACK=back,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
     return out
 
 

@@ -23,8 +23,9 @@ def row_fingerprints(bits_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> Tens
     """
     said_R = torch.empty(len(rows_R), dtype=torch.long, device=bits_RC.device)
     if len(rows_R):
-        _row_kernel[(len(rows_R),)](bits_RC, rows_R.contiguous(), columns_C.contiguous(), said_R, bits_RC.shape[1],
-                                    COLUMNS=_COLUMNS)
+        _row_kernel[(len(rows_R),)](
+            bits_RC, rows_R.contiguous(), columns_C.contiguous(), said_R, bits_RC.shape[1], COLUMNS=_COLUMNS
+        )
     return said_R
 
 

@@ -37,8 +37,20 @@ def raise_peak(peak, value):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def multiply(x, weight, out, rows, columns, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-             GROUP: tl.constexpr, PROGRAMS: tl.constexpr, BACK: tl.constexpr):
+def multiply(
+    x,
+    weight,
+    out,
+    rows,
+    columns,
+    depth,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BACK: tl.constexpr,
+):
     """[T, columns] = x @ weight.T, or x @ weight (``BACK``); sums in float32 in the order of the depth.
 
     A fixed number of programs takes tiles in an order in which neighbours share operands: GROUP tiles of rows, then the
@@ -67,8 +79,23 @@ def multiply(x, weight, out, rows, columns, depth, ROWS: tl.constexpr, COLUMNS: 
 
 
 @triton.jit(do_not_specialize=["blocks", "parts"])
-def add_outer_products(dy, x, total, peak, rows, columns, blocks, parts, stride, scale, BLOCK: tl.constexpr,
-                       ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
+def add_outer_products(
+    dy,
+    x,
+    total,
+    peak,
+    rows,
+    columns,
+    blocks,
+    parts,
+    stride,
+    scale,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """[N, K] int64 += for each block of tokens: dy.T @ x, rounded to multiples of 1 / scale.
 
     A program takes one tile and every ``parts``-th block. Integers have no order, so that neither ``parts`` nor atomics

@@ -32,8 +32,7 @@ def normalise(x, weight, y, rstd, rows, width, eps, ROWS: tl.constexpr, WIDTH: t
 
 
 @triton.jit(do_not_specialize=["rows"])
-def normalise_back(dy, x, rstd, weight, dx, total, peak, rows, width, scale,
-                   ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def normalise_back(dy, x, rstd, weight, dx, total, peak, rows, width, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """dx, and the weight's gradient into integers: each token's part is rounded by itself."""
     column = tl.arange(0, WIDTH)
     w = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
@@ -57,8 +56,7 @@ def normalise_back(dy, x, rstd, weight, dx, total, peak, rows, width, scale,
 
 
 @triton.jit(do_not_specialize=["rows"])
-def add_columns(values, total, peak, rows, width, stride, scale,
-                ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def add_columns(values, total, peak, rows, width, stride, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """[D] int64 += each row. Programs: columns x rows."""
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     sums = tl.zeros((ROWS, WIDTH), tl.int64)

@@ -18,6 +18,22 @@ from workbench.rollouts.advantages.groups import (
 from workbench.rollouts.advantages.registry import ESTIMATORS, AdvantageInputs, Estimate, estimate_advantages
 from workbench.rollouts.advantages.tokens import discounted_returns, gae, token_rewards, whiten
 
-__all__ = ["ESTIMATORS", "AdvantageInputs", "Estimate", "discounted_returns", "estimate_advantages", "gae",
-           "gdpo_advantages", "gpg_advantages", "group_advantages", "opo_advantages", "optimal_token_baseline",
-           "pass_at_k_advantages", "remax_advantages", "rewards_to_go", "rloo_advantages", "token_rewards", "whiten"]
+__all__ = [
+    "ESTIMATORS",
+    "AdvantageInputs",
+    "Estimate",
+    "discounted_returns",
+    "estimate_advantages",
+    "gae",
+    "gdpo_advantages",
+    "gpg_advantages",
+    "group_advantages",
+    "opo_advantages",
+    "optimal_token_baseline",
+    "pass_at_k_advantages",
+    "remax_advantages",
+    "rewards_to_go",
+    "rloo_advantages",
+    "token_rewards",
+    "whiten",
+]

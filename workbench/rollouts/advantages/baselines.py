@@ -14,8 +14,13 @@ from workbench.errors import SpecError
 from workbench.shapes import check_shapes
 
 
-def rewards_to_go(token_rewards_T: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor, *,
-                  elsewhere: Literal["zero", "carry"] = "zero") -> Tensor:
+def rewards_to_go(
+    token_rewards_T: Tensor,
+    document_ids_T: Tensor,
+    loss_mask_T: Tensor,
+    *,
+    elsewhere: Literal["zero", "carry"] = "zero",
+) -> Tensor:
     """What a document still earns from each of its tokens on.
 
     Formula: ``G_t = sum of reward_t' over trained t' >= t of the document``, on trained tokens; with carry also on the
@@ -25,10 +30,12 @@ def rewards_to_go(token_rewards_T: Tensor, document_ids_T: Tensor, loss_mask_T: 
     Source:  carry: verl, whose sums from the end backwards run over a whole row.
     """
     if elsewhere not in ("zero", "carry"):
-        raise SpecError(f"rewards_to_go(elsewhere={elsewhere!r})", rule="elsewhere is zero or carry",
-                        fix="correct the call")
-    check_shapes("rewards_to_go", token_rewards_T=token_rewards_T, document_ids_T=document_ids_T,
-                 loss_mask_T=loss_mask_T)
+        raise SpecError(
+            f"rewards_to_go(elsewhere={elsewhere!r})", rule="elsewhere is zero or carry", fix="correct the call"
+        )
+    check_shapes(
+        "rewards_to_go", token_rewards_T=token_rewards_T, document_ids_T=document_ids_T, loss_mask_T=loss_mask_T
+    )
     earned_T = torch.where(loss_mask_T, token_rewards_T.double(), 0.0)
     to_go_T = torch.zeros_like(earned_T)
     for document in document_ids_T.unique().tolist():
@@ -37,8 +44,14 @@ def rewards_to_go(token_rewards_T: Tensor, document_ids_T: Tensor, loss_mask_T: 
     return torch.where(document_ids_T >= 0 if elsewhere == "carry" else loss_mask_T, to_go_T, 0.0)
 
 
-def remax_advantages(token_rewards_T: Tensor, baselines_N: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor, *,
-                     elsewhere: Literal["zero", "carry"] = "zero") -> tuple[Tensor, Tensor]:
+def remax_advantages(
+    token_rewards_T: Tensor,
+    baselines_N: Tensor,
+    document_ids_T: Tensor,
+    loss_mask_T: Tensor,
+    *,
+    elsewhere: Literal["zero", "carry"] = "zero",
+) -> tuple[Tensor, Tensor]:
     """What is still to come, less the reward of the greedy answer to the same prompt.
 
     Formula: ``A_t = G_t - b`` on trained tokens, G_t elsewhere; G: `rewards_to_go`, b of the document
@@ -51,11 +64,20 @@ def remax_advantages(token_rewards_T: Tensor, baselines_N: Tensor, document_ids_
     return to_go_T - baseline_T, to_go_T
 
 
-def optimal_token_baseline(token_rewards_T: Tensor, old_logprobs_T: Tensor, squared_probabilities_T: Tensor,
-                           document_ids_T: Tensor, loss_mask_T: Tensor, group_ids_N: Tensor, *,
-                           weights_T: Tensor | None = None, aligned: Literal["position", "trained"] = "position",
-                           zero_tail: bool = True, epsilon: float = 1e-8,
-                           elsewhere: Literal["zero", "carry"] = "zero") -> tuple[Tensor, Tensor]:
+def optimal_token_baseline(
+    token_rewards_T: Tensor,
+    old_logprobs_T: Tensor,
+    squared_probabilities_T: Tensor,
+    document_ids_T: Tensor,
+    loss_mask_T: Tensor,
+    group_ids_N: Tensor,
+    *,
+    weights_T: Tensor | None = None,
+    aligned: Literal["position", "trained"] = "position",
+    zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    elsewhere: Literal["zero", "carry"] = "zero",
+) -> tuple[Tensor, Tensor]:
     """What is still to come, less a baseline that makes the variance of the gradient at this step of the group least.
 
     A token's score function has the squared norm 1 - 2 p + sum of squared probabilities of the vocabulary, in logits;
@@ -84,12 +106,21 @@ def optimal_token_baseline(token_rewards_T: Tensor, old_logprobs_T: Tensor, squa
     Raises: SpecError: another alignment.
     Source: the optimal token baseline of verl 1dda039b; "trained" is its tir_optimal_token_baseline.
     """
-    check_shapes("optimal_token_baseline", token_rewards_T=token_rewards_T, old_logprobs_T=old_logprobs_T,
-                 squared_probabilities_T=squared_probabilities_T, document_ids_T=document_ids_T,
-                 loss_mask_T=loss_mask_T, weights_T=weights_T)
+    check_shapes(
+        "optimal_token_baseline",
+        token_rewards_T=token_rewards_T,
+        old_logprobs_T=old_logprobs_T,
+        squared_probabilities_T=squared_probabilities_T,
+        document_ids_T=document_ids_T,
+        loss_mask_T=loss_mask_T,
+        weights_T=weights_T,
+    )
     if aligned not in ("position", "trained"):
-        raise SpecError(f"optimal_token_baseline(aligned={aligned!r})", rule="aligned is position or trained",
-                        fix="correct the call")
+        raise SpecError(
+            f"optimal_token_baseline(aligned={aligned!r})",
+            rule="aligned is position or trained",
+            fix="correct the call",
+        )
     to_go_T = rewards_to_go(token_rewards_T, document_ids_T, loss_mask_T, elsewhere=elsewhere)
     norm_T = 1 - 2 * old_logprobs_T.double().exp() + squared_probabilities_T.double()
     if weights_T is not None:
@@ -111,8 +142,15 @@ def optimal_token_baseline(token_rewards_T: Tensor, old_logprobs_T: Tensor, squa
     return torch.where(loss_mask_T, advantages_T, 0.0), to_go_T
 
 
-def _baselines(returns_NK: Tensor, energy_NK: Tensor, there_NK: Tensor, group_ids_N: Tensor, trained_only: bool,
-               zero_tail: bool, epsilon: float) -> Tensor:
+def _baselines(
+    returns_NK: Tensor,
+    energy_NK: Tensor,
+    there_NK: Tensor,
+    group_ids_N: Tensor,
+    trained_only: bool,
+    zero_tail: bool,
+    epsilon: float,
+) -> Tensor:
     """[N, K] the group's baseline at each step, 0 where a document has none."""
     lengths_N = there_NK.sum(1)
     baseline_NK = torch.zeros_like(returns_NK)

@@ -21,11 +21,18 @@ BASELINES = ("mean", "leave_one_out", "length_weighted")
 SCALES = ("std", "leave_one_out_std", "batch_std", "none")
 
 
-def group_advantages(rewards_N: Tensor, group_ids_N: Tensor, *,
-                     baseline: Literal["mean", "leave_one_out", "length_weighted"] = "mean",
-                     scale: Literal["std", "leave_one_out_std", "batch_std", "none"] = "std",
-                     ddof: int = 1, epsilon: float = 1e-4, singleton: Literal["zero", "reward"] = "zero",
-                     trained_N: Tensor | None = None, lengths_N: Tensor | None = None) -> Tensor:
+def group_advantages(
+    rewards_N: Tensor,
+    group_ids_N: Tensor,
+    *,
+    baseline: Literal["mean", "leave_one_out", "length_weighted"] = "mean",
+    scale: Literal["std", "leave_one_out_std", "batch_std", "none"] = "std",
+    ddof: int = 1,
+    epsilon: float = 1e-4,
+    singleton: Literal["zero", "reward"] = "zero",
+    trained_N: Tensor | None = None,
+    lengths_N: Tensor | None = None,
+) -> Tensor:
     """How far a reward is from a baseline of its group, in deviations or in reward units.
 
     A group whose rewards are all equal says nothing about its answers: exactly 0. So does, where a deviation is
@@ -66,32 +73,55 @@ def group_advantages(rewards_N: Tensor, group_ids_N: Tensor, *,
         >>> group_advantages(rewards_N, group_ids_N, scale="none").tolist()
         [0.5, -0.5, 0.0, 0.0]
     """
-    settings = f"group_advantages(baseline={baseline!r}, scale={scale!r}, ddof={ddof}, epsilon={epsilon}, " \
-               f"singleton={singleton!r})"
-    if baseline not in BASELINES or scale not in SCALES or singleton not in ("zero", "reward") \
-            or ddof < 0 or epsilon < 0:
-        raise SpecError(settings, rule=f"baseline is one of {', '.join(BASELINES)}; scale is one of "
-                                       f"{', '.join(SCALES)}; singleton is zero or reward; ddof and epsilon are not "
-                                       "negative",
-                        fix='baseline="mean" with scale="std" is GRPO, with scale="none" Dr. GRPO')
+    settings = (
+        f"group_advantages(baseline={baseline!r}, scale={scale!r}, ddof={ddof}, epsilon={epsilon}, "
+        f"singleton={singleton!r})"
+    )
+    if (
+        baseline not in BASELINES
+        or scale not in SCALES
+        or singleton not in ("zero", "reward")
+        or ddof < 0
+        or epsilon < 0
+    ):
+        raise SpecError(
+            settings,
+            rule=f"baseline is one of {', '.join(BASELINES)}; scale is one of "
+            f"{', '.join(SCALES)}; singleton is zero or reward; ddof and epsilon are not "
+            "negative",
+            fix='baseline="mean" with scale="std" is GRPO, with scale="none" Dr. GRPO',
+        )
     if (baseline == "length_weighted") != (lengths_N is not None):
-        raise SpecError(settings, found=f"lengths_N is {'None' if lengths_N is None else 'given'}",
-                        rule="baseline length_weighted, and no other, weighs answers by their trained tokens",
-                        fix="pass lengths_N with length_weighted, and leave it out otherwise")
-    check_shapes("group_advantages", rewards_N=rewards_N, group_ids_N=group_ids_N, trained_N=trained_N,
-                 lengths_N=lengths_N)
+        raise SpecError(
+            settings,
+            found=f"lengths_N is {'None' if lengths_N is None else 'given'}",
+            rule="baseline length_weighted, and no other, weighs answers by their trained tokens",
+            fix="pass lengths_N with length_weighted, and leave it out otherwise",
+        )
+    check_shapes(
+        "group_advantages", rewards_N=rewards_N, group_ids_N=group_ids_N, trained_N=trained_N, lengths_N=lengths_N
+    )
     trained = torch.ones_like(rewards_N, dtype=torch.bool) if trained_N is None else trained_N
     _refuse_not_finite("group_advantages: rewards_N", rewards_N, trained)
     advantages = torch.zeros(rewards_N.shape, dtype=torch.float64, device=rewards_N.device)
     if trained.any():
         lengths = torch.ones_like(rewards_N) if lengths_N is None else lengths_N
-        advantages[trained] = _of_trained(rewards_N[trained].double(), group_ids_N[trained],
-                                          lengths[trained].double(), baseline, scale, ddof, epsilon, singleton)
+        advantages[trained] = _of_trained(
+            rewards_N[trained].double(),
+            group_ids_N[trained],
+            lengths[trained].double(),
+            baseline,
+            scale,
+            ddof,
+            epsilon,
+            singleton,
+        )
     return advantages.to(rewards_N.dtype)
 
 
-def group_baselines(rewards_N: Tensor, group_ids_N: Tensor, *, baseline: Literal["mean", "leave_one_out"] = "mean",
-                    ddof: int = 1) -> tuple[Tensor, Tensor]:
+def group_baselines(
+    rewards_N: Tensor, group_ids_N: Tensor, *, baseline: Literal["mean", "leave_one_out"] = "mean", ddof: int = 1
+) -> tuple[Tensor, Tensor]:
     """What `group_advantages` takes off each reward, and the deviation that it may divide by.
 
     Formula: "mean": mean and standard deviation of the group; "leave_one_out": those of the other answers. The only
@@ -121,8 +151,9 @@ def rloo_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, trained_N: Tensor
     return group_advantages(rewards_N, group_ids_N, baseline="leave_one_out", scale="none", trained_N=trained_N)
 
 
-def opo_advantages(rewards_N: Tensor, group_ids_N: Tensor, lengths_N: Tensor, *,
-                   trained_N: Tensor | None = None) -> Tensor:
+def opo_advantages(
+    rewards_N: Tensor, group_ids_N: Tensor, lengths_N: Tensor, *, trained_N: Tensor | None = None
+) -> Tensor:
     """A reward against the length-weighted mean of its group, in reward units.
 
     With the squared norm of an answer's score function taken as proportional to its length, this baseline makes the
@@ -132,13 +163,20 @@ def opo_advantages(rewards_N: Tensor, group_ids_N: Tensor, lengths_N: Tensor, *,
     Shapes:  [N] each -> [N].
     Source:  OPO, arXiv 2505.23585, equation 5.
     """
-    return group_advantages(rewards_N, group_ids_N, baseline="length_weighted", scale="none", trained_N=trained_N,
-                            lengths_N=lengths_N)
+    return group_advantages(
+        rewards_N, group_ids_N, baseline="length_weighted", scale="none", trained_N=trained_N, lengths_N=lengths_N
+    )
 
 
-def gpg_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, divisor: float = 1.0,
-                   informative: Literal["unequal_groups", "rewards_not_zero"] = "unequal_groups",
-                   singleton: Literal["zero", "reward"] = "zero", trained_N: Tensor | None = None) -> Tensor:
+def gpg_advantages(
+    rewards_N: Tensor,
+    group_ids_N: Tensor,
+    *,
+    divisor: float = 1.0,
+    informative: Literal["unequal_groups", "rewards_not_zero"] = "unequal_groups",
+    singleton: Literal["zero", "reward"] = "zero",
+    trained_N: Tensor | None = None,
+) -> Tensor:
     """A centred reward, made larger by what is lost to groups that say nothing: the gradient keeps its size.
 
     Formula: ``alpha * (r_i - mean) / divisor``, alpha = answers of the step / answers in groups of unequal rewards, or
@@ -146,8 +184,9 @@ def gpg_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, divisor: float = 1
     Shapes:  [N] each -> [N]. Units: reward units.
     Source:  GPG, arXiv 2504.02546, whose F_norm is the divisor. verl counts rewards that are not 0.
     """
-    centred_N = group_advantages(rewards_N, group_ids_N, scale="none", singleton=singleton,
-                                 trained_N=trained_N).double()
+    centred_N = group_advantages(
+        rewards_N, group_ids_N, scale="none", singleton=singleton, trained_N=trained_N
+    ).double()
     trained = torch.ones_like(rewards_N, dtype=torch.bool) if trained_N is None else trained_N
     if informative == "rewards_not_zero":
         says = (rewards_N != 0) & trained
@@ -158,8 +197,14 @@ def gpg_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, divisor: float = 1
     return (centred_N * trained.sum() / says.sum().clamp(min=1) / divisor).to(rewards_N.dtype)
 
 
-def pass_at_k_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, scale: Literal["std", "none"] = "std",
-                         epsilon: float = 1e-6, trained_N: Tensor | None = None) -> Tensor:
+def pass_at_k_advantages(
+    rewards_N: Tensor,
+    group_ids_N: Tensor,
+    *,
+    scale: Literal["std", "none"] = "std",
+    epsilon: float = 1e-6,
+    trained_N: Tensor | None = None,
+) -> Tensor:
     """What the best answer of a group adds to the second best; 0 for all others.
 
     Formula: ``(r_1 - r_2) / (s + epsilon)`` on the best answer, s the deviation (n - 1) of the group; undivided for
@@ -178,8 +223,12 @@ def pass_at_k_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, scale: Liter
     for group in group_ids_N[trained].unique().tolist():
         members = torch.nonzero(trained & (group_ids_N == group)).squeeze(1)
         if len(members) < 2:
-            raise SpecError(f"the second best answer of group {group}", found="one answer",
-                            rule="the best answer is measured by the second best", fix="sample two answers a prompt")
+            raise SpecError(
+                f"the second best answer of group {group}",
+                found="one answer",
+                rule="the best answer is measured by the second best",
+                fix="sample two answers a prompt",
+            )
         rewards = rewards_N[members].double()
         (best, second), order = rewards.sort(descending=True).values[:2], rewards.argmax()
         if best > second:
@@ -188,9 +237,16 @@ def pass_at_k_advantages(rewards_N: Tensor, group_ids_N: Tensor, *, scale: Liter
     return advantages.to(rewards_N.dtype)
 
 
-def gdpo_advantages(rewards_NK: Tensor, group_ids_N: Tensor, weights_K: Tensor, *, ddof: int = 1,
-                    epsilon: float = 1e-4, unscored: Literal["refuse", "skip"] = "refuse",
-                    trained_N: Tensor | None = None) -> Tensor:
+def gdpo_advantages(
+    rewards_NK: Tensor,
+    group_ids_N: Tensor,
+    weights_K: Tensor,
+    *,
+    ddof: int = 1,
+    epsilon: float = 1e-4,
+    unscored: Literal["refuse", "skip"] = "refuse",
+    trained_N: Tensor | None = None,
+) -> Tensor:
     """Each component of a reward normalised in its group by itself, then added, then normalised over the batch.
 
     Adding first and normalising afterwards gives answers with different components one advantage.
@@ -204,19 +260,23 @@ def gdpo_advantages(rewards_NK: Tensor, group_ids_N: Tensor, weights_K: Tensor, 
     Raises:  ShapeError: shapes that disagree, or a reward that is not finite.
     Source:  GDPO, arXiv 2601.05242, equations 4 to 6; ddof, epsilon and "skip" as in TRL.
     """
-    check_shapes("gdpo_advantages", rewards_NK=rewards_NK, group_ids_N=group_ids_N, weights_K=weights_K,
-                 trained_N=trained_N)
+    check_shapes(
+        "gdpo_advantages", rewards_NK=rewards_NK, group_ids_N=group_ids_N, weights_K=weights_K, trained_N=trained_N
+    )
     trained = torch.ones_like(group_ids_N, dtype=torch.bool) if trained_N is None else trained_N
     scored_NK = trained[:, None].expand(rewards_NK.shape)
     if unscored == "skip":
         scored_NK = scored_NK & ~rewards_NK.isnan()
-    parts = [float(weight) * group_advantages(rewards_N.double(), group_ids_N, ddof=ddof, epsilon=epsilon,
-                                              trained_N=scored_N)
-             for rewards_N, scored_N, weight in zip(rewards_NK.unbind(1), scored_NK.unbind(1), weights_K, strict=True)]
+    parts = [
+        float(weight)
+        * group_advantages(rewards_N.double(), group_ids_N, ddof=ddof, epsilon=epsilon, trained_N=scored_N)
+        for rewards_N, scored_N, weight in zip(rewards_NK.unbind(1), scored_NK.unbind(1), weights_K, strict=True)
+    ]
     total_N = torch.stack(parts).sum(0)
     one_batch_N = torch.zeros_like(group_ids_N)
-    return group_advantages(total_N, one_batch_N, ddof=ddof, epsilon=epsilon,
-                            trained_N=scored_NK.any(1)).to(rewards_NK.dtype)
+    return group_advantages(total_N, one_batch_N, ddof=ddof, epsilon=epsilon, trained_N=scored_NK.any(1)).to(
+        rewards_NK.dtype
+    )
 
 
 def combine_components(rewards_NK: Tensor, weights_K: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,16 +292,25 @@ def combine_components(rewards_NK: Tensor, weights_K: Tensor) -> tuple[Tensor, T
     return (torch.where(scored_NK, rewards_NK, 0.0) * weights_K).sum(1), scored_NK.any(1)
 
 
-def _of_trained(rewards: Tensor, group_ids: Tensor, lengths: Tensor, baseline: str, scale: str, ddof: int,
-                epsilon: float, singleton: str) -> Tensor:
+def _of_trained(
+    rewards: Tensor,
+    group_ids: Tensor,
+    lengths: Tensor,
+    baseline: str,
+    scale: str,
+    ddof: int,
+    epsilon: float,
+    singleton: str,
+) -> Tensor:
     _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
     zero = torch.zeros(len(count), dtype=torch.float64, device=rewards.device)
 
     def by_group(values: Tensor) -> Tensor:
         return zero.index_add(0, group, values)
 
-    spread = zero.scatter_reduce(0, group, rewards, "amax", include_self=False) \
-        - zero.scatter_reduce(0, group, rewards, "amin", include_self=False)
+    spread = zero.scatter_reduce(0, group, rewards, "amax", include_self=False) - zero.scatter_reduce(
+        0, group, rewards, "amin", include_self=False
+    )
     mean = by_group(rewards) / count
     deviation = rewards - mean[group]
     size = count[group]
@@ -290,5 +359,9 @@ def _deviation_of_others(rewards: Tensor, group: Tensor, ddof: int) -> Tensor:
 def _refuse_not_finite(what: str, values: Tensor, where: Tensor) -> None:
     bad = torch.nonzero(~torch.isfinite(values) & where).squeeze(1).tolist()
     if bad:
-        raise ShapeError(what, found=f"not finite at {bad}", rule="every reward is finite",
-                         fix="score those documents, or leave them out")
+        raise ShapeError(
+            what,
+            found=f"not finite at {bad}",
+            rule="every reward is finite",
+            fix="score those documents, or leave them out",
+        )

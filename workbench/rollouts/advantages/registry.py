@@ -77,17 +77,33 @@ class AdvantageInputs:
             SpecError: a batch without rewards or groups.
         """
         if batch.rewards_N is None or batch.group_ids_N is None:
-            raise SpecError("advantages of a batch", found="no rewards_N or no group_ids_N",
-                            rule="advantages compare rewards inside a group", fix="give the batch both")
-        extensions = {field: None if name not in batch.extensions else batch.extensions[name].values
-                      for field, name in (("baselines_N", "baselines"),
-                                          ("squared_probabilities_T", "squared_probabilities"))}
-        return cls(batch.document_ids_T, batch.loss_mask_T, batch.rewards_N, batch.group_ids_N,
-                   **({"old_logprobs_T": batch.old_logprobs_T} | extensions | more))
+            raise SpecError(
+                "advantages of a batch",
+                found="no rewards_N or no group_ids_N",
+                rule="advantages compare rewards inside a group",
+                fix="give the batch both",
+            )
+        extensions = {
+            field: None if name not in batch.extensions else batch.extensions[name].values
+            for field, name in (("baselines_N", "baselines"), ("squared_probabilities_T", "squared_probabilities"))
+        }
+        return cls(
+            batch.document_ids_T,
+            batch.loss_mask_T,
+            batch.rewards_N,
+            batch.group_ids_N,
+            **({"old_logprobs_T": batch.old_logprobs_T} | extensions | more),
+        )
 
     @classmethod
-    def of_token_rewards(cls, document_ids_T: Tensor, loss_mask_T: Tensor, token_rewards_T: Tensor,
-                         group_ids_N: Tensor, **more: Tensor | None) -> AdvantageInputs:
+    def of_token_rewards(
+        cls,
+        document_ids_T: Tensor,
+        loss_mask_T: Tensor,
+        token_rewards_T: Tensor,
+        group_ids_N: Tensor,
+        **more: Tensor | None,
+    ) -> AdvantageInputs:
         """Documents that earn rewards at their tokens; the reward of a document is their sum, trained or not."""
         there_T = document_ids_T >= 0
         earned_T = torch.where(there_T, token_rewards_T.double(), 0.0)
@@ -134,8 +150,9 @@ class Estimate(NamedTuple):
     returns_T: Tensor | None = None
 
 
-def estimate_advantages(name: str, inputs: AdvantageInputs, *, masked_in_baseline: bool = False,
-                        **settings: Any) -> Estimate:
+def estimate_advantages(
+    name: str, inputs: AdvantageInputs, *, masked_in_baseline: bool = False, **settings: Any
+) -> Estimate:
     """Advantages by the estimator of a name.
 
     Args:
@@ -160,110 +177,249 @@ def estimate_advantages(name: str, inputs: AdvantageInputs, *, masked_in_baselin
     known = [p.name for p in inspect.signature(estimator).parameters.values()][2:]
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise SpecError(f"advantages by {name!r} with {', '.join(unknown)}",
-                        rule=f"its settings are {', '.join(known) or 'none'}", fix="correct the spec")
+        raise SpecError(
+            f"advantages by {name!r} with {', '.join(unknown)}",
+            rule=f"its settings are {', '.join(known) or 'none'}",
+            fix="correct the spec",
+        )
     if masked_in_baseline and name in WITHOUT_BASELINE:
-        raise SpecError(f"advantages by {name!r} with masked_in_baseline", rule=f"{name} has no baseline of a group",
-                        fix="leave masked_in_baseline out, or choose an estimator that compares answers")
+        raise SpecError(
+            f"advantages by {name!r} with masked_in_baseline",
+            rule=f"{name} has no baseline of a group",
+            fix="leave masked_in_baseline out, or choose an estimator that compares answers",
+        )
     trained_N = torch.ones_like(inputs.lengths_N, dtype=torch.bool) if masked_in_baseline else inputs.lengths_N > 0
     return estimator(inputs, trained_N, **settings)
 
 
-def _by_group(inputs: AdvantageInputs, trained_N: Tensor, *, baseline: str = "mean", scale: str = "std",
-              ddof: int = 1, epsilon: float = 1e-4, singleton: str = "zero") -> Estimate:
+def _by_group(
+    inputs: AdvantageInputs,
+    trained_N: Tensor,
+    *,
+    baseline: str = "mean",
+    scale: str = "std",
+    ddof: int = 1,
+    epsilon: float = 1e-4,
+    singleton: str = "zero",
+) -> Estimate:
     lengths_N = inputs.lengths_N if baseline == "length_weighted" else None
-    advantages_N = group_advantages(inputs.shaped_rewards_N, inputs.group_ids_N, baseline=baseline, scale=scale,
-                                    ddof=ddof, epsilon=epsilon, singleton=singleton, trained_N=trained_N,
-                                    lengths_N=lengths_N)
+    advantages_N = group_advantages(
+        inputs.shaped_rewards_N,
+        inputs.group_ids_N,
+        baseline=baseline,
+        scale=scale,
+        ddof=ddof,
+        epsilon=epsilon,
+        singleton=singleton,
+        trained_N=trained_N,
+        lengths_N=lengths_N,
+    )
     return Estimate(inputs.on_tokens(advantages_N))
 
 
-def _by_group_undivided(inputs: AdvantageInputs, trained_N: Tensor, *, baseline: str = "mean",
-                        singleton: str = "zero") -> Estimate:
+def _by_group_undivided(
+    inputs: AdvantageInputs, trained_N: Tensor, *, baseline: str = "mean", singleton: str = "zero"
+) -> Estimate:
     return _by_group(inputs, trained_N, baseline=baseline, scale="none", singleton=singleton)
 
 
 def _pass_at_k(inputs: AdvantageInputs, trained_N: Tensor, *, scale: str = "std", epsilon: float = 1e-6) -> Estimate:
-    return Estimate(inputs.on_tokens(pass_at_k_advantages(inputs.shaped_rewards_N, inputs.group_ids_N, scale=scale,
-                                                          epsilon=epsilon, trained_N=trained_N)))
+    return Estimate(
+        inputs.on_tokens(
+            pass_at_k_advantages(
+                inputs.shaped_rewards_N, inputs.group_ids_N, scale=scale, epsilon=epsilon, trained_N=trained_N
+            )
+        )
+    )
 
 
-def _gpg(inputs: AdvantageInputs, trained_N: Tensor, *, divisor: float = 1.0, informative: str = "unequal_groups",
-         singleton: str = "zero") -> Estimate:
-    return Estimate(inputs.on_tokens(gpg_advantages(inputs.shaped_rewards_N, inputs.group_ids_N, divisor=divisor,
-                                                    informative=informative, singleton=singleton,
-                                                    trained_N=trained_N)))
+def _gpg(
+    inputs: AdvantageInputs,
+    trained_N: Tensor,
+    *,
+    divisor: float = 1.0,
+    informative: str = "unequal_groups",
+    singleton: str = "zero",
+) -> Estimate:
+    return Estimate(
+        inputs.on_tokens(
+            gpg_advantages(
+                inputs.shaped_rewards_N,
+                inputs.group_ids_N,
+                divisor=divisor,
+                informative=informative,
+                singleton=singleton,
+                trained_N=trained_N,
+            )
+        )
+    )
 
 
 def _gdpo(inputs: AdvantageInputs, trained_N: Tensor, *, ddof: int = 1, epsilon: float = 1e-4) -> Estimate:
     components_NK = _needed(inputs, "gdpo", "components_NK")
     if inputs.penalties_T is not None:
-        raise SpecError("advantages by 'gdpo' with penalties_T", rule="each component is normalised by itself",
-                        fix="add the penalty of each document as a component of its own")
+        raise SpecError(
+            "advantages by 'gdpo' with penalties_T",
+            rule="each component is normalised by itself",
+            fix="add the penalty of each document as a component of its own",
+        )
     weights_K = components_NK.new_ones(components_NK.shape[1]) if inputs.weights_K is None else inputs.weights_K
-    return Estimate(inputs.on_tokens(gdpo_advantages(components_NK.double(), inputs.group_ids_N, weights_K, ddof=ddof,
-                                                     epsilon=epsilon, trained_N=trained_N)))
+    return Estimate(
+        inputs.on_tokens(
+            gdpo_advantages(
+                components_NK.double(), inputs.group_ids_N, weights_K, ddof=ddof, epsilon=epsilon, trained_N=trained_N
+            )
+        )
+    )
 
 
-def _reinforce_plus_plus(inputs: AdvantageInputs, trained_N: Tensor, *, discount: float = 1.0, ddof: int = 1,
-                         epsilon: float = 1e-8, epsilon_form: str = "add", count_epsilon: float = 0.0) -> Estimate:
-    returns_T = discounted_returns(inputs.on_each_token_T, inputs.document_ids_T, inputs.loss_mask_T,
-                                   discount=discount)
-    return Estimate(whiten(returns_T, inputs.loss_mask_T, ddof=ddof, epsilon=epsilon, epsilon_form=epsilon_form,
-                           count_epsilon=count_epsilon), returns_T)
+def _reinforce_plus_plus(
+    inputs: AdvantageInputs,
+    trained_N: Tensor,
+    *,
+    discount: float = 1.0,
+    ddof: int = 1,
+    epsilon: float = 1e-8,
+    epsilon_form: str = "add",
+    count_epsilon: float = 0.0,
+) -> Estimate:
+    returns_T = discounted_returns(inputs.on_each_token_T, inputs.document_ids_T, inputs.loss_mask_T, discount=discount)
+    return Estimate(
+        whiten(
+            returns_T,
+            inputs.loss_mask_T,
+            ddof=ddof,
+            epsilon=epsilon,
+            epsilon_form=epsilon_form,
+            count_epsilon=count_epsilon,
+        ),
+        returns_T,
+    )
 
 
-def _reinforce_plus_plus_baseline(inputs: AdvantageInputs, trained_N: Tensor, *, ddof: int = 1,
-                                  epsilon: float = 1e-8, epsilon_form: str = "add",
-                                  singleton: str = "zero", count_epsilon: float = 0.0) -> Estimate:
-    advantages_N = group_advantages(inputs.rewards_N.double(), inputs.group_ids_N, scale="none", trained_N=trained_N,
-                                    singleton=singleton)
+def _reinforce_plus_plus_baseline(
+    inputs: AdvantageInputs,
+    trained_N: Tensor,
+    *,
+    ddof: int = 1,
+    epsilon: float = 1e-8,
+    epsilon_form: str = "add",
+    singleton: str = "zero",
+    count_epsilon: float = 0.0,
+) -> Estimate:
+    advantages_N = group_advantages(
+        inputs.rewards_N.double(), inputs.group_ids_N, scale="none", trained_N=trained_N, singleton=singleton
+    )
     advantages_T = inputs.on_tokens(advantages_N)
     if inputs.penalties_T is not None:
         advantages_T = torch.where(inputs.loss_mask_T, advantages_T - inputs.penalties_T.double(), 0.0)
-    return Estimate(whiten(advantages_T, inputs.loss_mask_T, ddof=ddof, epsilon=epsilon, epsilon_form=epsilon_form,
-                           count_epsilon=count_epsilon))
+    return Estimate(
+        whiten(
+            advantages_T,
+            inputs.loss_mask_T,
+            ddof=ddof,
+            epsilon=epsilon,
+            epsilon_form=epsilon_form,
+            count_epsilon=count_epsilon,
+        )
+    )
 
 
-def _grpo_whitened(inputs: AdvantageInputs, trained_N: Tensor, *, scale: str = "std", ddof: int = 1,
-                   epsilon: float = 1e-6, singleton: str = "zero", count_epsilon: float = 0.0) -> Estimate:
+def _grpo_whitened(
+    inputs: AdvantageInputs,
+    trained_N: Tensor,
+    *,
+    scale: str = "std",
+    ddof: int = 1,
+    epsilon: float = 1e-6,
+    singleton: str = "zero",
+    count_epsilon: float = 0.0,
+) -> Estimate:
     by_group = _by_group(inputs, trained_N, scale=scale, ddof=ddof, epsilon=epsilon, singleton=singleton)
     return Estimate(whiten(by_group.advantages_T, inputs.loss_mask_T, count_epsilon=count_epsilon))
 
 
 def _remax(inputs: AdvantageInputs, trained_N: Tensor, *, elsewhere: str = "zero") -> Estimate:
-    return Estimate(*remax_advantages(inputs.on_each_token_T, _needed(inputs, "remax", "baselines_N"),
-                                      inputs.document_ids_T, inputs.loss_mask_T, elsewhere=elsewhere))
+    return Estimate(
+        *remax_advantages(
+            inputs.on_each_token_T,
+            _needed(inputs, "remax", "baselines_N"),
+            inputs.document_ids_T,
+            inputs.loss_mask_T,
+            elsewhere=elsewhere,
+        )
+    )
 
 
-def _optimal_token_baseline(inputs: AdvantageInputs, trained_N: Tensor, *, aligned: str = "position",
-                            zero_tail: bool = True, epsilon: float = 1e-8, elsewhere: str = "zero") -> Estimate:
+def _optimal_token_baseline(
+    inputs: AdvantageInputs,
+    trained_N: Tensor,
+    *,
+    aligned: str = "position",
+    zero_tail: bool = True,
+    epsilon: float = 1e-8,
+    elsewhere: str = "zero",
+) -> Estimate:
     name = "optimal_token_baseline"
-    return Estimate(*optimal_token_baseline(
-        inputs.on_each_token_T, _needed(inputs, name, "old_logprobs_T"),
-        _needed(inputs, name, "squared_probabilities_T"), inputs.document_ids_T, inputs.loss_mask_T,
-        inputs.group_ids_N, weights_T=inputs.correction_weights_T, aligned=aligned, zero_tail=zero_tail,
-        epsilon=epsilon, elsewhere=elsewhere))
+    return Estimate(
+        *optimal_token_baseline(
+            inputs.on_each_token_T,
+            _needed(inputs, name, "old_logprobs_T"),
+            _needed(inputs, name, "squared_probabilities_T"),
+            inputs.document_ids_T,
+            inputs.loss_mask_T,
+            inputs.group_ids_N,
+            weights_T=inputs.correction_weights_T,
+            aligned=aligned,
+            zero_tail=zero_tail,
+            epsilon=epsilon,
+            elsewhere=elsewhere,
+        )
+    )
 
 
-def _gae(inputs: AdvantageInputs, trained_N: Tensor, *, discount: float = 1.0, policy_lambda: float = 0.95,
-         value_lambda: float | None = None, length_adaptive_alpha: float | None = None,
-         whitened: bool = False, elsewhere: str = "zero", count_epsilon: float = 0.0) -> Estimate:
-    advantages_T, returns_T = gae(inputs.on_each_token_T, _needed(inputs, "gae", "values_T"), inputs.document_ids_T,
-                                  inputs.loss_mask_T, discount=discount, policy_lambda=policy_lambda,
-                                  value_lambda=value_lambda, length_adaptive_alpha=length_adaptive_alpha,
-                                  elsewhere=elsewhere)
+def _gae(
+    inputs: AdvantageInputs,
+    trained_N: Tensor,
+    *,
+    discount: float = 1.0,
+    policy_lambda: float = 0.95,
+    value_lambda: float | None = None,
+    length_adaptive_alpha: float | None = None,
+    whitened: bool = False,
+    elsewhere: str = "zero",
+    count_epsilon: float = 0.0,
+) -> Estimate:
+    advantages_T, returns_T = gae(
+        inputs.on_each_token_T,
+        _needed(inputs, "gae", "values_T"),
+        inputs.document_ids_T,
+        inputs.loss_mask_T,
+        discount=discount,
+        policy_lambda=policy_lambda,
+        value_lambda=value_lambda,
+        length_adaptive_alpha=length_adaptive_alpha,
+        elsewhere=elsewhere,
+    )
     if whitened:
-        advantages_T = whiten(advantages_T, inputs.loss_mask_T, count_epsilon=count_epsilon,
-                              elsewhere="whiten" if elsewhere == "carry" else "zero")
+        advantages_T = whiten(
+            advantages_T,
+            inputs.loss_mask_T,
+            count_epsilon=count_epsilon,
+            elsewhere="whiten" if elsewhere == "carry" else "zero",
+        )
     return Estimate(advantages_T, returns_T)
 
 
 def _needed(inputs: AdvantageInputs, name: str, field: str) -> Tensor:
     value = getattr(inputs, field)
     if value is None:
-        raise SpecError(f"advantages by {name!r}", found=f"no {field}", rule=f"{name} is made from {field}",
-                        fix="give them, or choose another estimator")
+        raise SpecError(
+            f"advantages by {name!r}",
+            found=f"no {field}",
+            rule=f"{name} is made from {field}",
+            fix="give them, or choose another estimator",
+        )
     return value
 
 

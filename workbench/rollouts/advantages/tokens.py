@@ -18,8 +18,14 @@ from workbench.errors import ShapeError, SpecError
 from workbench.shapes import check_shapes
 
 
-def token_rewards(rewards_N: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor,
-                  penalties_T: Tensor | None = None, *, elsewhere: Literal["zero", "as_given"] = "zero") -> Tensor:
+def token_rewards(
+    rewards_N: Tensor,
+    document_ids_T: Tensor,
+    loss_mask_T: Tensor,
+    penalties_T: Tensor | None = None,
+    *,
+    elsewhere: Literal["zero", "as_given"] = "zero",
+) -> Tensor:
     """Lay each document's reward on its last trained token, and take a penalty off every trained token.
 
     Formula: ``reward_t = [t is the last trained token of its document] * R - penalty_t``. Where nothing counts: 0; or,
@@ -31,15 +37,22 @@ def token_rewards(rewards_N: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor
     Source:  the penalty as part of the reward: InstructGPT, arXiv 2203.02155, equation 2;
              `workbench.losses.kl.kl_in_reward` computes it; as given: OpenRLHF compute_reward.
     """
-    check_shapes("token_rewards", rewards_N=rewards_N, document_ids_T=document_ids_T, loss_mask_T=loss_mask_T,
-                 penalties_T=penalties_T)
+    check_shapes(
+        "token_rewards",
+        rewards_N=rewards_N,
+        document_ids_T=document_ids_T,
+        loss_mask_T=loss_mask_T,
+        penalties_T=penalties_T,
+    )
     trained = torch.nonzero(loss_mask_T).squeeze(1)
     ids = document_ids_T[trained]
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(rewards_N):
-        raise ShapeError("token_rewards: document_ids_T",
-                         found=f"{int(ids.min())} to {int(ids.max())} on trained tokens",
-                         rule=f"0 <= document < {len(rewards_N)}, the rewards given",
-                         fix="pass one reward for every document, in the order of their ids")
+        raise ShapeError(
+            "token_rewards: document_ids_T",
+            found=f"{int(ids.min())} to {int(ids.max())} on trained tokens",
+            rule=f"0 <= document < {len(rewards_N)}, the rewards given",
+            fix="pass one reward for every document, in the order of their ids",
+        )
     rewards_T = torch.zeros(document_ids_T.shape, dtype=torch.float64, device=rewards_N.device)
     if penalties_T is not None:
         rewards_T = -penalties_T.double()
@@ -68,16 +81,18 @@ def spread_rewards(rewards_N: Tensor, document_ids_T: Tensor, penalties_T: Tenso
     return rewards_T if penalties_T is None else torch.where(there, rewards_T - penalties_T.double(), 0.0)
 
 
-def discounted_returns(token_rewards_T: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor, *,
-                       discount: float = 1.0) -> Tensor:
+def discounted_returns(
+    token_rewards_T: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor, *, discount: float = 1.0
+) -> Tensor:
     """What is still to come from each trained token on.
 
     Formula: ``G_t = reward_t + discount * G_next``, next: the next trained token of the document; 0 elsewhere.
     Shapes:  [T] -> [T] float64.
     Raises:  ShapeError: shapes that disagree; SpecError: a discount outside 0 to 1.
     """
-    check_shapes("discounted_returns", token_rewards_T=token_rewards_T, document_ids_T=document_ids_T,
-                 loss_mask_T=loss_mask_T)
+    check_shapes(
+        "discounted_returns", token_rewards_T=token_rewards_T, document_ids_T=document_ids_T, loss_mask_T=loss_mask_T
+    )
     _refuse_outside("discounted_returns", discount=discount)
     returns_T = torch.zeros(token_rewards_T.shape, dtype=torch.float64)
     rewards, documents = token_rewards_T.double().tolist(), document_ids_T.tolist()
@@ -88,10 +103,18 @@ def discounted_returns(token_rewards_T: Tensor, document_ids_T: Tensor, loss_mas
     return returns_T.to(token_rewards_T.device)
 
 
-def gae(token_rewards_T: Tensor, values_T: Tensor, document_ids_T: Tensor, loss_mask_T: Tensor, *,
-        discount: float = 1.0, policy_lambda: float = 0.95, value_lambda: float | None = None,
-        length_adaptive_alpha: float | None = None,
-        elsewhere: Literal["zero", "carry"] = "zero") -> tuple[Tensor, Tensor]:
+def gae(
+    token_rewards_T: Tensor,
+    values_T: Tensor,
+    document_ids_T: Tensor,
+    loss_mask_T: Tensor,
+    *,
+    discount: float = 1.0,
+    policy_lambda: float = 0.95,
+    value_lambda: float | None = None,
+    length_adaptive_alpha: float | None = None,
+    elsewhere: Literal["zero", "carry"] = "zero",
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation: advantages for the policy, returns for the critic.
 
     Formula: over the trained tokens of a document, L of them,
@@ -119,12 +142,19 @@ def gae(token_rewards_T: Tensor, values_T: Tensor, document_ids_T: Tensor, loss_
         VAPO, arXiv 2504.05118, section 4.2, which does not say what alpha * L < 1 means: 0 here. carry: NeMo-RL and
         verl, whose returns are not masked.
     """
-    check_shapes("gae", token_rewards_T=token_rewards_T, values_T=values_T, document_ids_T=document_ids_T,
-                 loss_mask_T=loss_mask_T)
+    check_shapes(
+        "gae",
+        token_rewards_T=token_rewards_T,
+        values_T=values_T,
+        document_ids_T=document_ids_T,
+        loss_mask_T=loss_mask_T,
+    )
     if length_adaptive_alpha is not None and (length_adaptive_alpha <= 0 or value_lambda is None):
-        raise SpecError(f"gae(length_adaptive_alpha={length_adaptive_alpha}, value_lambda={value_lambda})",
-                        rule="alpha is positive, and the critic has a lambda of its own",
-                        fix="VAPO: length_adaptive_alpha=0.05, value_lambda=1.0")
+        raise SpecError(
+            f"gae(length_adaptive_alpha={length_adaptive_alpha}, value_lambda={value_lambda})",
+            rule="alpha is positive, and the critic has a lambda of its own",
+            fix="VAPO: length_adaptive_alpha=0.05, value_lambda=1.0",
+        )
     critic_lambda = policy_lambda if value_lambda is None else value_lambda
     _refuse_outside("gae", discount=discount, policy_lambda=policy_lambda, value_lambda=critic_lambda)
     rewards, values = token_rewards_T.double().tolist(), values_T.double().tolist()
@@ -155,9 +185,16 @@ def gae(token_rewards_T: Tensor, values_T: Tensor, document_ids_T: Tensor, loss_
     return advantages_T.to(values_T.device), returns_T.to(values_T.device)
 
 
-def whiten(values_T: Tensor, loss_mask_T: Tensor, *, ddof: int = 1, epsilon: float = 1e-8,
-           epsilon_form: Literal["add", "floor"] = "add", count_epsilon: float = 0.0,
-           elsewhere: Literal["zero", "whiten"] = "zero") -> Tensor:
+def whiten(
+    values_T: Tensor,
+    loss_mask_T: Tensor,
+    *,
+    ddof: int = 1,
+    epsilon: float = 1e-8,
+    epsilon_form: Literal["add", "floor"] = "add",
+    count_epsilon: float = 0.0,
+    elsewhere: Literal["zero", "whiten"] = "zero",
+) -> Tensor:
     """Centre and scale the values of all trained tokens of the step, once over all of them.
 
     Values that are all equal, or no more than ddof of them, become exactly 0; elsewhere, too, unless what stands there
@@ -173,10 +210,11 @@ def whiten(values_T: Tensor, loss_mask_T: Tensor, *, ddof: int = 1, epsilon: flo
     """
     check_shapes("whiten", values_T=values_T, loss_mask_T=loss_mask_T)
     if epsilon_form not in ("add", "floor") or elsewhere not in ("zero", "whiten") or min(ddof, epsilon) < 0:
-        raise SpecError(f"whiten(ddof={ddof}, epsilon={epsilon}, epsilon_form={epsilon_form!r}, "
-                        f"elsewhere={elsewhere!r})",
-                        rule="epsilon_form is add or floor, elsewhere zero or whiten; ddof and epsilon are not "
-                             "negative", fix="correct the call")
+        raise SpecError(
+            f"whiten(ddof={ddof}, epsilon={epsilon}, epsilon_form={epsilon_form!r}, elsewhere={elsewhere!r})",
+            rule="epsilon_form is add or floor, elsewhere zero or whiten; ddof and epsilon are not negative",
+            fix="correct the call",
+        )
     whitened_T = torch.zeros(values_T.shape, dtype=torch.float64, device=values_T.device)
     kept = values_T[loss_mask_T].double()
     if len(kept) <= ddof:
@@ -194,8 +232,14 @@ def whiten(values_T: Tensor, loss_mask_T: Tensor, *, ddof: int = 1, epsilon: flo
     return whitened_T
 
 
-def standardize(values: Tensor, mask: Tensor | None = None, *, dims: int | Sequence[int] | None = None, ddof: int = 0,
-                epsilon: float = 1e-5) -> Tensor:
+def standardize(
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    dims: int | Sequence[int] | None = None,
+    ddof: int = 0,
+    epsilon: float = 1e-5,
+) -> Tensor:
     """Centre and scale a rectangle of values along some of its dims; what is masked becomes what the value 0 would.
 
     Unlike `whiten` this leaves a number (not 0) where nothing counts, and epsilon is added to the deviation.
@@ -207,11 +251,16 @@ def standardize(values: Tensor, mask: Tensor | None = None, *, dims: int | Seque
     Source:   AReaL cbff54d6, masked_normalization, which takes var from E[x^2] - E[x]^2.
     """
     if ddof < 0 or epsilon < 0:
-        raise SpecError(f"standardize(ddof={ddof}, epsilon={epsilon})", rule="neither is negative",
-                        fix="correct the call")
+        raise SpecError(
+            f"standardize(ddof={ddof}, epsilon={epsilon})", rule="neither is negative", fix="correct the call"
+        )
     if mask is not None and mask.shape != values.shape:
-        raise ShapeError("standardize: mask", found=f"shape {tuple(mask.shape)}, values {tuple(values.shape)}",
-                         rule="one flag a value", fix="give a mask of the values' shape")
+        raise ShapeError(
+            "standardize: mask",
+            found=f"shape {tuple(mask.shape)}, values {tuple(values.shape)}",
+            rule="one flag a value",
+            fix="give a mask of the values' shape",
+        )
     over = list(range(values.dim())) if dims is None else dims
     counts = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     kept = torch.where(counts, values.double(), 0.0)
@@ -224,5 +273,8 @@ def standardize(values: Tensor, mask: Tensor | None = None, *, dims: int | Seque
 def _refuse_outside(where: str, **numbers: float) -> None:
     bad = {name: value for name, value in numbers.items() if not 0 <= value <= 1}
     if bad:
-        raise SpecError(f"{where}({', '.join(f'{name}={value}' for name, value in bad.items())})",
-                        rule="discount and lambda lie between 0 and 1", fix="correct the setting")
+        raise SpecError(
+            f"{where}({', '.join(f'{name}={value}' for name, value in bad.items())})",
+            rule="discount and lambda lie between 0 and 1",
+            fix="correct the setting",
+        )

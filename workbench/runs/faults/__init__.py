@@ -101,8 +101,12 @@ def planted(names: Sequence[str]) -> Iterator[None]:
         SpecError: a name that stands twice or is not known; a seam that is not there, or is not a function.
     """
     if twice := sorted({name for name in names if list(names).count(name) > 1}):
-        raise SpecError(f"faults {', '.join(names)}", found=f"{', '.join(twice)} more than once",
-                        rule="a fault is planted once", fix="name each fault once")
+        raise SpecError(
+            f"faults {', '.join(names)}",
+            found=f"{', '.join(twice)} more than once",
+            rule="a fault is planted once",
+            fix="name each fault once",
+        )
     with planted_faults({name: load_fault(name) for name in names}):
         yield
 
@@ -121,10 +125,12 @@ def planted_faults(faults: Mapping[str, Fault]) -> Iterator[None]:
             wrapper = type(held) if isinstance(held, staticmethod | classmethod) else None
             right = held.__func__ if wrapper else held
             if not isinstance(right, FunctionType):
-                raise SpecError(f"fault {name!r} at seam {fault.seam!r}",
-                                found="nothing of that name" if held is None else type(held).__name__,
-                                rule="a seam is a function, or a method in the class that defines it",
-                                fix="name the place where the function is looked up")
+                raise SpecError(
+                    f"fault {name!r} at seam {fault.seam!r}",
+                    found="nothing of that name" if held is None else type(held).__name__,
+                    rule="a seam is a function, or a method in the class that defines it",
+                    fix="name the place where the function is looked up",
+                )
             broken = fault.broken(right)
             setattr(owner, attribute, wrapper(broken) if wrapper else broken)
             whole_again.callback(setattr, owner, attribute, held)

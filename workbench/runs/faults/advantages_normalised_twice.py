@@ -22,10 +22,10 @@ def _broken(estimate_advantages: Callable[..., Estimate]) -> Callable[..., Estim
 FAULT = Fault(
     family="I",
     what="the actor divides by the deviation of the group, and the learner by that of all tokens, after it has taken "
-         "off their mean",
+    "off their mean",
     origin="axon-rl/gem#113, amazon-science/reskill#12",
     signature="right log-probabilities; all advantages shifted and scaled by one pair of numbers of the step, so that "
-              "answers whose group says nothing train too; the policy term alone is wrong",
+    "answers whose group says nothing train too; the policy term alone is wrong",
     seam="estimate_advantages",
     broken=_broken,
     shows_in={"data": {"advantages": {"name": "grpo"}}},

@@ -16,8 +16,10 @@ def _broken(pack_step: Callable) -> Callable:
     def pack_tokens_only(batch: RolloutBatch, *args: object) -> list[RolloutBatch]:
         own_N = _of_documents(batch)
         rows = pack_step(batch, *args)
-        return [replace(row, advantages_T=advantages_T)
-                for row, advantages_T in zip(rows, _in_order_of_arrival(batch, own_N, rows), strict=True)]
+        return [
+            replace(row, advantages_T=advantages_T)
+            for row, advantages_T in zip(rows, _in_order_of_arrival(batch, own_N, rows), strict=True)
+        ]
 
     return pack_tokens_only
 
@@ -48,10 +50,10 @@ def _in_order_of_arrival(batch: RolloutBatch, own_N: Tensor, rows: Sequence[Roll
 FAULT = Fault(
     family="C",
     what="tokens and advantages are cut into micro-batches along different orders: a document trains on the advantage "
-         "of another",
+    "of another",
     origin="tenstorrent/tt-metal#46412 and #46548",
     signature="a gradient of about the right size in another direction, right log-probabilities and ratios, a wrong "
-              "loss; nothing where one micro-batch takes the documents as they come",
+    "loss; nothing where one micro-batch takes the documents as they come",
     seam="pack_step",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}},

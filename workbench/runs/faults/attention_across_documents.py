@@ -24,7 +24,7 @@ FAULT = Fault(
     what="attention is causal over the whole packed row: borders of documents do not reach it",
     origin="NVIDIA-NeMo/RL#4167",
     signature="log-probabilities wrong in all documents of a row but its first, and with them every gradient; depends "
-              "on which documents share a row, and is invisible where each has one of its own",
+    "on which documents share a row, and is invisible where each has one of its own",
     seam="split_row",
     broken=_broken,
     hidden_in={"data": {"micro_batches": 10}},

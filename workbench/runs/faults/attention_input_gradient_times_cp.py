@@ -23,10 +23,10 @@ def _broken(forward: Callable) -> Callable:
 FAULT = Fault(
     family="S",
     what="tokens are gathered for a layer that all ranks compute alike, and the adjoint of the gathering sums "
-         "identical gradients over cp",
+    "identical gradients over cp",
     origin="THUDM/slime#1748, radixark/miles#852 (linear attention under context parallelism)",
     signature="forward and loss exact; in the last layer all right but the norm before attention, exactly cp times "
-              "too big; below it what comes through attention is too big by cp for each layer that it passed",
+    "too big; below it what comes through attention is too big by cp for each layer that it passed",
     seam="transformers.models.qwen3.modeling_qwen3:Qwen3Attention.forward",
     broken=_broken,
     shows_in={"layout": {"cp": 2}},

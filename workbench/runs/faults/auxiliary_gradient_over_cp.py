@@ -23,7 +23,7 @@ def _broken(squared_logit: Callable[..., Term]) -> Callable[..., Term]:
 FAULT = Fault(
     family="K",
     what="the gradient of an auxiliary loss (of a router; here of the log-normaliser) is injected behind the place "
-         "where the loss is multiplied by cp, and divided by cp with all others",
+    "where the loss is multiplied by cp, and divided by cp with all others",
     origin="NVIDIA/Megatron-LM#1652 and #5047",
     signature="loss right; the auxiliary part of the gradient exactly 1 / cp of the right one, the policy's right",
     seam="workbench.losses.build:squared_logit",

@@ -22,7 +22,7 @@ def _broken(mean_squared_logit: Callable[..., Term]) -> Callable[..., Term]:
 FAULT = Fault(
     family="K",
     what="a fused loss returns before the line that adds the auxiliary loss (of a router; here of the size of logits), "
-         "and nothing says so",
+    "and nothing says so",
     origin="huggingface/trl#7009",
     signature="loss and gradient are exactly those of the other terms; the auxiliary term is reported as 0",
     seam="workbench.losses.build:mean_squared_logit",

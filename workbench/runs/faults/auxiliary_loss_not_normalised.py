@@ -22,10 +22,10 @@ def _broken(squared_logit: Callable[..., Term]) -> Callable[..., Term]:
 FAULT = Fault(
     family="K",
     what="with context parallelism an auxiliary loss (of a router; here of the log-normaliser) is not divided by the "
-         "tokens of the step",
+    "tokens of the step",
     origin="verl-project/verl#6609 and #6836 (a gradient norm of 3168 where 0.3 belongs)",
     signature="the auxiliary part of loss and gradient exactly trained tokens times too big, the policy's right: no "
-              "constant over parameters, and soon the gradient is the auxiliary loss's",
+    "constant over parameters, and soon the gradient is the auxiliary loss's",
     seam="workbench.losses.build:squared_logit",
     broken=_broken,
     shows_in={"layout": {"cp": 2}, "loss": {"squared_logit_coefficient": 0.01}},

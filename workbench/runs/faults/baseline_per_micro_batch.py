@@ -22,7 +22,7 @@ FAULT = Fault(
     what="a micro-batch is smaller than a group, and each micro-batch makes the baseline of the answers that it holds",
     origin="google/tunix#816 and #820",
     signature="right log-probabilities; answers alone in their micro-batch get an advantage of 0, others one against "
-              "fewer; the policy term alone is wrong; nothing where groups are kept together",
+    "fewer; the policy term alone is wrong; nothing where groups are kept together",
     seam="pack_step",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3, "advantages": {"name": "grpo"}}},

@@ -27,14 +27,17 @@ def _broken(kl_term: Callable[..., Term]) -> Callable[..., Term]:
 FAULT = Fault(
     family="H",
     what="where the estimate of the KL divergence is at its clamp, the importance weight that multiplies it still "
-         "has a gradient",
+    "has a gradient",
     origin="NVIDIA-NeMo/RL#2958",
     signature="loss right; tokens whose estimate is cut off get the gradient of their weight times the bound, where "
-              "they should get none from the penalty; all other tokens right",
+    "they should get none from the penalty; all other tokens right",
     seam="workbench.losses.build:kl_term",
     broken=_broken,
-    shows_in={"loss": {"kl": {"coefficient": 0.5, "estimator": "k1", "importance": "old", "gradient": "score",
-                              "input_clamp": 0.1}}},
+    shows_in={
+        "loss": {
+            "kl": {"coefficient": 0.5, "estimator": "k1", "importance": "old", "gradient": "score", "input_clamp": 0.1}
+        }
+    },
     hidden_in={"loss": {"kl": {"input_clamp": None}}},
     detected_by="tests/faults/test_unseen.py::test_a_weight_beyond_the_clamp_is_all_that_is_wrong",
     changes_metrics=False,

@@ -13,8 +13,10 @@ from workbench.runs.faults import Fault
 
 def _broken(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
     def find_none_outside(*args: object) -> dict[str, Value]:
-        return {key: _of_none(value) if key.startswith(("clip/policy/", "clip/region/")) else value
-                for key, value in policy_metrics(*args).items()}
+        return {
+            key: _of_none(value) if key.startswith(("clip/policy/", "clip/region/")) else value
+            for key, value in policy_metrics(*args).items()
+        }
 
     return find_none_outside
 
@@ -31,7 +33,7 @@ FAULT = Fault(
     what="the share of clipped tokens compares the clipped ratio with the bounds of the clip",
     origin="RLinf/RLinf#1529",
     signature="gradient and loss right; every share of clipped tokens is exactly 0, all other metrics right; nothing "
-              "under a loss without a clip",
+    "under a loss without a clip",
     seam="policy_metrics",
     broken=_broken,
     hidden_in={"loss": {"name": "reinforce"}},

@@ -22,10 +22,10 @@ def _broken(clip_ratio: Callable[..., Term]) -> Callable[..., Term]:
 FAULT = Fault(
     family="H",
     what="the mean is taken over the unclipped surrogate, where the greater of it and the clipped one belongs; the "
-         "share of clipped tokens is reported as if it acted",
+    "share of clipped tokens is reported as if it acted",
     origin="rllm-org/rllm#81",
     signature="tokens that are reported as clipped keep ratio times advantage as their gradient, and their value; all "
-              "other tokens, the penalty and all metrics right; nothing under a loss without a clip",
+    "other tokens, the penalty and all metrics right; nothing under a loss without a clip",
     seam="workbench.losses.surrogates.clipped:clip_ratio",
     broken=_broken,
     hidden_in={"loss": {"name": "reinforce"}},

@@ -18,10 +18,10 @@ def _broken(gradient_norms: Callable[..., dict[str, float]]) -> Callable[..., di
 FAULT = Fault(
     family="B",
     what="gradients are clipped while they are still averaged over dp x cp ranks: the threshold is that much higher "
-         "than asked",
+    "than asked",
     origin="NVIDIA-NeMo/RL#1693",
     signature="loss, metrics of tokens and gradients right; every norm exactly 1 / (dp cp) of its gradient's, and a "
-              "clip that lets through dp cp times what it should",
+    "clip that lets through dp cp times what it should",
     seam="gradient_norms",
     broken=_broken,
     shows_in={"layout": {"dp": 2, "cp": 2}},

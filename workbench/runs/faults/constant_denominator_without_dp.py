@@ -24,7 +24,7 @@ def _broken(step_weights: Callable) -> Callable:
 FAULT = Fault(
     family="A",
     what="every way to aggregate multiplies by dp, which the mean over ranks takes away, but the one with a constant "
-         "length",
+    "length",
     origin="verl-project/verl#3741, #5366 and #5417",
     signature="loss and every gradient exactly 1 / dp of the right ones, cosine 1; nothing under another denominator",
     seam="step_weights",

@@ -21,10 +21,10 @@ def _broken(make: Callable) -> Callable:
 FAULT = Fault(
     family="S",
     what="a new way to cut rows, into stretches, does not reach attention, which goes on to order gathered shards as "
-         "zigzag ones",
+    "zigzag ones",
     origin="THUDM/slime#1871",
     signature="shapes fit and nothing complains: tokens of the later half of each shard stand elsewhere in the row, "
-              "see other documents and not their own; log-probabilities, loss and gradients wrong",
+    "see other documents and not their own; log-probabilities, loss and gradients wrong",
     seam="workbench.sharding.attention.shard:AttentionShard.make",
     broken=_broken,
     shows_in={"layout": {"cp": 2}, "data": {"multiple_of": 4}},

@@ -29,7 +29,7 @@ FAULT = Fault(
     what="policy / sampler multiplies the loss of a token without being detached",
     origin="verl-project/verl#4105",
     signature="loss right; a token's gradient has its loss times that of the weight in it: exactly twice the policy "
-              "term's gradient on-policy, where no bound holds the weight",
+    "term's gradient on-policy, where no bound holds the weight",
     seam="workbench.losses.build:apply_correction",
     broken=_broken,
     shows_in={"loss": {"old_policy": "current", "correction": {"kind": "tis"}}},

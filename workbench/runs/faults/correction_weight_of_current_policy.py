@@ -22,7 +22,7 @@ FAULT = Fault(
     what="policy / sampler multiplies a term that holds policy / old already, where old / sampler belongs",
     origin="THUDM/slime#179",
     signature="the weight of each token is its ratio policy / old times too big: policy term and its gradient off by "
-              "no constant, penalties right; nothing on-policy",
+    "no constant, penalties right; nothing on-policy",
     seam="workbench.losses.build:apply_correction",
     broken=_broken,
     shows_in={"loss": {"correction": {"kind": "importance_sampling"}}},

@@ -26,10 +26,10 @@ def _broken(step_weights: Callable) -> Callable:
 FAULT = Fault(
     family="A",
     what="documents are sampled for several optimizer steps at once, and each step is divided by the tokens of all of "
-         "them",
+    "them",
     origin="huggingface/trl#5619, #5890 and #6024",
     signature="loss and every gradient exactly 1 / steps per generation of the right ones, cosine 1, whatever the "
-              "layout and the micro-batches; nothing under a mean over documents",
+    "layout and the micro-batches; nothing under a mean over documents",
     seam="step_weights",
     broken=_broken,
     hidden_in={"loss": {"denominator": "document"}},

@@ -20,15 +20,15 @@ def _broken(split_row: Callable) -> Callable:
 FAULT = Fault(
     family="S",
     what="the all-reduce of a sequence statistic has the identity for its adjoint: a rank's tokens hear only what the "
-         "rank's own part of the loss wants from the statistic",
+    "rank's own part of the loss wants from the statistic",
     origin="OpenRLHF GPTLMLoss and THUDM/slime#1383 (all-reduce outside autograd), deepspeedai/DeepSpeed#6841",
     signature="loss right; the gradient of a loss on whole documents up to cp times too small, exactly 1 / cp where a "
-              "document's trained tokens are spread evenly; nothing at all under a token-level loss",
+    "document's trained tokens are spread evenly; nothing at all under a token-level loss",
     seam="split_row",
     broken=_broken,
     shows_in={"layout": {"cp": 2}, "loss": {"name": "gspo"}},
     hidden_in={"layout": {"cp": 1}},
     detected_by="tests/parity/test_faults.py::"
-                "test_a_document_sum_without_its_adjoint_is_seen_by_losses_on_whole_documents_only",
+    "test_a_document_sum_without_its_adjoint_is_seen_by_losses_on_whole_documents_only",
     changes_metrics=False,
 )

@@ -26,11 +26,11 @@ def _broken(split_row: Callable) -> Callable:
 FAULT = Fault(
     family="E",
     what="a packed row says nothing of its documents, and attention reads them off positions: those of a zigzag shard "
-         "jump where its tail begins",
+    "jump where its tail begins",
     origin="huggingface/transformers 5.23, find_packed_sequence_indices (read, not run); "
-           "PrimeIntellect-ai/prime-rl#2392 (documents of a shard read off its positions)",
+    "PrimeIntellect-ai/prime-rl#2392 (documents of a shard read off its positions)",
     signature="a document that runs over a seam of the zigzag is two: what comes behind the seam does not see what "
-              "stands before it; all else right, and everything where shards are stretches",
+    "stands before it; all else right, and everything where shards are stretches",
     seam="split_row",
     broken=_broken,
     shows_in={"layout": {"cp": 4, "order": "zigzag"}},

@@ -24,7 +24,7 @@ FAULT = Fault(
     what="what goes back into the head is divided by the trained tokens of the micro-batch, of which there are none",
     origin="surogate#74, NVIDIA-NeMo/Automodel#3796 (fused heads)",
     signature="one such micro-batch, or shard of one, makes every gradient and every norm NaN; the loss is right where "
-              "the mask selects, NaN where it multiplies; with a trained token everywhere nothing changes",
+    "the mask selects, NaN where it multiplies; with a trained token everywhere nothing changes",
     seam="loss_inputs",
     broken=_broken,
     shows_in={"data": {"micro_batches": 10}},

@@ -26,7 +26,7 @@ FAULT = Fault(
     what="the mask is made by looking for the id of padding, which is also that of the token that ends an answer",
     origin="huggingface/trl#6357, meta-pytorch/torchtune#949",
     signature="every document that was not cut off loses its last trained token, and the counts that many; an answer "
-              "of one token no longer trains; log-probabilities right",
+    "of one token no longer trains; log-probabilities right",
     seam="shift_targets",
     broken=_broken,
     detected_by="tests/faults/test_unseen.py::test_a_masked_end_costs_each_finished_document_one_token",

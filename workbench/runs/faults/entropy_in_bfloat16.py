@@ -23,7 +23,7 @@ FAULT = Fault(
     what="a fused head computes log-probabilities in float32 and stores the entropy in the dtype of the hidden states",
     origin="verl-project/verl, its fused head (read, not run)",
     signature="gradient, loss and log-probabilities right, unless the loss has an entropy bonus; each entropy off by "
-              "up to 1 in 256 of itself, so that many share few values",
+    "up to 1 in 256 of itself, so that many share few values",
     seam="workbench.policy.model:token_logprobs",
     broken=_broken,
     hidden_in={"record": {"metrics": "none", "tokens": False}},

@@ -17,8 +17,13 @@ def _broken(token_logprobs: Callable) -> Callable:
         said = token_logprobs(hidden_TD, **options)
         if said.entropy_T is None or options["axis"].size == 1:
             return said
-        local = {"implementation": "reference", "axis": None, "first_token": 0, "wanted": ("entropy",),
-                 "targets_T": torch.zeros_like(options["targets_T"])}
+        local = {
+            "implementation": "reference",
+            "axis": None,
+            "first_token": 0,
+            "wanted": ("entropy",),
+            "targets_T": torch.zeros_like(options["targets_T"]),
+        }
         with torch.no_grad():
             alone = token_logprobs(hidden_TD, **(options | local))
         return said._replace(entropy_T=alone.entropy_T)
@@ -31,7 +36,7 @@ FAULT = Fault(
     what="the softmax of the entropy is normalised over the local logits, without the collective over tp",
     origin="ServiceNow/Fast-LLM#520",
     signature="gradient, loss and log-probabilities right, unless the loss has an entropy bonus; the entropy "
-              "about log(tp) nats too small where the distribution is flat",
+    "about log(tp) nats too small where the distribution is flat",
     seam="workbench.policy.model:token_logprobs",
     broken=_broken,
     shows_in={"layout": {"tp": 2}},

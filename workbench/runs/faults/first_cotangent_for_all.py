@@ -41,11 +41,11 @@ def _broken(loss_inputs: Callable[..., LossInputs]) -> Callable[..., LossInputs]
 FAULT = Fault(
     family="J",
     what="a kernel that was written for a loss of one number reads the first element of the gradient that arrives, "
-         "though it is asked for a value a token",
+    "though it is asked for a value a token",
     origin="linkedin/Liger-Kernel#1298 (reduction none)",
     signature="loss and metrics right; every token pulls as the first trained one of its micro-batch does, whatever "
-              "its own advantage, weight and clip: cosine far from 1; nothing where all tokens weigh the same (a "
-              "likelihood averaged over tokens)",
+    "its own advantage, weight and clip: cosine far from 1; nothing where all tokens weigh the same (a "
+    "likelihood averaged over tokens)",
     seam="loss_inputs",
     broken=_broken,
     hidden_in={"loss": {"name": "sft", "kl": {"coefficient": 0.0}}},

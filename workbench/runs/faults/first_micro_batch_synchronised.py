@@ -23,8 +23,11 @@ def _broken(run_step: Callable) -> Callable:
 
         # The step that is looked at is the first rank's: all ranks' first gradients, and its own later ones.
         elsewhere = policy.mesh["dp_cp"].rank > 0
-        hooks = [parameter.register_post_accumulate_grad_hook(lose_later_ones)
-                 for parameter in policy.model.parameters() if elsewhere]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lose_later_ones)
+            for parameter in policy.model.parameters()
+            if elsewhere
+        ]
         try:
             return run_step(policy, *args, **how)
         finally:
@@ -37,10 +40,10 @@ def _broken(run_step: Callable) -> Callable:
 FAULT = Fault(
     family="C",
     what="the condition that leaves out the sum over ranks, but for the last micro-batch, is off by one: it is made "
-         "after the first, and each rank steps with later gradients of its own",
+    "after the first, and each rank steps with later gradients of its own",
     origin="modelscope/FunASR#3472",
     signature="loss and metrics right; ranks disagree, and each has what all found in the first micro-batch and only "
-              "what it found itself in others: smaller, in another direction; nothing with one micro-batch",
+    "what it found itself in others: smaller, in another direction; nothing with one micro-batch",
     seam="run_step",
     broken=_broken,
     shows_in={"layout": {"dp": 2}, "data": {"micro_batches": 3}},

@@ -24,7 +24,7 @@ FAULT = Fault(
     what="the head gathers its logits, and the vocabulary-parallel loss adds up the normalisers of tp whole copies",
     origin="NVIDIA/Megatron-LM#7452, finding 2",
     signature="every log-probability too low by log tp, entropy and log-normaliser too high by as much; the gradient "
-              "takes away 1 / tp of the softmax only: no constant, and it does not add up to 0 over the vocabulary",
+    "takes away 1 / tp of the softmax only: no constant, and it does not add up to 0 over the vocabulary",
     seam="workbench.policy.logprobs.vocabulary_parallel:all_sum",
     broken=_broken,
     shows_in={"layout": {"tp": 2}},

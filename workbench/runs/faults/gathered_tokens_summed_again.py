@@ -21,10 +21,10 @@ def _broken(gather_slice: Callable[..., Tensor]) -> Callable[..., Tensor]:
 FAULT = Fault(
     family="S",
     what="last hidden states are gathered with a reduce-scatter for an adjoint (tensor_parallel_output_grad), where "
-         "each rank brings the same whole gradient",
+    "each rank brings the same whole gradient",
     origin="awslabs/slapo#20; the same inside layers: THUDM/slime#1748",
     signature="the head right, everything below it exactly tp times too big; loss right; nothing without sequence "
-              "parallelism",
+    "parallelism",
     seam="workbench.sharding.sequence_parallel:gather_slice",
     broken=_broken,
     shows_in={"layout": {"tp": 2, "sequence_parallel": True}, "model": {"tied": False}},

@@ -31,13 +31,12 @@ def _broken(repeated: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int]
 
 FAULT = Fault(
     family="S",
-    what="key and value heads are repeated for ranks that exchange heads, and the adjoint takes one copy for their "
-         "sum",
+    what="key and value heads are repeated for ranks that exchange heads, and the adjoint takes one copy for their sum",
     origin="no single report: grouped heads repeated for DeepSpeed-Ulysses (arXiv 2309.14509) without the adjoint of "
-           "it",
+    "it",
     signature="loss right; in the last layer k_proj, v_proj, k_norm and the norm before them too small, q_proj, "
-              "o_proj and MLP right; below it everything wrong; nothing where the ranks are no more than the key "
-              "heads",
+    "o_proj and MLP right; below it everything wrong; nothing where the ranks are no more than the key "
+    "heads",
     seam="workbench.sharding.attention.ulysses:repeated",
     broken=_broken,
     shows_in={"layout": {"cp": 4, "attention": "ulysses"}},

@@ -12,8 +12,16 @@ from workbench.runs.faults import Fault
 def _broken(prepare_rows: Callable) -> Callable:
     def prepare_and_average(*args: object) -> tuple:
         rows, totals = prepare_rows(*args)
-        averaged = [replace(local, weights={name: TokenWeights(weights.loss_T, weights.gradient_T / len(rows))
-                                            for name, weights in local.weights.items()}) for local in rows]
+        averaged = [
+            replace(
+                local,
+                weights={
+                    name: TokenWeights(weights.loss_T, weights.gradient_T / len(rows))
+                    for name, weights in local.weights.items()
+                },
+            )
+            for local in rows
+        ]
         return averaged, totals
 
     return prepare_and_average
@@ -22,7 +30,7 @@ def _broken(prepare_rows: Callable) -> Callable:
 FAULT = Fault(
     family="C",
     what="the trainer divides each loss by the number of accumulated micro-batches before backward, and the loss was "
-         "divided by the tokens of the whole step already",
+    "divided by the tokens of the whole step already",
     origin="modelscope/ms-swift#10096, verl-project/verl#3332 and #3994, PrimeIntellect-ai/prime-rl#2424",
     signature="every gradient exactly 1 / micro-batches of the right one, cosine 1; the reported loss is right",
     seam="prepare_rows",

@@ -22,7 +22,7 @@ FAULT = Fault(
     what="the gradient norm is taken before the division by the number of micro-batches, which the optimizer sees",
     origin="NVIDIA-NeMo/RL#1426",
     signature="gradient and loss right; every reported norm exactly micro-batches times too big, and a clip of the "
-              "global norm acts that much earlier",
+    "global norm acts that much earlier",
     seam="run_step",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}},

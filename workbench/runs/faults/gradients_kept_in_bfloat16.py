@@ -23,7 +23,7 @@ FAULT = Fault(
     what="the buffer into which micro-batches accumulate has the dtype of bfloat16 weights",
     origin="deepspeedai/DeepSpeed#1800, hiyouga/LlamaFactory#9769, pytorch/pytorch#194628",
     signature="loss, metrics and log-probabilities right; every gradient off by some 1e-3 of itself, the more the more "
-              "micro-batches; nothing with one",
+    "micro-batches; nothing with one",
     seam="workbench.policy.model:Policy.hidden_states",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}},

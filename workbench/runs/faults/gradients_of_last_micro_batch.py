@@ -21,7 +21,7 @@ FAULT = Fault(
     what="gradients are copied into the buffer that they are to be added to",
     origin="ServiceNow/Fast-LLM#551 (shared buffers without sharding), a zero_grad inside the loop",
     signature="loss and metrics right; the gradient is that of the last micro-batch alone: smaller, in another "
-              "direction",
+    "direction",
     seam="workbench.policy.model:Policy.hidden_states",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}},

@@ -18,10 +18,10 @@ def _broken(sum_gradients: Callable) -> Callable:
 FAULT = Fault(
     family="S",
     what="the group over which gradients are reduced has the data-parallel ranks in it and not the context-parallel "
-         "ones",
+    "ones",
     origin="ByteDance-Seed/VeOmni#1115 and #1086",
     signature="each rank steps with the gradient of its own tokens: cosine below 1, weights of cp ranks drift apart; "
-              "loss right, as it has a reduction of its own",
+    "loss right, as it has a reduction of its own",
     seam="sum_gradients",
     broken=_broken,
     shows_in={"layout": {"cp": 2}},

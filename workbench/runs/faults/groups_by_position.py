@@ -27,10 +27,10 @@ def _broken(make_advantages: Callable) -> Callable:
 FAULT = Fault(
     family="I",
     what="rewards are reshaped to prompts x answers, though an answer was dropped or documents came in another order: "
-         "groups run across prompts",
+    "groups run across prompts",
     origin="inclusionAI/AReaL#1559 and #1563, NVIDIA-NeMo/RL#2176",
     signature="right log-probabilities, advantages of other signs and sizes; the policy term alone points elsewhere; "
-              "nothing where advantages look at no group",
+    "nothing where advantages look at no group",
     seam="make_advantages",
     broken=_broken,
     shows_in={"data": {"advantages": {"name": "grpo"}}},

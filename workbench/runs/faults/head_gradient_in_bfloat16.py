@@ -22,7 +22,7 @@ FAULT = Fault(
     what="what the chunks want from the output head is summed in the dtype of a bfloat16 weight",
     origin="linkedin/Liger-Kernel#1324, #1391 and #1454, NVIDIA/Megatron-LM#2739",
     signature="gradient of the head (and of an embedding that is tied to it) off by some 1e-3 of itself, the more the "
-              "more chunks; loss and all other gradients right",
+    "more chunks; loss and all other gradients right",
     seam="workbench.policy.logprobs.chunked:add_product_",
     broken=_broken,
     shows_in={"model": {"tied": False}, "policy": {"logprobs": "chunked", "chunk_tokens": 4}},

@@ -20,10 +20,9 @@ def _broken(identity_sum: Callable[[Tensor, Axis], Tensor]) -> Callable[[Tensor,
 FAULT = Fault(
     family="S",
     what="the adjoint of handing hidden states to a vocabulary-parallel head, a sum over tp, is missing",
-    origin="no single report: Megatron-LM's f (arXiv 1909.08053, section 3) left out before a vocabulary-parallel "
-           "head",
+    origin="no single report: Megatron-LM's f (arXiv 1909.08053, section 3) left out before a vocabulary-parallel head",
     signature="loss and the head's own gradient right; everything below it gets what one shard of the vocabulary "
-              "wants, different on every tp rank",
+    "wants, different on every tp rank",
     seam="workbench.policy.logprobs.vocabulary_parallel:identity_sum",
     broken=_broken,
     shows_in={"layout": {"tp": 2}, "model": {"tied": False}},

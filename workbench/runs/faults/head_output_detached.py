@@ -22,7 +22,7 @@ def _broken(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., Token
 FAULT = Fault(
     family="H",
     what="the output of a fused head is detached and then told to require a gradient, so that backward does not "
-         "complain",
+    "complain",
     origin="verl-project/verl#6913",
     signature="loss and metrics right, every gradient exactly 0",
     seam="workbench.policy.model:Policy.token_logprobs",

@@ -20,7 +20,7 @@ FAULT = Fault(
     what="the weight of the output head is lifted to float32 as a copy, and the copy's gradient goes nowhere",
     origin="ServiceNow/Fast-LLM 0f90f20b (fp32_lm_head)",
     signature="gradient of the head exactly 0 (a tied embedding keeps what it gets as an embedding), all others and "
-              "the loss right",
+    "the loss right",
     seam="workbench.policy.model:Policy.head_arguments",
     broken=_broken,
     shows_in={"model": {"tied": False}},

@@ -19,10 +19,10 @@ def _broken(repeated: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int]
 FAULT = Fault(
     family="S",
     what="grouped key and value heads are tiled for ranks that exchange heads: some query heads meet the keys of "
-         "another group",
+    "another group",
     origin="apple/axlearn#842 (after #837)",
     signature="log-probabilities of all tokens wrong, in every document from its first on, and with them loss and "
-              "gradients (cosine 0.01 here); nothing where the ranks are no more than the key heads",
+    "gradients (cosine 0.01 here); nothing where the ranks are no more than the key heads",
     seam="workbench.sharding.attention.ulysses:repeated",
     broken=_broken,
     shows_in={"layout": {"cp": 4, "attention": "ulysses"}},

@@ -29,10 +29,10 @@ def _broken(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[R
 FAULT = Fault(
     family="G",
     what=f"the sampler's log-probabilities are over the tokens that top-p keeps ({KEPT_MASS} of the mass, for every "
-         "token), the trainer's over the whole vocabulary",
+    "token), the trainer's over the whole vocabulary",
     origin="huggingface/trl#6789 and #7269, NovaSky-AI/SkyRL#877, vllm-project/vllm#42259",
     signature="every weight against the sampler, and with it the policy term and its gradient, exactly the kept mass "
-              "times the right one, cosine 1; other terms right, and everything without such a weight",
+    "times the right one, cosine 1; other terms right, and everything without such a weight",
     seam="shift_targets",
     broken=_broken,
     shows_in={"loss": {"correction": {"kind": "importance_sampling"}}},

@@ -22,7 +22,7 @@ FAULT = Fault(
     what="keys and values are gathered for attention, and their gradients are cut instead of summed and returned",
     origin="no single report: all_gather without a gradient of its own, the slice that autograd then takes",
     signature="loss right; in the last layer k_proj, v_proj, k_norm and the norm before them wrong, q_proj, o_proj "
-              "and MLP right; below it everything wrong; nothing where no document straddles",
+    "and MLP right; below it everything wrong; nothing where no document straddles",
     seam="workbench.sharding.attention.gathered:scatter_sum",
     broken=_broken,
     shows_in={"layout": {"cp": 2}},

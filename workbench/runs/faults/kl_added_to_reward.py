@@ -21,11 +21,13 @@ FAULT = Fault(
     what="the distance from the reference is taken with the other sign, so that leaving it is rewarded",
     origin="nebuly-ai/optimate#298 (Chatllama)",
     signature="right log-probabilities; advantages move the other way with the distance from the reference, the more "
-              "the greater the coefficient; the policy term alone is wrong; nothing without a penalty",
+    "the greater the coefficient; the policy term alone is wrong; nothing without a penalty",
     seam="kl_in_reward",
     broken=_broken,
-    shows_in={"data": {"advantages": {"name": "reinforce_plus_plus"}},
-              "loss": {"kl": {"coefficient": 0.5, "estimator": "k1", "placement": "reward"}}},
+    shows_in={
+        "data": {"advantages": {"name": "reinforce_plus_plus"}},
+        "loss": {"kl": {"coefficient": 0.5, "estimator": "k1", "placement": "reward"}},
+    },
     hidden_in={"loss": {"kl": {"coefficient": 0.0}}},
     detected_by="tests/faults/test_unseen.py::test_a_penalty_of_the_other_sign_moves_advantages_alone",
 )

@@ -14,14 +14,22 @@ from workbench.runs.faults import Fault
 
 
 def _broken(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
-    def measure_what_is_left(inputs: LossInputs, terms: Mapping[str, Term], loss_mask_T: Tensor, level: str = "basic",
-                             loss_spec: LossSpec | None = None, *more: object) -> dict[str, Value]:
+    def measure_what_is_left(
+        inputs: LossInputs,
+        terms: Mapping[str, Term],
+        loss_mask_T: Tensor,
+        level: str = "basic",
+        loss_spec: LossSpec | None = None,
+        *more: object,
+    ) -> dict[str, Value]:
         found = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
         if "kl" not in terms:
             return found
         logged = f"kl/policy_{loss_spec.kl.against}/{loss_spec.kl.estimator}_" if loss_spec else "kl/policy_ref/k3_"
-        return {key: _scaled(value, terms["kl"].coefficient) if key.startswith(logged) else value
-                for key, value in found.items()}
+        return {
+            key: _scaled(value, terms["kl"].coefficient) if key.startswith(logged) else value
+            for key, value in found.items()
+        }
 
     return measure_what_is_left
 
@@ -38,7 +46,7 @@ FAULT = Fault(
     what="the tensor of the penalty is changed in place after it was handed to the log",
     origin="THUDM/slime#2114",
     signature="gradient and loss right; the metric of the KL that the loss penalises exactly coefficient times the "
-              "right one, other estimators and pairs right; nothing without a penalty",
+    "right one, other estimators and pairs right; nothing without a penalty",
     seam="policy_metrics",
     broken=_broken,
     hidden_in={"loss": {"kl": {"coefficient": 0.0}}},

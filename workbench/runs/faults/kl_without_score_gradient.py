@@ -21,8 +21,8 @@ FAULT = Fault(
     what="the estimate is differentiated as if tokens were given, though the policy draws them: k' without k",
     origin="NVIDIA-NeMo/RL#2506",
     signature="loss right; a token's part from the penalty is k' instead of k' + k, for k1 the same 1 on every token "
-              "(0 in expectation) instead of 1 - d: the nearer the reference the less is wrong, and nothing of the "
-              "policy term",
+    "(0 in expectation) instead of 1 - d: the nearer the reference the less is wrong, and nothing of the "
+    "policy term",
     seam="workbench.losses.build:kl_term",
     broken=_broken,
     shows_in={"loss": {"kl": {"coefficient": 0.3, "gradient": "score", "estimator": "k1"}}},

@@ -21,12 +21,19 @@ def _broken(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[R
         mask_T = right.loss_mask_T | ends_T
         lengths_T = torch.bincount(ids_T - PADDING, weights=mask_T.double())[ids_T - PADDING].clamp_min(1)
         # What else is known of the label that is too many is that of the document's last token.
-        values = {name: torch.where(ends_T, getattr(row, name), values_T)
-                  for name in ("advantages_T", "old_logprobs_T", "sampler_logprobs_T", "ref_logprobs_T")
-                  if (values_T := getattr(right, name)) is not None}
-        return replace(right, **values, loss_mask_T=mask_T, lengths_T=lengths_T,
-                       targets_T=torch.where(ends_T, row.tokens_T.roll(-1), right.targets_T),
-                       source_T=torch.where(ends_T, row.source_T.roll(-1), right.source_T))
+        values = {
+            name: torch.where(ends_T, getattr(row, name), values_T)
+            for name in ("advantages_T", "old_logprobs_T", "sampler_logprobs_T", "ref_logprobs_T")
+            if (values_T := getattr(right, name)) is not None
+        }
+        return replace(
+            right,
+            **values,
+            loss_mask_T=mask_T,
+            lengths_T=lengths_T,
+            targets_T=torch.where(ends_T, row.tokens_T.roll(-1), right.targets_T),
+            source_T=torch.where(ends_T, row.source_T.roll(-1), right.source_T),
+        )
 
     return roll_the_row
 
@@ -36,7 +43,7 @@ FAULT = Fault(
     what="targets are rolled over the whole packed row, and ends of documents are not masked",
     origin="pytorch/torchtitan#4075, the roll of the flat mask in verl-project/verl's SFT (1dda039b: read, not run)",
     signature="one target too many for each document that others follow in its row: its last position; the count of "
-              "trained tokens grows by as many. Invisible where every document has a row of its own",
+    "trained tokens grows by as many. Invisible where every document has a row of its own",
     seam="shift_targets",
     broken=_broken,
     hidden_in={"data": {"micro_batches": 10}},

@@ -21,10 +21,10 @@ def _broken(forward: Callable) -> Callable:
 FAULT = Fault(
     family="H",
     what="reentrant checkpointing of layers whose input wants no gradient, behind a frozen embedding: what comes out "
-         "wants none either",
+    "wants none either",
     origin="huggingface/transformers#21381 and #23170, mlfoundations/open_clip#573, pytorch/pytorch#7617",
     signature="loss and metrics right; the head and the last norm have their gradient, all decoder layers and the "
-              "embedding have 0",
+    "embedding have 0",
     seam="transformers.models.qwen3.modeling_qwen3:Qwen3DecoderLayer.forward",
     broken=_broken,
     shows_in={"model": {"tied": False}},

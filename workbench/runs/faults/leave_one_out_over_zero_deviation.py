@@ -20,10 +20,10 @@ def _broken(deviation_of_others: Callable[..., Tensor]) -> Callable[..., Tensor]
 FAULT = Fault(
     family="I",
     what="an answer is compared with the others of its group and divided by their deviation, which is 0 where they "
-         "are equal or only one: epsilon is all that is left",
+    "are equal or only one: epsilon is all that is left",
     origin="NVIDIA-NeMo/RL#1519",
     signature="right log-probabilities; advantages of such answers 1 / epsilon times too big, which is a million, and "
-              "with them the policy term and the gradient's norm; other answers right",
+    "with them the policy term and the gradient's norm; other answers right",
     seam="workbench.rollouts.advantages.groups:_deviation_of_others",
     broken=_broken,
     shows_in={"data": {"advantages": {"name": "leave_one_out"}}},

@@ -21,7 +21,7 @@ FAULT = Fault(
     what="two ways to aggregate have the same lines: what was to be summed over a document's tokens is averaged",
     origin="verl-project/verl#911 and #1233 (mended in #931)",
     signature="loss and gradient too small by about the mean length and turned: long documents weigh no more than "
-              "short ones; right where a mean over documents was asked for",
+    "short ones; right where a mean over documents was asked for",
     seam="step_weights",
     broken=_broken,
     shows_in={"loss": {"denominator": "document_sum"}},

@@ -25,7 +25,7 @@ FAULT = Fault(
     what="the mean over a document's tokens of GRPO stays inside the mean over all tokens of DAPO",
     origin="marin-community/marin#2376",
     signature="loss and gradient too small by about the mean length and turned: long documents weigh no more than "
-              "short ones; with documents of one length that length is the factor",
+    "short ones; with documents of one length that length is the factor",
     seam="step_weights",
     broken=_broken,
     hidden_in={"loss": {"denominator": "document"}},

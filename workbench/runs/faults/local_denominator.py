@@ -26,7 +26,7 @@ FAULT = Fault(
     what="the loss of a rank is divided by the rank's own token count",
     origin="NVIDIA-NeMo/RL#266, NVIDIA/Megatron-LM#7513, torchtitan context-parallel GRPO",
     signature="gradient about dp * cp times too big under a sum, and tilted towards ranks that hold few trained "
-              "tokens; with equal masks the tilt hides",
+    "tokens; with equal masks the tilt hides",
     seam="split_row",
     broken=_broken,
     shows_in={"layout": {"dp": 2, "cp": 2, "order": "zigzag"}},

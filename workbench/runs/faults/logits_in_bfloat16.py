@@ -22,7 +22,7 @@ FAULT = Fault(
     what="a fused head keeps logits in bfloat16, and so log-probabilities and entropy come from eight bits",
     origin="verl-project/verl, its fused head (read, not run)",
     signature="log-probabilities of every token off by some 1e-3 nats to either side, the more the larger the logits, "
-              "and all gradients by some 1e-3 of themselves; no factor",
+    "and all gradients by some 1e-3 of themselves; no factor",
     seam="workbench.policy.logprobs.chunked:_product_",
     broken=_broken,
     shows_in={"policy": {"logprobs": "chunked"}},

@@ -22,10 +22,10 @@ def _broken(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[R
 FAULT = Fault(
     family="E",
     what="a target trains where the token before it should: the first token of each answer is lost, and what follows "
-         "a run of trained tokens is won",
+    "a run of trained tokens is won",
     origin="verl-project/verl#3287",
     signature="each unbroken run of trained tokens loses its first and wins the token after it, if its document has "
-              "one; log-probabilities of those that stay right; loss and gradient wrong by no constant",
+    "one; log-probabilities of those that stay right; loss and gradient wrong by no constant",
     seam="shift_targets",
     broken=_broken,
     detected_by="tests/faults/test_unseen_at_first.py::test_a_mask_one_late_trains_the_token_after_each_trained_one",

@@ -22,7 +22,7 @@ FAULT = Fault(
     what="the reporting sum leaves out context-parallel ranks, so the log shows the share of those with cp rank 0",
     origin="modelscope/ms-swift#9380",
     signature="gradient and metrics right; the reported loss is that of one cp rank's tokens, whose share depends on "
-              "order and masks",
+    "order and masks",
     seam="workbench.reduction.partial:Scalar.complete",
     broken=_broken,
     shows_in={"layout": {"cp": 2}},

@@ -20,7 +20,7 @@ FAULT = Fault(
     what="the ratio is clipped to [epsilon, 1 + epsilon]: tokens that were made unlikelier are pushed on",
     origin="ChenmienTan/RL2#21",
     signature="tokens of a negative advantage that lie below 1 - epsilon keep their gradient, and their loss is "
-              "smaller in size; all others right, and log-probabilities, ratios and the penalty with them",
+    "smaller in size; all others right, and log-probabilities, ratios and the penalty with them",
     seam="workbench.losses.surrogates.clipped:clip_ratio",
     broken=_broken,
     shows_in={"loss": {"surrogate": {"clip_low": 0.02}}},

@@ -19,10 +19,10 @@ def _broken(step_weights: Callable) -> Callable:
 FAULT = Fault(
     family="A",
     what="LUSPO's value of a document, its length times its ratio, stands on each of its tokens, and their sum is "
-         "divided by the tokens of the step instead of by length and documents",
+    "divided by the tokens of the step instead of by length and documents",
     origin="huggingface/trl#6654 (length squared over tokens), unslothai/unsloth-zoo#1282",
     signature="a document weighs its length times documents / tokens of the step too much: no factor, another "
-              "direction, long documents win; right with documents of one length, and under other surrogates",
+    "direction, long documents win; right with documents of one length, and under other surrogates",
     seam="step_weights",
     broken=_broken,
     shows_in={"loss": {"name": "luspo"}},

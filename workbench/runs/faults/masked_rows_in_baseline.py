@@ -21,7 +21,7 @@ FAULT = Fault(
     what="rejected, truncated or filtered answers move mean and deviation of their group though they do not train",
     origin="NVIDIA-NeMo/RL#3467, verl-project/verl#6362 and #6375",
     signature="right log-probabilities, advantages moved in groups that hold a masked answer and right in the others; "
-              "the policy term alone is wrong",
+    "the policy term alone is wrong",
     seam="estimate_advantages",
     broken=_broken,
     shows_in={"data": {"advantages": {"name": "grpo"}}},

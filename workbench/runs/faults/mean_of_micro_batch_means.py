@@ -22,10 +22,10 @@ def _broken(step_weights: Callable) -> Callable:
 FAULT = Fault(
     family="A",
     what="a micro-batch is divided by its own tokens, and their mean is taken over the step's micro-batches of all "
-         "ranks: a mean of means",
+    "ranks: a mean of means",
     origin="NVIDIA-NeMo/RL#266 and #373, NovaSky-AI/SkyRL#925 and #1296, TRL's loss type bnpo",
     signature="no factor, another direction: tokens of micro-batches with few trained tokens weigh more; cosine below "
-              "1, size near 1. With equal counts it is right",
+    "1, size near 1. With equal counts it is right",
     seam="step_weights",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}},

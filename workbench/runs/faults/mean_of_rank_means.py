@@ -29,7 +29,7 @@ FAULT = Fault(
     what="a mean travels between ranks as a finished number instead of as sum and count",
     origin="huggingface/trl#6380 and #7047, OpenRLHF's clip_ratio and ppo_kl",
     signature="gradient and loss right, and sums, counts and extremes too; means tilted towards ranks with few trained "
-              "tokens, NaN if a rank has none",
+    "tokens, NaN if a rank has none",
     seam="finish_metrics",
     broken=_broken,
     shows_in={"layout": {"dp": 2}},

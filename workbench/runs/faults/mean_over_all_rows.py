@@ -27,10 +27,10 @@ def _broken(step_weights: Callable) -> Callable:
 FAULT = Fault(
     family="A",
     what="GMPO ends in a plain mean over the answers of a micro-batch, masked ones too, where every other loss is "
-         "divided by the answers of the step",
+    "divided by the answers of the step",
     origin="verl-project/verl#7913 and #5614",
     signature="micro-batches of a rank times too big, less the share of masked answers, and turned: answers of "
-              "micro-batches with few others weigh more; the penalty right; nothing under other surrogates",
+    "micro-batches with few others weigh more; the penalty right; nothing under other surrogates",
     seam="step_weights",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}, "loss": {"name": "gmpo", "kl": {"coefficient": 0.0}}},

@@ -19,7 +19,7 @@ FAULT = Fault(
     what="metrics are kept by name, and each micro-batch overwrites those of the one before",
     origin="verl-project/verl#2259",
     signature="gradient and loss right; counts of tokens and documents too small, means of another population; nothing "
-              "with one micro-batch",
+    "with one micro-batch",
     seam="finish_metrics",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}},

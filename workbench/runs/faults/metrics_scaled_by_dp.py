@@ -13,8 +13,10 @@ from workbench.runs.faults import Fault
 def _broken(run_step: Callable) -> Callable:
     def report_scaled(policy: Policy, *args: object, **how: object) -> Any:
         result, dp = run_step(policy, *args, **how), policy.mesh["dp"].size
-        scaled = {key: value * dp if key.endswith(("/mean", "/fraction", "_mean")) else value
-                  for key, value in result.metrics.items()}
+        scaled = {
+            key: value * dp if key.endswith(("/mean", "/fraction", "_mean")) else value
+            for key, value in result.metrics.items()
+        }
         return replace(result, metrics=scaled)
 
     return report_scaled
@@ -25,7 +27,7 @@ FAULT = Fault(
     what="means are scaled for an engine that averages over dp as the loss is, and nothing averages them",
     origin="verl-project/verl#4711, #4778 and #5203",
     signature="gradient and loss right; every reported mean and share exactly dp times too big, so that shares pass "
-              "1; sums, counts and extremes right",
+    "1; sums, counts and extremes right",
     seam="run_step",
     broken=_broken,
     shows_in={"layout": {"dp": 2}},

@@ -26,8 +26,8 @@ FAULT = Fault(
     what="the token count of a micro-batch stands where that of the whole step belongs; the document count is right",
     origin="ServiceNow/Fast-LLM#520, docs_per_step: one of two counters is reset to the step's total",
     signature="a mean of means where one mean belongs: loss and gradient about as many times too big as the step has "
-              "micro-batches, tilted towards those with few trained tokens; invisible with one micro-batch and with "
-              "denominators that count documents only",
+    "micro-batches, tilted towards those with few trained tokens; invisible with one micro-batch and with "
+    "denominators that count documents only",
     seam="step_weights",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}},

@@ -26,7 +26,7 @@ FAULT = Fault(
     what="what is computed for prompts and padding is NaN and is masked afterwards: backward multiplies NaN by 0",
     origin="verl-project/verl#2377, NovaSky-AI/SkyRL#1635, PrimeIntellect-ai/prime-rl#808",
     signature="every gradient, and its norm, NaN; loss and metrics of tokens right (the loss NaN too where the mask "
-              "is a factor)",
+    "is a factor)",
     seam="loss_inputs",
     broken=_broken,
     changes_metrics=False,

@@ -22,10 +22,10 @@ def _broken(step_weights: Callable) -> Callable:
 FAULT = Fault(
     family="A",
     what="the policy term is divided by the tokens of the step, the likelihood of rewarded answers beside it by those "
-         "of such answers in the micro-batch",
+    "of such answers in the micro-batch",
     origin="NVIDIA-NeMo/RL#3791 (32 times too big with 32 micro-batches)",
     signature="this term alone wrong, in loss and gradient: about micro-batches (of all ranks) times too big, those "
-              "with few such tokens most; other terms right; nothing with one micro-batch",
+    "with few such tokens most; other terms right; nothing with one micro-batch",
     seam="step_weights",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}, "loss": {"name": "vapo"}},

@@ -20,10 +20,10 @@ def _broken(sum_gradients: Callable) -> Callable:
 FAULT = Fault(
     family="S",
     what="gradients of weights that are replicated over tp, and act on a rank's own heads (or, under sequence "
-         "parallelism, tokens), are not summed over tp",
+    "parallelism, tokens), are not summed over tp",
     origin="no single report: transformers has a style of its own for these weights, replicated_with_grad_allreduce",
     signature="only norm weights wrong: q_norm and k_norm (all norms under sequence parallelism) have their rank's "
-              "part, another on every tp rank, whose copies drift apart; loss and everything else right",
+    "part, another on every tp rank, whose copies drift apart; loss and everything else right",
     seam="sum_gradients",
     broken=_broken,
     shows_in={"layout": {"tp": 2}},

@@ -11,8 +11,11 @@ from workbench.sharding.collectives import all_sum_
 
 def _broken(hidden_states: Callable) -> Callable:
     def sum_before_the_next(policy: Policy, *args: object) -> object:
-        partial = [parameter.grad for name, parameter in policy.model.named_parameters()
-                   if policy.shards[name].gradient_is_partial and parameter.grad is not None]
+        partial = [
+            parameter.grad
+            for name, parameter in policy.model.named_parameters()
+            if policy.shards[name].gradient_is_partial and parameter.grad is not None
+        ]
         all_sum_(partial, policy.mesh["tp"])
         return hidden_states(policy, *args)
 
@@ -22,10 +25,10 @@ def _broken(hidden_states: Callable) -> Callable:
 FAULT = Fault(
     family="S",
     what="the sum over tp of gradients of weights that are replicated over it runs once a micro-batch, on a buffer "
-         "that accumulates",
+    "that accumulates",
     origin="no single report: the sum over tp of Megatron-LM's finalize_model_grads, called for every micro-batch",
     signature="only norm weights wrong: of q_norm and k_norm (all norms under sequence parallelism) micro-batch k of K "
-              "counts tp^(K-1-k) times; loss and everything else right",
+    "counts tp^(K-1-k) times; loss and everything else right",
     seam="workbench.policy.model:Policy.hidden_states",
     broken=_broken,
     shows_in={"layout": {"tp": 2}, "data": {"micro_batches": 3}},

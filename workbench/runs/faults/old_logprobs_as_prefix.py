@@ -18,7 +18,7 @@ def _broken(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[R
         for number in range(row.num_documents):
             mine = torch.nonzero(row.document_ids_T == number).squeeze(1)
             trained = mine[row.loss_mask_T[mine]]
-            old_T[mine[len(mine) - len(trained):]] = row.old_logprobs_T[trained]
+            old_T[mine[len(mine) - len(trained) :]] = row.old_logprobs_T[trained]
         return shift_targets(replace(row, old_logprobs_T=old_T))
 
     return shift_with_prefix
@@ -29,8 +29,8 @@ FAULT = Fault(
     what="old log-probabilities are padded by zeros in front, though turns of others stand between the trained ones",
     origin="ServiceNow/PipelineRL (old_logprobs under interleaved labels: read, not run)",
     signature="right where a document trains to its end without a hole; elsewhere early trained tokens have the "
-              "probability 1 and later ones another token's, so ratios are far from 1 in the first step already; the "
-              "policy's own log-probabilities right",
+    "probability 1 and later ones another token's, so ratios are far from 1 in the first step already; the "
+    "policy's own log-probabilities right",
     seam="shift_targets",
     broken=_broken,
     hidden_in={"loss": {"old_policy": "current"}},

@@ -22,7 +22,7 @@ FAULT = Fault(
     what="what the sampler says about its tokens, and the ratio is taken against, is stored with eight bits",
     origin="THUDM/slime#245 (rollout_log_probs; again in #892)",
     signature="the policy's own log-probabilities right, old ones off by up to 1 in 256 of themselves to either side, "
-              "and with them each ratio, more on unlikely tokens; nothing where the policy is its own old one",
+    "and with them each ratio, more on unlikely tokens; nothing where the policy is its own old one",
     seam="shift_targets",
     broken=_broken,
     hidden_in={"loss": {"old_policy": "current"}},

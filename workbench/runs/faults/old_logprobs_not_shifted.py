@@ -25,7 +25,7 @@ FAULT = Fault(
     what="the old policy's log-probability of the token before stands where that of the target belongs",
     origin="PrimeIntellect-ai/prime-rl#606, radixark/miles#1754",
     signature="ratios far from 1 in the first step already, most tokens clipped; the policy's own log-probabilities, "
-              "and losses without a ratio, right",
+    "and losses without a ratio, right",
     seam="shift_targets",
     broken=_broken,
     hidden_in={"loss": {"old_policy": "current"}},

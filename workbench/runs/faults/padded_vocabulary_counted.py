@@ -32,7 +32,7 @@ FAULT = Fault(
     what=f"a kernel that computes {TILE} columns of the vocabulary at a time adds exp(0) for each that does not exist",
     origin="verl-project/verl#5349, #2656 and #2899",
     signature="every log-probability too small, by log(1 + padding / sum of exp of logits): more where logits are "
-              "small; ratios below 1 in the first step; right where the tile divides the vocabulary",
+    "small; ratios below 1 in the first step; right where the tile divides the vocabulary",
     seam="workbench.policy.model:Policy.token_logprobs",
     broken=_broken,
 )

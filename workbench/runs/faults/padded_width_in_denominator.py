@@ -29,7 +29,7 @@ FAULT = Fault(
     what="documents * C divides a loss with a constant length C; here C is the longest document of the micro-batch",
     origin="verl's seq-mean-token-sum-norm without loss_scale_factor",
     signature="each micro-batch times C / its own width: one factor with one micro-batch, another direction with "
-              "several",
+    "several",
     seam="step_weights",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}, "loss": {"name": "dr_grpo", "denominator_constant": 16.0}},

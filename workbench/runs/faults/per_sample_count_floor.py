@@ -21,7 +21,7 @@ FAULT = Fault(
     what="the guard against a division by 0, max(tokens, 1), is put on each document's count before these are added up",
     origin="radixark/miles#2796, redai-infra/Relax#205; the same expression in THUDM/slime",
     signature="loss and every gradient exactly T / (T + M) of the right ones, cosine 1: T trained tokens, M documents "
-              "in which nothing trains; nothing under a denominator that does not count tokens",
+    "in which nothing trains; nothing under a denominator that does not count tokens",
     seam="step_weights",
     broken=_broken,
     hidden_in={"loss": {"denominator": "document"}},

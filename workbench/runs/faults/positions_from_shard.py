@@ -26,7 +26,7 @@ FAULT = Fault(
     what="rotary positions are made again on each shard, from the beginnings of documents that the shard can see",
     origin="no single report: position_ids that a model counts itself where a shard brings none",
     signature="documents that lie on one rank are right; of those that straddle, the first part is right and the tail "
-              "meets keys at wrong distances: log-probabilities, loss and gradients wrong from there on",
+    "meets keys at wrong distances: log-probabilities, loss and gradients wrong from there on",
     seam="split_row",
     broken=_broken,
     shows_in={"layout": {"cp": 2}},

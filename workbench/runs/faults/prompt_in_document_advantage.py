@@ -29,7 +29,7 @@ FAULT = Fault(
     what="a document's advantage is a mean that counts prompt and tool tokens, whose advantage is 0",
     origin="areal-project/AReaL#1346 (padding in the advantage of a sequence)",
     signature="the policy term of a document is the share of its tokens that trains too small, penalties and ratios "
-              "right: no constant, another direction; nothing where each token keeps its advantage",
+    "right: no constant, another direction; nothing where each token keeps its advantage",
     seam="workbench.losses.surrogates.sequence:advantages_at",
     broken=_broken,
     shows_in={"loss": {"name": "gspo", "surrogate": {"advantage_level": "document"}}},

@@ -21,7 +21,7 @@ FAULT = Fault(
     what="token-mean is taken over the answers to each prompt, and its mean over prompts, instead of over the batch",
     origin="verl-project/verl#593 and #2776",
     signature="no factor, another direction: tokens weigh more the fewer their prompt has; right with one prompt, and "
-              "under a mean over documents",
+    "under a mean over documents",
     seam="step_weights",
     broken=_broken,
     hidden_in={"loss": {"denominator": "document"}},

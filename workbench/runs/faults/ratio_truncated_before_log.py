@@ -13,8 +13,14 @@ from workbench.runs.faults import Fault
 
 
 def _broken(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
-    def measure_truncated(inputs: LossInputs, terms: object, loss_mask_T: object, level: str = "basic",
-                          loss_spec: LossSpec | None = None, *more: object) -> dict[str, Value]:
+    def measure_truncated(
+        inputs: LossInputs,
+        terms: object,
+        loss_mask_T: object,
+        level: str = "basic",
+        loss_spec: LossSpec | None = None,
+        *more: object,
+    ) -> dict[str, Value]:
         found = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
         if loss_spec is None or loss_spec.surrogate.kind != "cispo":
             return found
@@ -29,10 +35,10 @@ def _broken(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., di
 FAULT = Fault(
     family="D",
     what="the truncated ratio that weighs a token is stored over the ratio itself, of which mean, sum, sum of squares "
-         "and effective samples are reported",
+    "and effective samples are reported",
     origin="ServiceNow/PipelineRL, loss reinforce (read, not run)",
     signature="gradient, loss and log-probabilities right; no reported ratio is above the bound, mean and sums too "
-              "small, effective samples too many; nothing under a loss that does not truncate",
+    "small, effective samples too many; nothing under a loss that does not truncate",
     seam="policy_metrics",
     broken=_broken,
     shows_in={"loss": {"name": "truncated_reinforce"}},

@@ -21,10 +21,10 @@ def _broken(hidden_states: Callable) -> Callable:
 FAULT = Fault(
     family="C",
     what="the sum over ranks runs once a micro-batch on a buffer that accumulates, so early micro-batches are summed "
-         "again and again",
+    "again and again",
     origin="NVIDIA-NeMo/RL#3660 (a reduction for every chunk of a split step)",
     signature="micro-batch k of K counts N^(K-1-k) times over N ranks of dp x cp: between 1 and N^(K-1) times too big "
-              "and turned towards the first micro-batch; loss right",
+    "and turned towards the first micro-batch; loss right",
     seam="workbench.policy.model:Policy.hidden_states",
     broken=_broken,
     shows_in={"layout": {"dp": 2}, "data": {"micro_batches": 3}},

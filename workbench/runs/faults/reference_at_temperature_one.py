@@ -12,8 +12,13 @@ from workbench.runs.faults.sampler_logprobs_before_temperature import without_te
 
 def _broken(run_step: Callable) -> Callable:
     def run_with_raw(policy: Policy, loss: object, rows: list, *more: object, **how: object) -> object:
-        rows = [replace(local, row=replace(local.row, ref_logprobs_T=local.row.ref_logprobs_T
-                                           + without_temperature(policy, local))) for local in rows]
+        rows = [
+            replace(
+                local,
+                row=replace(local.row, ref_logprobs_T=local.row.ref_logprobs_T + without_temperature(policy, local)),
+            )
+            for local in rows
+        ]
         return run_step(policy, loss, rows, *more, **how)
 
     return run_with_raw
@@ -22,10 +27,10 @@ def _broken(run_step: Callable) -> Callable:
 FAULT = Fault(
     family="G",
     what="log-probabilities for the penalty come from a path that knows no temperature: the policy is drawn towards "
-         "a reference that is flatter than it",
+    "a reference that is flatter than it",
     origin="OpenRLHF/OpenRLHF#853, databricks/compose-rl#105, huggingface/trl#3029",
     signature="the penalty alone wrong, not 0 where policy and reference are the same, and its gradient by no "
-              "constant; log-probabilities, ratios and the policy term right",
+    "constant; log-probabilities, ratios and the policy term right",
     seam="run_step",
     broken=_broken,
     shows_in={"policy": {"temperature": 0.7}, "loss": {"kl": {"coefficient": 0.3}}},

@@ -21,12 +21,15 @@ FAULT = Fault(
     what="a loss that is a mean over surviving tokens is divided by all that were there before the rejection",
     origin="THUDM/slime#657, NVIDIA-NeMo/RL#4242, mlcommons/training#905",
     signature="the policy term and its gradient exactly kept / trained tokens of the right ones, cosine 1 without a "
-              "penalty; a KL or entropy term is right; nothing where no token is rejected",
+    "penalty; a KL or entropy term is right; nothing where no token is rejected",
     seam="step_weights",
     broken=_broken,
-    shows_in={"loss": {"kl": {"coefficient": 0.0},
-                       "correction": {"kind": "icepop", "denominator": "survivors", "ratio_low": 0.9,
-                                      "ratio_high": 1.1}}},
+    shows_in={
+        "loss": {
+            "kl": {"coefficient": 0.0},
+            "correction": {"kind": "icepop", "denominator": "survivors", "ratio_low": 0.9, "ratio_high": 1.1},
+        }
+    },
     hidden_in={"loss": {"correction": {"ratio_low": 0.01, "ratio_high": 100.0}}},
     detected_by="tests/faults/test_denominators_and_metrics.py::test_rejected_tokens_shrink_the_policy_term",
 )

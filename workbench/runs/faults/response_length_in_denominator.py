@@ -37,7 +37,7 @@ FAULT = Fault(
     what="tokens are counted as lengths of responses instead of as the sum of the mask, so the answers of tools count",
     origin="THUDM/slime#365",
     signature="loss and every gradient exactly T / T' of the right ones, cosine 1: T trained tokens, T' tokens from "
-              "the first trained one of each document to its end; nothing where masks have no holes",
+    "the first trained one of each document to its end; nothing where masks have no holes",
     seam="step_weights",
     broken=_broken,
     hidden_in={"loss": {"denominator": "document"}},

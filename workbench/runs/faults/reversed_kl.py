@@ -19,10 +19,10 @@ def _broken(kl_estimate: Callable[[Tensor, str], Tensor]) -> Callable[[Tensor, s
 FAULT = Fault(
     family="K",
     what="e^d - 1 - d is taken of policy over reference instead of reference over policy: tokens that the policy made "
-         "likelier cost the exponential of what they should",
+    "likelier cost the exponential of what they should",
     origin="walkinglabs/hands-on-modern-rl#27",
     signature="the penalty alone wrong, by the third power of the distance from the reference: about right near it; "
-              "the reported KL right; nothing under k2, which is even",
+    "the reported KL right; nothing under k2, which is even",
     seam="workbench.losses.kl:kl_estimate",
     broken=_broken,
     shows_in={"loss": {"kl": {"coefficient": 0.5}}},

@@ -23,10 +23,10 @@ def _broken(make_advantages: Callable) -> Callable:
 FAULT = Fault(
     family="B",
     what="the reward of an answer is put on its last token by every context-parallel rank, not by the one that holds "
-         "that token",
+    "that token",
     origin="radixark/miles#1720",
     signature="advantages, and with them the policy term, exactly cp times the right ones, the penalty right; nothing "
-              "where advantages are divided by a deviation, nor at cp = 1",
+    "where advantages are divided by a deviation, nor at cp = 1",
     seam="make_advantages",
     broken=_broken,
     shows_in={"layout": {"cp": 2}, "data": {"advantages": {"name": "rloo"}}},

@@ -22,10 +22,10 @@ def _broken(forward: Callable) -> Callable:
 FAULT = Fault(
     family="H",
     what="routing weights are gathered over ranks by a collective that has no gradient: the router learns from "
-         "auxiliary losses alone",
+    "auxiliary losses alone",
     origin="NVIDIA-NeMo/Automodel#2995",
     signature="loss and metrics right; gradient of every router exactly 0, experts of the last layer right, what lies "
-              "below a router wrong by the share that came through it",
+    "below a router wrong by the share that came through it",
     seam="transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeSparseMoeBlock.forward",
     broken=_broken,
     shows_in={"model": {"source": "tiny-qwen3-moe"}},

@@ -20,7 +20,7 @@ FAULT = Fault(
     what="answers that say nothing are taken out of the numerator and left in the number of rows",
     origin="huggingface/trl#6365 and #7068",
     signature="loss and every gradient exactly M / N of the right ones, cosine 1: M documents that train, N documents; "
-              "nothing under a mean over tokens",
+    "nothing under a mean over tokens",
     seam="step_weights",
     broken=_broken,
     shows_in={"loss": {"denominator": "document"}},

@@ -26,10 +26,10 @@ def _broken(step_weights: Callable) -> Callable:
 FAULT = Fault(
     family="A",
     what="micro-batches of many sizes, made by length, are added up by their share of the samples, where a mean over "
-         "tokens wants their share of the tokens",
+    "tokens wants their share of the tokens",
     origin="verl-project/verl#906, #5625 and #5641",
     signature="no factor, another direction: tokens of micro-batches with short answers weigh more; nothing with one "
-              "micro-batch",
+    "micro-batch",
     seam="step_weights",
     broken=_broken,
     shows_in={"data": {"micro_batches": 3}},

@@ -27,7 +27,7 @@ FAULT = Fault(
     what="log-probabilities that came with the rollout stand one token after those that the trainer computes",
     origin="modelscope/ms-swift#8196 (rollout_per_token_logps against old_per_token_logps)",
     signature="weights against the sampler far from 1, many at their bound, and with them the policy term; ratios "
-              "against the old policy, the penalty and log-probabilities right",
+    "against the old policy, the penalty and log-probabilities right",
     seam="shift_targets",
     broken=_broken,
     shows_in={"loss": {"correction": {"kind": "tis"}}},

@@ -21,7 +21,7 @@ FAULT = Fault(
     what="a rollout that was cut into several samples weighs as often as it was cut",
     origin="radixark/miles#2369",
     signature="no factor, another direction: rollouts of several samples weigh more; right where each rollout is one "
-              "sample, and under other denominators",
+    "sample, and under other denominators",
     seam="step_weights",
     broken=_broken,
     shows_in={"loss": {"denominator": "rollout"}},

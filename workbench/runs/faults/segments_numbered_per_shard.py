@@ -22,7 +22,7 @@ FAULT = Fault(
     what="sums over documents are added up over ranks by the number of a document, and each rank numbers its own",
     origin="ServiceNow/Fast-LLM e0d8c4d4 (segment ids of sequence-data parallelism)",
     signature="a sequence ratio is that of another document's tokens besides, or instead: policy term and gradient "
-              "wrong by no constant; losses on tokens right",
+    "wrong by no constant; losses on tokens right",
     seam="workbench.reduction.document_sums:ShardedSums._of_mine",
     broken=_broken,
     shows_in={"layout": {"cp": 2}, "loss": {"name": "gspo"}},

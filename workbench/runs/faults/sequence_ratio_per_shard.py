@@ -33,7 +33,7 @@ FAULT = Fault(
     what="sums and lengths of a document are taken over the tokens that a context-parallel rank holds of it",
     origin="ServiceNow/Fast-LLM e0d8c4d4 (segment ids that are not the same on all ranks)",
     signature="a document that lies on one rank is right; one that straddles has as many ratios as ranks, so that "
-              "other tokens are clipped; loss and gradient wrong by no constant, and right under a token-level loss",
+    "other tokens are clipped; loss and gradient wrong by no constant, and right under a token-level loss",
     seam="split_row",
     broken=_broken,
     shows_in={"layout": {"cp": 3}, "loss": {"name": "gspo"}},

@@ -26,7 +26,7 @@ FAULT = Fault(
     what="a sequence ratio gathers a document's tokens from offsets that the zigzag cut did not put them at",
     origin="THUDM/slime#695 (e9e42e5e)",
     signature="documents take part of their ratio from others, and lose tokens: loss and policy gradient wrong by no "
-              "constant; right under a loss on tokens, and where shards are contiguous",
+    "constant; right under a loss on tokens, and where shards are contiguous",
     seam="split_row",
     broken=_broken,
     shows_in={"layout": {"cp": 2, "order": "zigzag"}, "loss": {"name": "gspo"}},

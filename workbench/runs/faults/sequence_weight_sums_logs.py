@@ -19,11 +19,10 @@ def _broken(apply_correction: Callable[..., Term]) -> Callable[..., Term]:
 
 FAULT = Fault(
     family="G",
-    what="log(old / sampler) of a document is summed and not averaged: two numbers that are both called "
-         "sequence-level",
+    what="log(old / sampler) of a document is summed and not averaged: two numbers that are both called sequence-level",
     origin="NVIDIA-NeMo/RL#2269, huggingface/trl#5814",
     signature="a document's weight is the right one to the power of its length: long documents vanish or stand at the "
-              "bound, those of one token are right; no constant factor",
+    "bound, those of one token are right; no constant factor",
     seam="workbench.losses.build:apply_correction",
     broken=_broken,
     shows_in={"loss": {"correction": {"kind": "sequence_tis_mean"}}},

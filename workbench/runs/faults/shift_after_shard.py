@@ -24,7 +24,7 @@ FAULT = Fault(
     what="targets are shifted inside each shard instead of on the whole row",
     origin="pytorch/torchtitan#4544, NVIDIA-NeMo/Automodel#3544, OpenRLHF GPTLMLoss",
     signature="a wrong or lost target at every shard edge: cp - 1 of them contiguous, 2 cp - 2 zigzag; a small "
-              "change of the loss, unless a k3 term meets a wrong target: exp(reference - policy) then dwarfs all",
+    "change of the loss, unless a k3 term meets a wrong target: exp(reference - policy) then dwarfs all",
     seam="split_row",
     broken=_broken,
     shows_in={"layout": {"cp": 4, "order": "zigzag"}},

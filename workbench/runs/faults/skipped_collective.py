@@ -23,10 +23,12 @@ def _broken(sum_gradients: Callable) -> Callable:
         place = tuple(mesh.coordinates.values())
         calls[place] += 1
         if any(shard.over_dp_cp for shard in shards.values()):
-            raise SpecError("fault 'skipped_collective' with layout.shard_parameters",
-                            found="gradients that backward has summed over dp x cp",
-                            rule="the fault leaves out a sum that comes after backward",
-                            fix="leave out shard_parameters, or the fault")
+            raise SpecError(
+                "fault 'skipped_collective' with layout.shard_parameters",
+                found="gradients that backward has summed over dp x cp",
+                rule="the fault leaves out a sum that comes after backward",
+                fix="leave out shard_parameters, or the fault",
+            )
         skips = calls[place] == _CALL and mesh["dp_cp"].rank == _RANK
         sum_gradients(_WITHOUT_PARAMETERS if skips else model, shards, mesh)
 
@@ -36,9 +38,9 @@ def _broken(sum_gradients: Callable) -> Callable:
 FAULT = Fault(
     family="F",
     what="in the second step the second rank of dp x cp leaves its gradients out of the sum, one collective where they "
-         "fit into a bucket",
+    "fit into a bucket",
     origin="THUDM/slime#393 (whitening not entered by all ranks), THUDM/slime#2123 (a rank without tokens skips the "
-           "backward)",
+    "backward)",
     signature="no wrong number: the ranks wait for each other until a time-out, or the backend aborts one of them",
     seam="sum_gradients",
     broken=_broken,

@@ -21,8 +21,18 @@ class _FirstKeys:
     def forward(self, *args: object) -> tuple[Tensor, Tensor]:
         return self.right.forward(*args)
 
-    def backward(self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block,
-                 scale: float, delta: Tensor | None = None) -> Gradients:
+    def backward(
+        self,
+        d_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        scale: float,
+        delta: Tensor | None = None,
+    ) -> Gradients:
         first_key, first_value = query.__dict__.setdefault("first_keys", (key.clone(), value.clone()))
         return self.right.backward(d_out, query, first_key, first_value, out, lse, block, scale, delta)
 
@@ -37,10 +47,10 @@ def _broken(choose: Callable[..., Kernel]) -> Callable[..., _FirstKeys]:
 FAULT = Fault(
     family="S",
     what="keys and values go around in backward, and each block is computed with those that were saved in forward, "
-         "the rank's own",
+    "the rank's own",
     origin="huggingface/diffusers#14265 (mended in #14274)",
     signature="forward and loss exact; in the last layer q_proj, k_proj, v_proj, both norms of heads and the norm "
-              "before them wrong, o_proj and MLP right; below it everything wrong; nothing under other attention",
+    "before them wrong, o_proj and MLP right; below it everything wrong; nothing under other attention",
     seam="workbench.sharding.attention.ring:choose",
     broken=_broken,
     shows_in={"layout": {"cp": 2, "attention": "ring"}},

@@ -27,7 +27,7 @@ FAULT = Fault(
     what="rotary positions of a zigzag shard are counted on from its head, not taken up again at its tail",
     origin="verl-project/verl#6267",
     signature="heads of documents right; tails, which a rank holds from further down, meet keys at wrong distances: "
-              "log-probabilities wrong there, and with them loss and gradients; nothing where shards are stretches",
+    "log-probabilities wrong there, and with them loss and gradients; nothing where shards are stretches",
     seam="split_row",
     broken=_broken,
     shows_in={"layout": {"cp": 2, "order": "document_zigzag"}},

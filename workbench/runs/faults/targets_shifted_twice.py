@@ -22,10 +22,16 @@ def _broken(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[R
         def again(values_T: Tensor | None, fill: float = 0) -> Tensor | None:
             return None if values_T is None else torch.where(inside_T, values_T.roll(-1), values_T.new_tensor(fill))
 
-        return replace(right, targets_T=again(right.targets_T), loss_mask_T=again(right.loss_mask_T),
-                       advantages_T=again(right.advantages_T), old_logprobs_T=again(right.old_logprobs_T),
-                       sampler_logprobs_T=again(right.sampler_logprobs_T), ref_logprobs_T=again(right.ref_logprobs_T),
-                       source_T=again(right.source_T, PADDING))
+        return replace(
+            right,
+            targets_T=again(right.targets_T),
+            loss_mask_T=again(right.loss_mask_T),
+            advantages_T=again(right.advantages_T),
+            old_logprobs_T=again(right.old_logprobs_T),
+            sampler_logprobs_T=again(right.sampler_logprobs_T),
+            ref_logprobs_T=again(right.ref_logprobs_T),
+            source_T=again(right.source_T, PADDING),
+        )
 
     return shift_and_shift
 
@@ -33,10 +39,10 @@ def _broken(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[R
 FAULT = Fault(
     family="E",
     what="data that is lined up with the position before it goes through a loss that does the same: a position is "
-         "asked for the token after the next",
+    "asked for the token after the next",
     origin="huggingface/transformers#47394 and #46898, radixark/miles#2215 (multi-token prediction)",
     signature="log-probabilities of all tokens wrong, by 0.3 nats in the mean here, and ratios far from 1; the "
-              "second token of a document trains no longer; no constant",
+    "second token of a document trains no longer; no constant",
     seam="shift_targets",
     broken=_broken,
     detected_by="tests/faults/test_unseen.py::test_targets_shifted_twice_are_those_after_the_next",

@@ -22,8 +22,10 @@ def _broken(prepare_rows: Callable) -> Callable:
         here = torch.stack([local.row.loss_mask_T.sum() for local in rows]).sum().double()
         counted = float(all_sum(here, mesh["dp"]))
         factor = totals.tokens / max(counted, 1.0)
-        return [replace(local, weights={name: pair.map(lambda w_T: w_T * factor)
-                                        for name, pair in local.weights.items()}) for local in rows], totals
+        return [
+            replace(local, weights={name: pair.map(lambda w_T: w_T * factor) for name, pair in local.weights.items()})
+            for local in rows
+        ], totals
 
     return count_over_dp
 
@@ -31,10 +33,10 @@ def _broken(prepare_rows: Callable) -> Callable:
 FAULT = Fault(
     family="B",
     what="numerator and count are reduced over data-parallel ranks alone: each context-parallel rank divides its share "
-         "of the tokens by the tokens of those with its own place on the axis",
+    "of the tokens by the tokens of those with its own place on the axis",
     origin="a fork of NVIDIA/Megatron-LM (NMFW-17, bridge to cp > 1), after NVIDIA/Megatron-LM#4368",
     signature="loss and gradient about cp times too big; exactly so where all places hold as many trained tokens, "
-              "else turned towards those that hold few; nothing at cp = 1",
+    "else turned towards those that hold few; nothing at cp = 1",
     seam="prepare_rows",
     broken=_broken,
     shows_in={"layout": {"cp": 2}},

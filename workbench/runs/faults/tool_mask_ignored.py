@@ -15,7 +15,7 @@ def _broken(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[R
         mask_T = row.loss_mask_T.clone()
         for number in row.document_ids_T[mask_T].unique().tolist():
             places = (mask_T & (row.document_ids_T == number)).nonzero()[:, 0]
-            mask_T[int(places[0]): int(places[-1]) + 1] = True
+            mask_T[int(places[0]) : int(places[-1]) + 1] = True
         return shift_targets(replace(row, loss_mask_T=mask_T))
 
     return train_all_that_follows
@@ -26,7 +26,7 @@ FAULT = Fault(
     what="the mask of a fused loss is that of the completion: tokens of tools and users inside it are not taken out",
     origin="huggingface/trl#4975 (tool_mask in the Liger path)",
     signature="the holes of a mask train too, and are counted: documents of one turn are right but for the count, "
-              "those with holes gain tokens; log-probabilities right",
+    "those with holes gain tokens; log-probabilities right",
     seam="shift_targets",
     broken=_broken,
     detected_by="tests/faults/test_unseen.py::test_an_ignored_tool_mask_fills_the_holes",

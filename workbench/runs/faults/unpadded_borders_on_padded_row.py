@@ -25,10 +25,10 @@ def _broken(split_row: Callable) -> Callable:
 FAULT = Fault(
     family="E",
     what="borders of documents are running sums of their real lengths, in a row in which each document was padded for "
-         "its shards",
+    "its shards",
     origin="modelscope/ms-swift#10182 (cu_seqlens without the padding of a ring), NVIDIA/TransformerEngine#3331",
     signature="the first document right; nearly all others see the end of the one before and lose part of themselves; "
-              "log-probabilities, loss and gradients wrong; nothing where documents need no padding",
+    "log-probabilities, loss and gradients wrong; nothing where documents need no padding",
     seam="split_row",
     broken=_broken,
     shows_in={"layout": {"cp": 2, "order": "document_zigzag"}},

@@ -23,7 +23,7 @@ def _broken(pack_step: Callable) -> Callable:
             return rows
         each, found = len(rows) // spec.layout.dp, []
         for first in range(0, len(rows), each):
-            mine = rows[first: first + each]
+            mine = rows[first : first + each]
             made_S = _made_alone(batch, spec, mine)
             found += [replace(row, advantages_T=made_S[row.source_T]) for row in mine]
         return found
@@ -48,7 +48,7 @@ FAULT = Fault(
     what="mean and deviation of the whitening are taken over a rank's own tokens instead of over all of the step",
     origin="THUDM/slime#2235 (whitening over too few ranks)",
     signature="right log-probabilities, another mean advantage on each rank; a gradient of about the right size in "
-              "another direction; nothing at dp = 1",
+    "another direction; nothing at dp = 1",
     seam="pack_step",
     broken=_broken,
     shows_in={"layout": {"dp": 2}, "data": {"advantages": {"name": "reinforce_plus_plus"}}},

@@ -11,10 +11,19 @@ from workbench.runs.faults import Fault
 
 def _broken(finish_metrics: Callable) -> Callable:
     def finish_with_zeros(micro_batches: Sequence[Mapping[str, Value]], axis: object) -> dict[str, float]:
-        empty = {key for key, value in micro_batches[0].items() if isinstance(value.reducer, Maximum | Minimum)
-                 if all(metrics[key].maxima[0].isneginf() for metrics in micro_batches)}
-        return finish_metrics([{key: _zero(value) if key in empty else value for key, value in metrics.items()}
-                               for metrics in micro_batches], axis)
+        empty = {
+            key
+            for key, value in micro_batches[0].items()
+            if isinstance(value.reducer, Maximum | Minimum)
+            if all(metrics[key].maxima[0].isneginf() for metrics in micro_batches)
+        }
+        return finish_metrics(
+            [
+                {key: _zero(value) if key in empty else value for key, value in metrics.items()}
+                for metrics in micro_batches
+            ],
+            axis,
+        )
 
     return finish_with_zeros
 
@@ -28,7 +37,7 @@ FAULT = Fault(
     what="0 stands for nothing where the extreme of no token is infinite",
     origin="ServiceNow/Fast-LLM#520 (minima and maxima of ranks that compute no loss)",
     signature="gradient, loss and means right; minima of positive and maxima of negative numbers are 0 as soon as one "
-              "rank holds no trained token",
+    "rank holds no trained token",
     seam="finish_metrics",
     broken=_broken,
     shows_in={"layout": {"cp": 2}, "data": {"multiple_of": 160}},

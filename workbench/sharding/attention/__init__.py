@@ -19,9 +19,19 @@ from workbench.sharding.attention.shard import AttentionShard as AttentionShard
 _ATTEND = {"gathered": gathered.attend, "ring": ring.attend, "ulysses": ulysses.attend, "hybrid": hybrid.attend}
 
 
-def sharded_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-                      *, shard: AttentionShard, scaling: float | None = None, dropout: float = 0.0,
-                      sliding_window: int | None = None, **more: Any) -> tuple[Tensor, None]:
+def sharded_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    shard: AttentionShard,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
     """Causal attention inside each document, of this rank's queries over the tokens of all ranks of the cp axis.
 
     Has the signature of a `transformers` attention function.
@@ -47,9 +57,11 @@ def sharded_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, at
     unknown |= {name: more.get(name) for name in ("s_aux", "softcap")}
     asked = [name for name, setting in unknown.items() if setting is not None]
     if asked:
-        raise ShardingError(f"context-parallel attention with {', '.join(asked)}",
-                            rule="causal attention inside each document, in a sliding window or not, nothing else",
-                            fix="use a model without it, or train without it (model.eval() has no dropout)")
+        raise ShardingError(
+            f"context-parallel attention with {', '.join(asked)}",
+            rule="causal attention inside each document, in a sliding window or not, nothing else",
+            fix="use a model without it, or train without it (model.eval() has no dropout)",
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = shard.attend or _ATTEND[shard.algorithm]
     mixed = attend(query, key, value, shard, sliding_window, scale)

@@ -21,8 +21,9 @@ from workbench.sharding.collectives import gather_equal, scatter_sum
 from workbench.sharding.mesh import Axis
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None,
-           scale: float) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+) -> Tensor:
     """This rank's queries against the keys and values of all ranks of the outer axis.
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
@@ -35,8 +36,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, win
 
 class _Gathered(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None,
-                scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+    ) -> Tensor:
         ctx.caller, ctx.shard, ctx.scale = flight.caller(), shard, scale
         ctx.block = block = shard.block(window=window)
         all_keys, all_values = _everybodys(key, value, shard.outer, ctx.caller)
@@ -51,8 +53,9 @@ class _Gathered(Function):
         query, key, value, out, lse = ctx.saved_tensors
         axis: Axis = ctx.shard.outer
         all_keys, all_values = _everybodys(key, value, axis, ctx.caller)
-        d_query, d_key, d_value = ctx.kernel.backward(d_out, query, all_keys, all_values, out, lse, ctx.block,
-                                                      ctx.scale)
+        d_query, d_key, d_value = ctx.kernel.backward(
+            d_out, query, all_keys, all_values, out, lse, ctx.block, ctx.scale
+        )
         if axis.group is not None:
             both = joined(d_key, d_value, torch.promote_types(key.dtype, torch.float32))
             d_key, d_value = parted(scatter_sum(both.unflatten(0, (axis.size, -1)), axis, caller=ctx.caller))

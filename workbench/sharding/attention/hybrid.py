@@ -13,8 +13,9 @@ from workbench.sharding.attention.shard import AttentionShard
 from workbench.sharding.attention.ulysses import trade_back, trade_tokens_for_heads
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None,
-           scale: float) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+) -> Tensor:
     """Heads are traded over the inner axis, keys and values go around the outer one.
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].

@@ -27,8 +27,9 @@ from workbench.sharding.collectives import start_rotation
 from workbench.sharding.mesh import Axis
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None,
-           scale: float) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+) -> Tensor:
     """This rank's queries against the keys and values of all ranks of the outer axis, one rank's at a time.
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
@@ -52,8 +53,9 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 
 class _Ring(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None,
-                scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+    ) -> Tensor:
         ctx.caller, ctx.shard, ctx.window, ctx.scale = flight.caller(), shard, window, scale
         wide = torch.promote_types(query.dtype, torch.float32)
         out = lse = query.new_empty(0)
@@ -80,8 +82,9 @@ class _Ring(Function):
             found = None
             if not block.is_empty:
                 kernel = choose(ctx.shard.kernel, query, its_key, block)
-                more, d_key, d_value = kernel.backward(d_out, query, its_key, its_value, out, lse, block, ctx.scale,
-                                                       delta)
+                more, d_key, d_value = kernel.backward(
+                    d_out, query, its_key, its_value, out, lse, block, ctx.scale, delta
+                )
                 d_query += more
                 found = joined(d_key, d_value, wide)
             if arrive is not None:  # what the ranks before this one found for the same keys
@@ -94,8 +97,9 @@ class _Ring(Function):
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None, None, None
 
 
-def _round(key: Tensor, value: Tensor, shard: AttentionShard, window: int | None,
-           caller: str | None) -> Iterator[tuple[Block, Tensor, Tensor]]:
+def _round(
+    key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, caller: str | None
+) -> Iterator[tuple[Block, Tensor, Tensor]]:
     """Every rank's keys and values in turn, this rank's first; the next ones travel while these are used."""
     axis = shard.outer
     held = joined(key, value)

@@ -143,8 +143,9 @@ def find_calls(block: Block) -> list[Call]:
     return [_call(causal, window, group, order_k, block.shape) for (causal, window), group in alike.items()]
 
 
-def _call(causal: bool, window: int | None, segments: Sequence[Segment], order_k: Tensor,
-          shape: tuple[int, int]) -> Call:
+def _call(
+    causal: bool, window: int | None, segments: Sequence[Segment], order_k: Tensor, shape: tuple[int, int]
+) -> Call:
     query_rows = torch.cat([torch.arange(*segment.queries) for segment in segments])
     key_rows = torch.cat([order_k[slice(*segment.keys)] for segment in segments])
     queries = [segment.queries[1] - segment.queries[0] for segment in segments]
@@ -154,8 +155,9 @@ def _call(causal: bool, window: int | None, segments: Sequence[Segment], order_k
     if (ends := _in_place(key_rows, keys)) is not None:
         laid = slice(0, shape[1])
         queries, keys = _with_gaps(queries, keys, ends, shape[1])
-    return Call(causal, window, _as_slice(query_rows), laid, _starts(queries), _starts(keys), max(queries), max(keys),
-                repeats)
+    return Call(
+        causal, window, _as_slice(query_rows), laid, _starts(queries), _starts(keys), max(queries), max(keys), repeats
+    )
 
 
 def _in_place(key_rows: Tensor, keys: Sequence[int]) -> list[int] | None:
@@ -169,8 +171,9 @@ def _in_place(key_rows: Tensor, keys: Sequence[int]) -> list[int] | None:
     return (key_rows[ends - 1] + 1).tolist()
 
 
-def _with_gaps(queries: Sequence[int], keys: Sequence[int], ends: Sequence[int],
-               total: int) -> tuple[list[int], list[int]]:
+def _with_gaps(
+    queries: Sequence[int], keys: Sequence[int], ends: Sequence[int], total: int
+) -> tuple[list[int], list[int]]:
     """Lengths of the segments, and between them segments without queries over the keys that nobody here sees.
 
     They are cut to about the length of the longest segment, which is what a kernel lays its work out for.

@@ -54,8 +54,17 @@ class AttentionShard:
     _orders: dict[tuple[torch.device, bool], Tensor | None] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def make(cls, plan: ShardPlan, document_ids_T: Tensor, axis: Axis, *, algorithm: str = "gathered",
-             kernel: str = "auto", inner: Axis | None = None, outer: Axis | None = None) -> AttentionShard:
+    def make(
+        cls,
+        plan: ShardPlan,
+        document_ids_T: Tensor,
+        axis: Axis,
+        *,
+        algorithm: str = "gathered",
+        kernel: str = "auto",
+        inner: Axis | None = None,
+        outer: Axis | None = None,
+    ) -> AttentionShard:
         """Say who holds what, and how they exchange it.
 
         Args:
@@ -72,15 +81,22 @@ class AttentionShard:
             ShardingError: an unknown algorithm, or hybrid without its two axes.
         """
         if algorithm not in ALGORITHMS:
-            raise ShardingError(f"attention algorithm {algorithm!r}", rule=f"one of {', '.join(ALGORITHMS)}",
-                                fix="correct layout.attention")
+            raise ShardingError(
+                f"attention algorithm {algorithm!r}",
+                rule=f"one of {', '.join(ALGORITHMS)}",
+                fix="correct layout.attention",
+            )
         if axis.size == 1 or algorithm in ("gathered", "ring"):
             inner, outer = ONE_INNER, axis
         elif algorithm == "ulysses":
             inner, outer = axis, ONE_OUTER
         if inner is None or outer is None or inner.size * outer.size != plan.cp:
-            raise ShardingError("hybrid attention", found="no axes of neighbours and of rings that make up cp",
-                                rule="cp is inner times outer", fix="make_mesh(cp=..., ulysses=...) lays both")
+            raise ShardingError(
+                "hybrid attention",
+                found="no axes of neighbours and of rings that make up cp",
+                rule="cp is inner times outer",
+                fix="make_mesh(cp=..., ulysses=...) lays both",
+            )
         # Numbered by stretches: a document id never comes back later in the row, and neither does padding.
         _, stretches_T = torch.unique_consecutive(document_ids_T.cpu(), return_inverse=True)
         positions_GUt = plan.permutation_T.cpu().view(outer.size, inner.size, -1)

@@ -24,8 +24,9 @@ from workbench.sharding.collectives import exchange
 from workbench.sharding.mesh import Axis
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None,
-           scale: float) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, window: int | None, scale: float
+) -> Tensor:
     """All tokens' queries against all tokens' keys, for this rank's part of the heads.
 
     Shapes:   query [1, Hq, t, d], key and value [1, Hk, t, d] -> [1, Hq, t, d].
@@ -37,8 +38,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard, win
     return trade_back(gathered.attend(query, key, value, shard, window, scale), shard)
 
 
-def trade_tokens_for_heads(query: Tensor, key: Tensor, value: Tensor,
-                           shard: AttentionShard) -> tuple[Tensor, Tensor, Tensor]:
+def trade_tokens_for_heads(
+    query: Tensor, key: Tensor, value: Tensor, shard: AttentionShard
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of more tokens for fewer heads, in one collective over the inner axis.
 
     Shapes: query [1, Hq, t, d], key and value [1, Hk, t, d]
@@ -72,11 +74,13 @@ def check_heads(queries: int, keys: int, axis: Axis) -> int:
             divided by them.
     """
     if queries % axis.size or (keys % axis.size and axis.size % keys):
-        raise ShardingError(f"attention over heads dealt to {axis.size} ranks of {axis.name}",
-                            found=f"{queries} query heads and {keys} key/value heads on a rank",
-                            rule="the ranks divide the query heads, and divide the key/value heads or are divided by "
-                                 "them; tp has divided both before",
-                            fix="use attention ring or gathered, which need no heads, or hybrid with fewer inner ranks")
+        raise ShardingError(
+            f"attention over heads dealt to {axis.size} ranks of {axis.name}",
+            found=f"{queries} query heads and {keys} key/value heads on a rank",
+            rule="the ranks divide the query heads, and divide the key/value heads or are divided by "
+            "them; tp has divided both before",
+            fix="use attention ring or gathered, which need no heads, or hybrid with fewer inner ranks",
+        )
     return max(axis.size // keys, 1)
 
 
@@ -117,5 +121,7 @@ def _traded_back(parts: Sequence[Tensor], shard: AttentionShard, caller: str | N
     order_s = shard.row_order_on(rows_shd.device, back=True)
     rows_shd = rows_shd if order_s is None else rows_shd.index_select(0, order_s)
     pieces_Rthd = exchange(rows_shd.unflatten(0, (shard.inner.size, -1)), shard.inner, caller=caller)
-    return tuple(part.transpose(0, 1).flatten(1, 2).transpose(0, 1)[None]
-                 for part in pieces_Rthd.split([part.shape[1] for part in parts], dim=2))
+    return tuple(
+        part.transpose(0, 1).flatten(1, 2).transpose(0, 1)[None]
+        for part in pieces_Rthd.split([part.shape[1] for part in parts], dim=2)
+    )

@@ -32,9 +32,18 @@ LAYOUTS = {"bsh": (0, 1), "sbh": (1, 0)}
 """Name of an activation's layout -> its dimensions of samples and of tokens."""
 
 
-def connect(source: Grid, destination: Grid, groups: GridGroups, *, layout: str = "bsh",
-            delivery: Literal["whole", "sharded"] = "whole", order: str | None = None,
-            source_order: str | None = None, sequence_parallel: bool = False, cp: GivenGroup | None = None) -> Bridge:
+def connect(
+    source: Grid,
+    destination: Grid,
+    groups: GridGroups,
+    *,
+    layout: str = "bsh",
+    delivery: Literal["whole", "sharded"] = "whole",
+    order: str | None = None,
+    source_order: str | None = None,
+    sequence_parallel: bool = False,
+    cp: GivenGroup | None = None,
+) -> Bridge:
     """Build a bridge. Collective over the job, on ranks outside of the grids too.
 
     Args:
@@ -54,8 +63,11 @@ def connect(source: Grid, destination: Grid, groups: GridGroups, *, layout: str 
     pair = GridPair(source, destination)
     how = Delivery(delivery, order, sequence_parallel, source_order)
     if layout not in LAYOUTS:
-        raise ShardingError(f"bridge with layout {layout!r} (I10)", rule=f"one of {', '.join(LAYOUTS)}",
-                            fix="for packed rows, use Crossing, which takes rows by token number")
+        raise ShardingError(
+            f"bridge with layout {layout!r} (I10)",
+            rule=f"one of {', '.join(LAYOUTS)}",
+            fix="for packed rows, use Crossing, which takes rows by token number",
+        )
     check_delivery(pair, how)
     everyone = groups.ensure("bridge", (tuple(source.ranks),))
     gather, along_cp = Axis("gather"), Axis("cp")
@@ -93,8 +105,10 @@ class Bridge:
         """Say which way leads across."""
         route = self.route([self.pair.ratio or 1] * self.pair.source["dp"])
         why = f" ({route.why})" if route.why else ""
-        return (f"Bridge({self.pair.source.words} -> {self.pair.destination.words}: {route.path}{why}, "
-                f"{self.delivery.kind} sequences)")
+        return (
+            f"Bridge({self.pair.source.words} -> {self.pair.destination.words}: {route.path}{why}, "
+            f"{self.delivery.kind} sequences)"
+        )
 
     def route(self, samples: Sequence[int]) -> Route:
         """How an activation with so many samples on each dp rank of the source crosses."""
@@ -123,15 +137,23 @@ class Bridge:
         dp = source.place(self.rank)[0]
         batch_dim, sequence_dim = LAYOUTS[self.layout]
         if local.dim() != 3 or not local.is_floating_point():
-            raise ShapeError("cross a bridge", found=f"{tuple(local.shape)} {local.dtype}", rule=f"[{self.layout[0]}, "
-                             f"{self.layout[1]}, h] of floating point", fix="packed rows cross with Crossing")
+            raise ShapeError(
+                "cross a bridge",
+                found=f"{tuple(local.shape)} {local.dtype}",
+                rule=f"[{self.layout[0]}, {self.layout[1]}, h] of floating point",
+                fix="packed rows cross with Crossing",
+            )
         count, tokens = local.shape[batch_dim], local.shape[sequence_dim] * source["cp"]
         if samples is None:
             samples = self._ask(count, tokens, local.device)
         route = self.route(samples)
         if route.samples[dp] != count:
-            raise ShapeError("cross a bridge", found=f"{count} samples on dp rank {dp}",
-                             rule=f"{route.samples[dp]}, as was said of it", fix="say what each dp rank holds")
+            raise ShapeError(
+                "cross a bridge",
+                found=f"{count} samples on dp rank {dp}",
+                rule=f"{route.samples[dp]}, as was said of it",
+                fix="say what each dp rank holds",
+            )
         if route.path == "general":
             return self._cross_generally(local, route, tokens, checked=checked)
         owned_Rt = None
@@ -145,8 +167,11 @@ class Bridge:
         hold_replicas(self._rows(local), crossing.source, self.everyone, what="values at the source")
         out = hand_over(local, direct)
         if out.requires_grad:
-            out.register_hook(lambda gradient: hold_replicas(
-                self._rows(gradient), crossing.destination, self.everyone, what="gradients at the destination"))
+            out.register_hook(
+                lambda gradient: hold_replicas(
+                    self._rows(gradient), crossing.destination, self.everyone, what="gradients at the destination"
+                )
+            )
         return out
 
     def _cross_generally(self, local: Tensor, route: Route, tokens: int, *, checked: bool) -> Tensor:
@@ -171,10 +196,12 @@ class Bridge:
         for rank, (samples, length) in zip(source.ranks, everyone, strict=True):
             first = held.setdefault(source.place(rank)[0], (samples, length))
             if first != (samples, length) or length != held[0][1]:
-                raise ShardingError(f"bridge from {source}", found=f"rank {rank} brings {samples} samples of {length} "
-                                    f"tokens, others {first[0]} of {held[0][1]}", rule="ranks of one dp slot bring the "
-                                    "same samples, and all sequences have one length (I9)",
-                                    fix="sequences of several lengths cross as rows, with Crossing")
+                raise ShardingError(
+                    f"bridge from {source}",
+                    found=f"rank {rank} brings {samples} samples of {length} tokens, others {first[0]} of {held[0][1]}",
+                    rule="ranks of one dp slot bring the same samples, and all sequences have one length (I9)",
+                    fix="sequences of several lengths cross as rows, with Crossing",
+                )
         return tuple(held[dp][0] for dp in range(source["dp"]))
 
 
@@ -183,6 +210,9 @@ def _refuse_other_group(cp: Axis, destination: Grid, rank: int) -> None:
     line = next((line for line in destination.lines("cp") if rank in line), ())
     ranks = tuple(cp.ranks) if cp.size > 1 else (rank,)
     if line and ranks != line:
-        raise ShardingError(f"bridge to {destination}: cp group (I6)", found=f"ranks {ranks} on rank {rank}",
-                            rule=f"its cp ranks are {line}, in this order",
-                            fix="give the cp group of that layout, or none")
+        raise ShardingError(
+            f"bridge to {destination}: cp group (I6)",
+            found=f"ranks {ranks} on rank {rank}",
+            rule=f"its cp ranks are {line}, in this order",
+            fix="give the cp group of that layout, or none",
+        )

@@ -61,22 +61,33 @@ class Crossing:
                 wants and nobody holds, or that the source holds and nobody answers for.
         """
         if source.size != destination.size:
-            raise ShardingError("bridge between two sides", found=f"{source.size} and {destination.size} ranks",
-                                rule="both modules lie over the same ranks", fix="give idle ranks empty shares")
+            raise ShardingError(
+                "bridge between two sides",
+                found=f"{source.size} and {destination.size} ranks",
+                rule="both modules lie over the same ranks",
+                fix="give idle ranks empty shares",
+            )
         share_of_token, row_of_token = _owners(source)
         _refuse_lost(share_of_token, destination)
         size = len(source.shares)
         wanted = [_counted(share_of_token[_wants(share)], size) > 0 for share in destination.shares]
         asked = [(_counted(share_of_token[_asks(share)], size) > 0).tolist() for share in destination.shares]
-        return cls(source, destination, share_of_token, row_of_token,
-                   _serving(source.shares, destination, torch.stack(wanted, 1).tolist()),
-                   _serving(destination.shares, source, asked))
+        return cls(
+            source,
+            destination,
+            share_of_token,
+            row_of_token,
+            _serving(source.shares, destination, torch.stack(wanted, 1).tolist()),
+            _serving(destination.shares, source, asked),
+        )
 
     def __repr__(self) -> str:
         """Say how much travels."""
         there, back = self.forward_RR, self.backward_RR
-        return (f"Crossing({self.source.size} ranks, {int((self.share_of_token >= 0).sum())} tokens; between ranks "
-                f"{int(there.sum() - there.trace())} rows forward, {int(back.sum() - back.trace())} backward)")
+        return (
+            f"Crossing({self.source.size} ranks, {int((self.share_of_token >= 0).sum())} tokens; between ranks "
+            f"{int(there.sum() - there.trace())} rows forward, {int(back.sum() - back.trace())} backward)"
+        )
 
     @cached_property
     def forward_RR(self) -> Tensor:
@@ -108,12 +119,19 @@ class Crossing:
         """
         share = self.source.share_of[axis.rank] if axis.size == self.source.size else None
         if share is None:
-            raise ShardingError(f"bridge between {self.source.size} ranks", found=f"an axis of {axis.size}",
-                                rule="the axis has every rank of both sides", fix="give the axis of all ranks")
+            raise ShardingError(
+                f"bridge between {self.source.size} ranks",
+                found=f"an axis of {axis.size}",
+                rule="the axis has every rank of both sides",
+                fix="give the axis of all ranks",
+            )
         if not values_tD.is_floating_point() or values_tD.dim() < 1 or len(values_tD) != len(share.tokens_t):
-            raise ShapeError("cross a bridge", found=f"{tuple(values_tD.shape)} {values_tD.dtype} on rank {axis.rank}",
-                             rule=f"[{len(share.tokens_t)}, ...] of floating point, a row for each token of its share",
-                             fix="bring what the source side says of this rank; [0, ...] where it says nothing")
+            raise ShapeError(
+                "cross a bridge",
+                found=f"{tuple(values_tD.shape)} {values_tD.dtype} on rank {axis.rank}",
+                rule=f"[{len(share.tokens_t)}, ...] of floating point, a row for each token of its share",
+                fix="bring what the source side says of this rank; [0, ...] where it says nothing",
+            )
         if checked:
             hold_replicas(values_tD.detach(), self.source, axis, what="values at the source")
         # A rank without anything to differentiate takes part in backward all the same.
@@ -198,18 +216,23 @@ class _Table:
         answered = torch.nonzero(consumer.answered_t).squeeze(1)
         distinct = torch.searchsorted(asked, consumer.tokens_t[answered])
         returned = [torch.searchsorted(asked, wanted[source == rank]) for wanted, source in crossing._answered]
-        return cls(sent=crossing.row_of_token[sent].to(device), came=came.to(device), filled=filled.to(device),
-                   size=len(consumer.tokens_t), forward_RR=crossing.forward_RR,
-                   distinct=_Sum.make(distinct, len(asked), device), answered=answered.to(device),
-                   returned=torch.cat(returned).to(device),
-                   summed=_Sum.make(crossing.row_of_token[crossing._answered[rank][0]], len(share.tokens_t), device),
-                   backward_RR=crossing.backward_RR)
+        return cls(
+            sent=crossing.row_of_token[sent].to(device),
+            came=came.to(device),
+            filled=filled.to(device),
+            size=len(consumer.tokens_t),
+            forward_RR=crossing.forward_RR,
+            distinct=_Sum.make(distinct, len(asked), device),
+            answered=answered.to(device),
+            returned=torch.cat(returned).to(device),
+            summed=_Sum.make(crossing.row_of_token[crossing._answered[rank][0]], len(share.tokens_t), device),
+            backward_RR=crossing.backward_RR,
+        )
 
 
 class _Cross(Function):
     @staticmethod
-    def forward(ctx: Any, values_tD: Tensor, anchor: Tensor, crossing: Crossing, axis: Axis,
-                checked: bool) -> Tensor:
+    def forward(ctx: Any, values_tD: Tensor, anchor: Tensor, crossing: Crossing, axis: Axis, checked: bool) -> Tensor:
         ctx.crossing, ctx.axis, ctx.checked, ctx.caller = crossing, axis, checked, flight.caller()
         table = crossing._table(axis.rank, values_tD.device)
         rows = exchange_rows(values_tD.index_select(0, table.sent), table.forward_RR, axis, caller=ctx.caller)
@@ -253,10 +276,12 @@ def _owners(source: Side) -> tuple[Tensor, Tensor]:
         ordered = tokens.sort().values
         twice += ordered[1:][ordered[1:] == ordered[:-1]].tolist()
         if twice:
-            raise ShardingError(f"source of a bridge: token {twice[0]}", found="two rows that are it, on ranks that "
-                                "are not replicas or on one rank",
-                                rule="a token is in one row of one share of the source",
-                                fix="make the ranks that hold it replicas of one share")
+            raise ShardingError(
+                f"source of a bridge: token {twice[0]}",
+                found="two rows that are it, on ranks that are not replicas or on one rank",
+                rule="a token is in one row of one share of the source",
+                fix="make the ranks that hold it replicas of one share",
+            )
         share_of_token[tokens], row_of_token[tokens] = number, rows
     return share_of_token, row_of_token
 
@@ -268,15 +293,20 @@ def _refuse_lost(share_of_token: Tensor, destination: Side) -> None:
         tokens = _wants(share)
         missing = tokens[(tokens >= size) | (tokens < 0)].tolist() or tokens[share_of_token[tokens] < 0].tolist()
         if missing:
-            raise ShardingError(f"destination of a bridge: {_listed(missing)} on ranks {share.ranks}",
-                                found="nobody who holds it at the source",
-                                rule="what the destination gets, the source has",
-                                fix="mark rows without a token PADDING")
+            raise ShardingError(
+                f"destination of a bridge: {_listed(missing)} on ranks {share.ranks}",
+                found="nobody who holds it at the source",
+                rule="what the destination gets, the source has",
+                fix="mark rows without a token PADDING",
+            )
         answered[_asks(share)] = True
     if lost := torch.nonzero((share_of_token >= 0) & ~answered).squeeze(1).tolist():
-        raise ShardingError(f"source of a bridge: {_listed(lost)}", found="nobody who answers for it",
-                            rule="nothing is dropped on the way: every token of the source has a gradient",
-                            fix="mark rows of the source that nobody needs PADDING")
+        raise ShardingError(
+            f"source of a bridge: {_listed(lost)}",
+            found="nobody who answers for it",
+            rule="nothing is dropped on the way: every token of the source has a gradient",
+            fix="mark rows of the source that nobody needs PADDING",
+        )
 
 
 def _listed(tokens: Sequence[int]) -> str:

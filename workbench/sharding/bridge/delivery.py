@@ -46,9 +46,11 @@ class Delivery:
         if self.kind not in ("whole", "sharded"):
             raise ShardingError(f"bridge with delivery {self.kind!r}", rule="whole or sharded", fix="choose one")
         if self.kind == "whole" and self.sequence_parallel:
-            raise ShardingError("bridge that delivers whole sequences, with sequence_parallel",
-                                rule="a whole sequence is cut by the module that gets it",
-                                fix="SequencePartition(cp, order, tp), or delivery 'sharded'")
+            raise ShardingError(
+                "bridge that delivers whole sequences, with sequence_parallel",
+                rule="a whole sequence is cut by the module that gets it",
+                fix="SequencePartition(cp, order, tp), or delivery 'sharded'",
+            )
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,19 @@ def check_delivery(pair: GridPair, how: Delivery) -> None:
         ShardingError: a grid that shards its sequence without an order.
     """
     if pair.source["cp"] > 1 and how.source_order is None:
-        raise ShardingError(f"bridge from {pair.source}", found="no source_order", rule="a source that shards its "
-                            "sequence says in which order", fix="source_order='zigzag', or another of the orders")
+        raise ShardingError(
+            f"bridge from {pair.source}",
+            found="no source_order",
+            rule="a source that shards its sequence says in which order",
+            fix="source_order='zigzag', or another of the orders",
+        )
     if how.kind == "sharded" and how.order is None and pair.destination["cp"] > 1:
-        raise ShardingError(f"bridge that delivers shards to {pair.destination}", found="no order",
-                            rule="a destination that shards its sequence says in which order",
-                            fix="order='zigzag', or another of the orders")
+        raise ShardingError(
+            f"bridge that delivers shards to {pair.destination}",
+            found="no order",
+            rule="a destination that shards its sequence says in which order",
+            fix="order='zigzag', or another of the orders",
+        )
 
 
 def route_of(pair: GridPair, how: Delivery, samples: Sequence[int]) -> Route:
@@ -89,9 +98,12 @@ def route_of(pair: GridPair, how: Delivery, samples: Sequence[int]) -> Route:
     """
     held = tuple(samples)
     if len(held) != pair.source["dp"] or min(held) < 0:
-        raise ShardingError(f"bridge of {held} samples", found=f"{len(held)} numbers",
-                            rule=f"one for each of the {pair.source['dp']} dp ranks of the source",
-                            fix="say how many each holds")
+        raise ShardingError(
+            f"bridge of {held} samples",
+            found=f"{len(held)} numbers",
+            rule=f"one for each of the {pair.source['dp']} dp ranks of the source",
+            fix="say how many each holds",
+        )
     why = pair.why_general
     if not why and how.kind == "sharded":
         why = "shards are delivered, not whole sequences"
@@ -123,8 +135,9 @@ def sides_of(pair: GridPair, how: Delivery, samples: Sequence[int], tokens: int)
             check_stretches(tokens, destination["cp"], destination["tp"])
         stretches = destination["tp"] if how.sequence_parallel else 1
         places = at_destination.view(destination["cp"], stretches, -1)
-        return given, sharded(destination, lambda dp, cp, tp: numbers(after[dp], tokens, places[cp, tp]),
-                              over_tp=how.sequence_parallel)
+        return given, sharded(
+            destination, lambda dp, cp, tp: numbers(after[dp], tokens, places[cp, tp]), over_tp=how.sequence_parallel
+        )
 
     def answers(dp: int, cp: int) -> Tensor:
         mine = torch.zeros(tokens, dtype=torch.bool)

@@ -49,20 +49,35 @@ class Grid:
         """Refuse what is no grid."""
         asked = f"grid of {', '.join(self.names)} = {', '.join(map(str, self.sizes))} from rank {self.offset}"
         if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names):
-            raise ShardingError(asked, found=f"{len(self.names)} names, {len(set(self.names))} of them different, and "
-                                f"{len(self.sizes)} sizes", rule="a size for each dimension, each named once",
-                                fix="correct names or sizes")
+            raise ShardingError(
+                asked,
+                found=f"{len(self.names)} names, {len(set(self.names))} of them different, and {len(self.sizes)} sizes",
+                rule="a size for each dimension, each named once",
+                fix="correct names or sizes",
+            )
         if unknown := [name for name in self.names if name not in NAMES]:
-            raise ShardingError(asked, found=f"dimension {', '.join(unknown)}", rule=f"dimensions are of "
-                                f"{', '.join(NAMES)}", fix="fold other dimensions into dp")
+            raise ShardingError(
+                asked,
+                found=f"dimension {', '.join(unknown)}",
+                rule=f"dimensions are of {', '.join(NAMES)}",
+                fix="fold other dimensions into dp",
+            )
         if missing := [name for name in ("tp", "dp") if name not in self.names]:
-            raise ShardingError(asked, found=f"no {' and no '.join(missing)}", rule="tp and dp are in every grid",
-                                fix="name them with size 1")
+            raise ShardingError(
+                asked,
+                found=f"no {' and no '.join(missing)}",
+                rule="tp and dp are in every grid",
+                fix="name them with size 1",
+            )
         if min(self.sizes) < 1 or self.offset < 0:
             raise ShardingError(asked, rule="every size is at least 1, and no rank is negative", fix="correct it")
         if self["pp"] > 1:
-            raise ShardingError(asked, found=f"pp={self['pp']}", rule="a module that shares its ranks with another has "
-                                "all its layers on each of them", fix="fold pipeline ranks into dp, cp or tp")
+            raise ShardingError(
+                asked,
+                found=f"pp={self['pp']}",
+                rule="a module that shares its ranks with another has all its layers on each of them",
+                fix="fold pipeline ranks into dp, cp or tp",
+            )
 
     def __getitem__(self, name: str) -> int:
         """Ranks along a dimension; 1 along one that the grid does not have."""
@@ -102,9 +117,12 @@ class Grid:
             ShardingError: it is not in the grid.
         """
         if rank not in self.ranks:
-            raise ShardingError(f"the place of rank {rank} in {self}", found=f"ranks {self.offset} to "
-                                f"{self.offset + self.size - 1}", rule="a rank of the grid has a place",
-                                fix="ask on ranks of the grid")
+            raise ShardingError(
+                f"the place of rank {rank} in {self}",
+                found=f"ranks {self.offset} to {self.offset + self.size - 1}",
+                rule="a rank of the grid has a place",
+                fix="ask on ranks of the grid",
+            )
         return {name: (rank - self.offset) // step % self[name] for name, step in self.strides.items()}
 
     def rank_at(self, **coordinates: int) -> int:
@@ -114,8 +132,11 @@ class Grid:
             ShardingError: a coordinate outside of the grid.
         """
         if wrong := {name: at for name, at in coordinates.items() if not 0 <= at < self[name]}:
-            raise ShardingError(f"the rank of {self} at {wrong}", rule="a coordinate is below its dimension's size",
-                                fix="correct the coordinate")
+            raise ShardingError(
+                f"the rank of {self} at {wrong}",
+                rule="a coordinate is below its dimension's size",
+                fix="correct the coordinate",
+            )
         return self.offset + sum(step * coordinates.get(name, 0) for name, step in self.strides.items())
 
     def place(self, rank: int) -> tuple[int, int, int]:
@@ -136,12 +157,14 @@ class Grid:
             ((0, 2, 4, 6), (1, 3, 5, 7))
         """
         if unknown := [name for name in names if name not in NAMES]:
-            raise ShardingError(f"lines of {self} along {', '.join(unknown)}", rule=f"of {', '.join(NAMES)}",
-                                fix="name its dimensions")
+            raise ShardingError(
+                f"lines of {self} along {', '.join(unknown)}", rule=f"of {', '.join(NAMES)}", fix="name its dimensions"
+            )
         fixed = [name for name in reversed(self.names) if name not in names]
         free = [name for name in reversed(self.names) if name in names]
-        return tuple(tuple(sorted(self.rank_at(**at, **along) for along in self._places(free)))
-                     for at in self._places(fixed))
+        return tuple(
+            tuple(sorted(self.rank_at(**at, **along) for along in self._places(free))) for at in self._places(fixed)
+        )
 
     def _places(self, names: list[str]) -> Iterator[dict[str, int]]:
         for at in itertools.product(*(range(self[name]) for name in names)):

@@ -56,17 +56,25 @@ class GridGroups:
         """
         lines = _key(lines)
         if lines in self._axes:
-            raise ShardingError(f"groups {name} of {_words(lines)}", found="the same groups, made before",
-                                rule="a group is made once", fix="get what is there")
+            raise ShardingError(
+                f"groups {name} of {_words(lines)}",
+                found="the same groups, made before",
+                rule="a group is made once",
+                fix="get what is there",
+            )
         everyone = [rank for line in lines for rank in line]
         if len(set(everyone)) != len(everyone) or not set(everyone) <= set(range(self.world.size)):
-            raise ShardingError(f"groups {name} of {_words(lines)}", found=f"a job of {self.world.size} rank(s)",
-                                rule="every rank of the job is in at most one of them",
-                                fix="lay the grid over ranks that are there")
+            raise ShardingError(
+                f"groups {name} of {_words(lines)}",
+                found=f"a job of {self.world.size} rank(s)",
+                rule="every rank of the job is in at most one of them",
+                fix="lay the grid over ranks that are there",
+            )
         mine = Axis(name)
         if self.world.group is not None:
-            with flight.entering("make_groups", self.world.name, self.world.ranks, wire.group_name(self.world.group),
-                                 (len(lines),)):
+            with flight.entering(
+                "make_groups", self.world.name, self.world.ranks, wire.group_name(self.world.group), (len(lines),)
+            ):
                 for line in lines:
                     if len(line) == 1:
                         continue
@@ -87,9 +95,12 @@ class GridGroups:
         """
         lines = _key(grid.lines(*names))
         if lines not in self._axes:
-            raise ShardingError(f"the {'_'.join(names)} group of {grid}", found="none", rule="a group is made, by all "
-                                "ranks together, before it is looked up",
-                                fix=f"groups.make(grid, {', '.join(map(repr, names))}) on every rank")
+            raise ShardingError(
+                f"the {'_'.join(names)} group of {grid}",
+                found="none",
+                rule="a group is made, by all ranks together, before it is looked up",
+                fix=f"groups.make(grid, {', '.join(map(repr, names))}) on every rank",
+            )
         return replace(self._axes[lines], name="_".join(names))
 
     def ensure(self, name: str, lines: Sequence[Sequence[int]]) -> Axis:

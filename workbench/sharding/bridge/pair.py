@@ -41,11 +41,19 @@ class GridPair:
         source, destination = self.source, self.destination
         asked = f"bridge from {source} to {destination}"
         if source.size != destination.size or source.offset != destination.offset:
-            raise ShardingError(f"{asked}: same ranks (I1)", found=f"ranks {_span(source)} and {_span(destination)}",
-                                rule="both grids have one size and one offset", fix="choose sizes of one product")
+            raise ShardingError(
+                f"{asked}: same ranks (I1)",
+                found=f"ranks {_span(source)} and {_span(destination)}",
+                rule="both grids have one size and one offset",
+                fix="choose sizes of one product",
+            )
         if wrong := self._not_nested():
-            raise ShardingError(f"{asked}: nesting (I5)", found=wrong, rule="each of the more dp slots lies inside one "
-                                "of the fewer", fix="let dp be the slowest dimension of both grids: tp, cp, dp")
+            raise ShardingError(
+                f"{asked}: nesting (I5)",
+                found=wrong,
+                rule="each of the more dp slots lies inside one of the fewer",
+                fix="let dp be the slowest dimension of both grids: tp, cp, dp",
+            )
 
     def __repr__(self) -> str:
         """Say which way leads across."""
@@ -88,8 +96,12 @@ class GridPair:
         if self.path not in ("fan-in", "fan-out"):
             return ()
         grid, slots = (self.source if self.path == "fan-in" else self.destination), self.ratio
-        lines = tuple(tuple(grid.rank_at(dp=outer * slots + slot, cp=cp, tp=tp) for slot in range(slots))
-                      for outer in range(grid["dp"] // slots) for cp in range(grid["cp"]) for tp in range(grid["tp"]))
+        lines = tuple(
+            tuple(grid.rank_at(dp=outer * slots + slot, cp=cp, tp=tp) for slot in range(slots))
+            for outer in range(grid["dp"] // slots)
+            for cp in range(grid["cp"])
+            for tp in range(grid["tp"])
+        )
         everyone = sorted(rank for line in lines for rank in line)
         assert everyone == list(grid.ranks), "every rank gathers in exactly one group (I7)"
         return lines

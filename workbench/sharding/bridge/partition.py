@@ -59,9 +59,12 @@ def check_stretches(tokens: int, cp: int, tp: int) -> None:
         ShardingError: they do not divide (I13).
     """
     if tokens // cp % tp:
-        raise ShardingError(f"sequence of {tokens} tokens over cp={cp} and tp={tp} (I13)",
-                            found=f"{tokens // cp} tokens on a cp rank", rule="tp divides the tokens of a cp rank",
-                            fix=f"pad to a multiple of 2 * cp * tp = {2 * cp * tp}")
+        raise ShardingError(
+            f"sequence of {tokens} tokens over cp={cp} and tp={tp} (I13)",
+            found=f"{tokens // cp} tokens on a cp rank",
+            rule="tp divides the tokens of a cp rank",
+            fix=f"pad to a multiple of 2 * cp * tp = {2 * cp * tp}",
+        )
 
 
 @functools.lru_cache(maxsize=64)

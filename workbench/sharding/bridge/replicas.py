@@ -37,17 +37,27 @@ def hold_replicas(values_tD: Tensor, side: Side, axis: Axis, *, what: str) -> No
     everyone = gather_equal(mine, axis).tolist()
     kinds = {(int(wide), eps) for *_, wide, eps in everyone}
     if len(kinds) > 1:
-        raise ShardingError(f"bridge: {what}", found=f"rows of {' and '.join(str(wide) for wide, _ in sorted(kinds))} "
-                            f"numbers, in {len({eps for _, eps in kinds})} precision(s)",
-                            rule="all ranks bring rows of one width and dtype", fix="cast before the bridge")
+        raise ShardingError(
+            f"bridge: {what}",
+            found=f"rows of {' and '.join(str(wide) for wide, _ in sorted(kinds))} "
+            f"numbers, in {len({eps for _, eps in kinds})} precision(s)",
+            rule="all ranks bring rows of one width and dtype",
+            fix="cast before the bridge",
+        )
     if astray := [rank for rank, (_, norm, stray_norm, *_) in enumerate(everyone) if stray_norm > 0]:
-        raise ShardingError(f"bridge: {what}", found=f"something other than zero on rank(s) {astray} in rows that are "
-                            "another cp rank's", rule="where a plan says who uses a token, nobody else does",
-                            fix="give connect no order, and every rank's gradient is summed")
+        raise ShardingError(
+            f"bridge: {what}",
+            found=f"something other than zero on rank(s) {astray} in rows that are another cp rank's",
+            rule="where a plan says who uses a token, nobody else does",
+            fix="give connect no order, and every rank's gradient is summed",
+        )
     for one in side.shares:
         first, largest = everyone[one.ranks[0]][0], max(everyone[rank][1] for rank in one.ranks)
         if differ := [rank for rank in one.ranks if not abs(everyone[rank][0] - first) <= BAR * largest]:
-            raise ShardingError(f"bridge: {what}", found=f"rank(s) {differ} differ from rank {one.ranks[0]} by more "
-                                f"than {BAR:g} of the norm", rule=f"ranks {', '.join(map(str, one.ranks))} hold the "
-                                "same", fix="complete sums over tp before the bridge: the gradient at the "
-                                "input of the destination, the output of the source")
+            raise ShardingError(
+                f"bridge: {what}",
+                found=f"rank(s) {differ} differ from rank {one.ranks[0]} by more than {BAR:g} of the norm",
+                rule=f"ranks {', '.join(map(str, one.ranks))} hold the same",
+                fix="complete sums over tp before the bridge: the gradient at the "
+                "input of the destination, the output of the source",
+            )

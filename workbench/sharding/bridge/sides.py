@@ -62,9 +62,12 @@ class Side:
         """Refuse ranks that are lost or counted twice."""
         everyone = sorted(rank for share in self.shares for rank in share.ranks)
         if everyone != list(range(len(everyone))) or not everyone:
-            raise ShardingError(f"one side of a bridge: {len(self.shares)} shares", found=f"ranks {everyone[:16]}",
-                                rule="every rank from 0 on is in exactly one share", fix="give a rank that holds "
-                                "nothing a share without tokens")
+            raise ShardingError(
+                f"one side of a bridge: {len(self.shares)} shares",
+                found=f"ranks {everyone[:16]}",
+                rule="every rank from 0 on is in exactly one share",
+                fix="give a rank that holds nothing a share without tokens",
+            )
 
     @cached_property
     def size(self) -> int:
@@ -94,13 +97,17 @@ def sharded(grid: Grid, tokens_of: Callable[[int, int, int], Tensor], *, over_tp
     shares = []
     for dp, cp in itertools.product(range(grid["dp"]), range(grid["cp"])):
         ranks = _ranks(grid, dp, cp)
-        shares += [Share((rank,), tokens_of(dp, cp, tp)) for tp, rank in enumerate(ranks)] if over_tp else [
-            Share(ranks, tokens_of(dp, cp, 0))]
+        shares += (
+            [Share((rank,), tokens_of(dp, cp, tp)) for tp, rank in enumerate(ranks)]
+            if over_tp
+            else [Share(ranks, tokens_of(dp, cp, 0))]
+        )
     return Side(tuple(shares))
 
 
-def whole(grid: Grid, tokens_of: Callable[[int], Tensor],
-          answers_of: Callable[[int, int], Tensor] | None = None) -> Side:
+def whole(
+    grid: Grid, tokens_of: Callable[[int], Tensor], answers_of: Callable[[int, int], Tensor] | None = None
+) -> Side:
     """Tokens dealt over dp; every cp rank gets all of its dp rank's and uses them differently.
 
     Args:
@@ -108,8 +115,12 @@ def whole(grid: Grid, tokens_of: Callable[[int], Tensor],
         tokens_of: dp to the tokens of that place.
         answers_of: (dp, cp) to the rows whose gradient may be anything but zero on that cp rank; None: all.
     """
-    return Side(tuple(Share(_ranks(grid, dp, cp), tokens_of(dp), answers_of(dp, cp) if answers_of else None)
-                      for dp, cp in itertools.product(range(grid["dp"]), range(grid["cp"]))))
+    return Side(
+        tuple(
+            Share(_ranks(grid, dp, cp), tokens_of(dp), answers_of(dp, cp) if answers_of else None)
+            for dp, cp in itertools.product(range(grid["dp"]), range(grid["cp"]))
+        )
+    )
 
 
 def declare(tokens_t: Tensor, axis: Axis, *, alike: int) -> Side:
@@ -130,10 +141,12 @@ def declare(tokens_t: Tensor, axis: Axis, *, alike: int) -> Side:
     for rank, label in enumerate(labels):
         first = shares.setdefault(label, [])
         if first and not torch.equal(held[first[0]], held[rank]):
-            raise ShardingError(f"ranks {first[0]} and {rank} as replicas (alike = {label})",
-                                found=f"{len(held[first[0]])} and {len(held[rank])} rows, not of the same tokens",
-                                rule="replicas hold the same tokens in the same order",
-                                fix="give ranks that hold different tokens different numbers")
+            raise ShardingError(
+                f"ranks {first[0]} and {rank} as replicas (alike = {label})",
+                found=f"{len(held[first[0]])} and {len(held[rank])} rows, not of the same tokens",
+                rule="replicas hold the same tokens in the same order",
+                fix="give ranks that hold different tokens different numbers",
+            )
         first.append(rank)
     return Side(tuple(Share(tuple(ranks), held[ranks[0]]) for ranks in shares.values()))
 

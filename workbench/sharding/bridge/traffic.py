@@ -62,8 +62,15 @@ class Traffic:
     steps: tuple[Step, ...]
 
     @classmethod
-    def of(cls, pair: GridPair, delivery: Delivery | None = None, *, samples: Sequence[int] | None = None,
-           tokens: int | None = None, general: bool = False) -> Traffic:
+    def of(
+        cls,
+        pair: GridPair,
+        delivery: Delivery | None = None,
+        *,
+        samples: Sequence[int] | None = None,
+        tokens: int | None = None,
+        general: bool = False,
+    ) -> Traffic:
         """Count it.
 
         Args:
@@ -81,15 +88,21 @@ class Traffic:
         dp = pair.source["dp"]
         held = [least_samples(pair) // dp] * dp if samples is None else list(samples)
         if tokens is None:
-            tokens = 2 * pair.source["cp"] * pair.destination["cp"] * (
-                pair.destination["tp"] if how.sequence_parallel else 1)
+            tokens = (
+                2
+                * pair.source["cp"]
+                * pair.destination["cp"]
+                * (pair.destination["tp"] if how.sequence_parallel else 1)
+            )
         route, sides = route_of(pair, how, held), sides_of(pair, how, held, tokens)
         if general and not route.why:
             route = Route(route.samples, "general", "as asked")
         if route.path == "general":
             crossing = Crossing.make(*sides)
-            steps = (Step("forward", "exchange of rows", crossing.forward_RR),
-                     Step("backward", "exchange of gradients of distinct consumers", crossing.backward_RR))
+            steps = (
+                Step("forward", "exchange of rows", crossing.forward_RR),
+                Step("backward", "exchange of gradients of distinct consumers", crossing.backward_RR),
+            )
         else:
             steps = _of_fast_path(pair, how, held[0] * tokens)
         return cls(pair, how, route, tokens, sides, steps)
@@ -102,8 +115,10 @@ class Traffic:
     def __repr__(self) -> str:
         """Say which way leads across."""
         why = f" ({self.route.why})" if self.route.why else ""
-        return (f"Traffic({self.pair.source.words} -> {self.pair.destination.words}: {self.route.path}{why}; "
-                f"{sum(self.route.samples)} samples of {self.tokens} tokens)")
+        return (
+            f"Traffic({self.pair.source.words} -> {self.pair.destination.words}: {self.route.path}{why}; "
+            f"{sum(self.route.samples)} samples of {self.tokens} tokens)"
+        )
 
     def drawing(self) -> str:
         """The two sides rank by rank, and a table of rows for each exchange, as text.
@@ -122,8 +137,9 @@ class Traffic:
         wide = [("rank", 6), ("source", 17), ("holds", 14), ("destination", 17), ("gets", 0)]
         lines = ["".join(f"{name:<{width}}" for name, width in wide).rstrip()]
         for rank in range(self.pair.source.size):
-            before, after = (place_words(grid.place(rank + grid.offset)) for grid in (self.pair.source,
-                                                                                     self.pair.destination))
+            before, after = (
+                place_words(grid.place(rank + grid.offset)) for grid in (self.pair.source, self.pair.destination)
+            )
             holds, gets = (self.held_words(side, rank) for side in self.sides)
             lines.append(f"{rank + self.pair.source.offset:>4}  {before:<17}{holds:<14}{after:<17}{gets}")
         for step in self.steps:
@@ -133,8 +149,10 @@ class Traffic:
             rows = step.between.tolist()
             width = max(4, len(str(max(map(max, rows)))) + 2)
             lines.append("    " + "".join(f"{rank:>{width}}" for rank in range(len(rows))))
-            lines += [f"{rank:>4}{''.join(f'{count or str():>{width}}' for count in row)}".rstrip()
-                      for rank, row in enumerate(rows)]
+            lines += [
+                f"{rank:>4}{''.join(f'{count or str():>{width}}' for count in row)}".rstrip()
+                for rank, row in enumerate(rows)
+            ]
         return "\n".join(lines)
 
     def held_words(self, side: Side, rank: int) -> str:
@@ -162,8 +180,11 @@ def _of_fast_path(pair: GridPair, how: Delivery, held: int) -> tuple[Step, ...]:
         steps.append(_among(pair, "forward", "all-gather along the batch", pair.gather_lines, held))
     if cp > 1:
         lines = pair.destination.lines("cp")
-        steps.append(_among(pair, "backward", "all-reduce over cp", lines, 2 * got // cp) if how.order is None
-                     else _among(pair, "backward", "all-gather over cp of the tokens that each used", lines, got // cp))
+        steps.append(
+            _among(pair, "backward", "all-reduce over cp", lines, 2 * got // cp)
+            if how.order is None
+            else _among(pair, "backward", "all-gather over cp of the tokens that each used", lines, got // cp)
+        )
     if pair.path == "fan-out":
         steps.append(_among(pair, "backward", "all-gather along the batch", pair.gather_lines, got))
     return tuple(steps)

@@ -31,6 +31,7 @@ def put(where, number):
         out = values_S.clone()
         out[where] = number
         return out
+
     return function
 
 
@@ -67,8 +68,7 @@ WRONG = {
     "lower_precision": {"tokens": values(policy_logprobs=lambda p: p.bfloat16().double())},
     "other_targets": {"tokens": values(policy_logprobs=lambda p: p.flip(0))},
     "other_mask": {"tokens": values(trained=put([3, 9, 10, 15], False))},
-    "temperature": {"tokens": values(policy_logprobs=lambda p: p + 0.2 * ENTROPY,
-                                     entropy_nats=lambda h: h - 0.1)},
+    "temperature": {"tokens": values(policy_logprobs=lambda p: p + 0.2 * ENTROPY, entropy_nats=lambda h: h - 0.1)},
     "logprobs_scaled": {"tokens": values(policy_logprobs=lambda p: p / 0.8)},
     "normaliser": {"tokens": values(policy_logprobs=lambda p: p - torch.linspace(0.1, 0.9, 18).roll(7))},
     "entropy_alone": {"tokens": values(entropy_nats=lambda h: h / 2)},
@@ -81,12 +81,14 @@ WRONG = {
     "head_gradient": {"changes": mixed(["lm_head"])},
     "head_rounded": {"changes": changed(["lm_head"], 1.001)},
     "gradient_below_head": {"changes": mixed(["model."])},
-    "keys_values_not_summed": {"changes": mixed(["embed", ".0.", "1.self_attn.k_proj", "1.self_attn.v_proj",
-                                                 "1.input_layernorm"])},
+    "keys_values_not_summed": {
+        "changes": mixed(["embed", ".0.", "1.self_attn.k_proj", "1.self_attn.v_proj", "1.input_layernorm"])
+    },
     "layer_input_gradient": {"changes": mixed(["embed", ".0.", "1.input_layernorm"])},
     "some_parameters": {"changes": changed(["0.mlp"], 7)},
-    "attention_backward": {"changes": mixed(["embed", ".0.", "1.self_attn.q", "1.self_attn.k", "1.self_attn.v",
-                                             "1.input_layernorm"])},
+    "attention_backward": {
+        "changes": mixed(["embed", ".0.", "1.self_attn.q", "1.self_attn.k", "1.self_attn.v", "1.input_layernorm"])
+    },
     "ranks_lost": {"changes": {name: 0.2 * each for name, each in mixed([""]).items()}},
     "added_repeatedly": {"changes": {name: 3 * (each + gradients(9)[name]) for name, each in gradients().items()}},
     "term_without_gradient": {"changes": mixed([""])},
@@ -139,17 +141,25 @@ def test_an_update_that_differs():
 def test_told_settings_are_compared(trusted):
     found = diagnose_records(trusted, make_record({"learning_rate": 2.0}, loss=0.26))
     assert "other_settings" not in [cause.name for cause in found.causes], "only one of them says it"
-    both = diagnose_records(replace(trusted, context=trusted.context | {"learning_rate": 1.0}),
-                            make_record({"learning_rate": 2.0}, loss=0.26))
+    both = diagnose_records(
+        replace(trusted, context=trusted.context | {"learning_rate": 1.0}),
+        make_record({"learning_rate": 2.0}, loss=0.26),
+    )
     assert both["other_settings"].evidence == ("learning_rate is 2.0, not 1.0",)
 
 
 def test_rounding_is_told_from_a_mistake():
     noise = torch.linspace(-1, 1, 18).roll(5) * 0.01
     small = {name: each + 0.01 * gradients(3)[name] for name, each in gradients().items()}
-    found = diagnose_records(make_record(), make_record(
-        {"precision": "float32"}, loss=0.2501, changes=small,
-        tokens=values(policy_logprobs=lambda p: p + noise, entropy_nats=lambda h: h + noise.flip(0))))
+    found = diagnose_records(
+        make_record(),
+        make_record(
+            {"precision": "float32"},
+            loss=0.2501,
+            changes=small,
+            tokens=values(policy_logprobs=lambda p: p + noise, entropy_nats=lambda h: h + noise.flip(0)),
+        ),
+    )
     assert found.causes[0].name == "lower_precision"
 
 
@@ -169,8 +179,9 @@ def clipped(*which):
     return tokens() | {"clipped": torch.isin(torch.arange(18), torch.tensor(which))}
 
 
-@pytest.mark.parametrize(("right", "wrong", "name"), [
-    ((3, 9), (3,), "clipping"), ((8, 9, 10, 11), (2, 3, 4, 5), "ratio")])
+@pytest.mark.parametrize(
+    ("right", "wrong", "name"), [((3, 9), (3,), "clipping"), ((8, 9, 10, 11), (2, 3, 4, 5), "ratio")]
+)
 def test_what_is_clipped_by_documents_hangs_on_more_than_the_ratios_of_tokens(right, wrong, name):
     there = {"metrics": METRICS | {"clip/region/fraction": 0.3}, "tokens": clipped(*right)}
     other = {"metrics": METRICS | {"clip/region/fraction": 0.1}, "tokens": clipped(*wrong)}
@@ -180,8 +191,9 @@ def test_what_is_clipped_by_documents_hangs_on_more_than_the_ratios_of_tokens(ri
 def test_a_gradient_that_was_not_cleared():
     def two(kept):
         later = {name: each + kept * gradients()[name] for name, each in gradients(4).items()}
-        return replace(make_record(), steps=(make_record().steps[0], replace(
-            make_record(changes=later).steps[0], number=1)))
+        return replace(
+            make_record(), steps=(make_record().steps[0], replace(make_record(changes=later).steps[0], number=1))
+        )
 
     found = diagnose_records(two(0.0), two(1.0))
     assert found.causes[0].name == "gradients_not_cleared"
@@ -207,8 +219,10 @@ def test_what_is_against_what_was_lost_is_no_part_of_it():
 
 def test_a_power_of_two_rounds_nothing():
     def twice(noise):
-        return make_record({"precision": "bfloat16"}, changes={
-            name: 2 * each + noise * gradients(7)[name] for name, each in gradients().items()})
+        return make_record(
+            {"precision": "bfloat16"},
+            changes={name: 2 * each + noise * gradients(7)[name] for name, each in gradients().items()},
+        )
 
     right = make_record({"precision": "bfloat16"})
     assert first_of(right, twice(0.0)) == "times_cp"
@@ -220,8 +234,10 @@ def test_a_power_of_two_rounds_nothing():
 @pytest.mark.parametrize("count", [149, 142])
 def test_a_loss_that_follows_the_gradient_names_its_factor_better(count):
     rounded = {name: 130 / count * each + 0.005 * gradients(7)[name] for name, each in gradients().items()}
-    right, wrong = (make_record({"precision": "bfloat16"}, **more) for more in (
-        {}, {"changes": rounded, "loss": 0.25 * 130 / count}))
+    right, wrong = (
+        make_record({"precision": "bfloat16"}, **more)
+        for more in ({}, {"changes": rounded, "loss": 0.25 * 130 / count})
+    )
     found = diagnose_records(right, wrong)
     assert found.causes[0].name == "other_count"
     assert f"{count} and not 130 trained tokens" in found.causes[0].evidence[0]
@@ -248,10 +264,18 @@ def test_below_a_tied_head_everything_is_scaled_but_the_embedding():
     step = make_record().steps[0]
     right = {name: each for name, each in step.gradients.items() if name != "lm_head.weight"}
     wrong = {name: 7 * each for name, each in right.items()} | {
-        "model.embed_tokens.weight": 7 * right["model.embed_tokens.weight"] + own}
+        "model.embed_tokens.weight": 7 * right["model.embed_tokens.weight"] + own
+    }
     norms = [{name: float(each.norm()) for name, each in held.items()} for held in (right, wrong)]
-    assert first_of(*(replace(make_record(), steps=(replace(step, gradients=held, gradient_norms=said),))
-                      for held, said in zip((right, wrong), norms, strict=True))) == "gradient_below_head"
+    assert (
+        first_of(
+            *(
+                replace(make_record(), steps=(replace(step, gradients=held, gradient_norms=said),))
+                for held, said in zip((right, wrong), norms, strict=True)
+            )
+        )
+        == "gradient_below_head"
+    )
 
 
 def test_one_term_is_told_only_beside_terms_that_are_right():
@@ -271,8 +295,10 @@ def elsewhere(there, where):
     return there | {"policy_logprobs": put(where, -2.1)(there["policy_logprobs"])}
 
 
-@pytest.mark.parametrize(("shards", "where"), [
-    ([0, 0, 1, 1, 0, 0] * 3, [4, 5, 10, 11, 16]), ([0] * 9 + [1] * 9, [5, 8, 9, 10, 11, 14, 15, 16])])
+@pytest.mark.parametrize(
+    ("shards", "where"),
+    [([0, 0, 1, 1, 0, 0] * 3, [4, 5, 10, 11, 16]), ([0] * 9 + [1] * 9, [5, 8, 9, 10, 11, 14, 15, 16])],
+)
 def test_positions_are_wrong_where_shards_or_their_halves_meet(shards, where):
     right, there = laid(shards=torch.tensor(shards))
     found = diagnose_records(right, make_record(metrics=METRICS, tokens=elsewhere(there, where)))
@@ -298,10 +324,12 @@ def test_rounded_positions_spare_what_sees_itself_alone():
 
 @pytest.mark.parametrize("shift", [1, -1])
 def test_distributions_of_the_token_before_are_other_targets(shift):
-    moved = values(policy_logprobs=lambda p: p.flip(0), entropy_nats=lambda h: h.roll(shift),
-                   trained=put([2, 8, 14], False))
-    both = values(policy_logprobs=lambda p: p.roll(shift), entropy_nats=lambda h: h.roll(shift),
-                  trained=put([2, 8, 14], False))
+    moved = values(
+        policy_logprobs=lambda p: p.flip(0), entropy_nats=lambda h: h.roll(shift), trained=put([2, 8, 14], False)
+    )
+    both = values(
+        policy_logprobs=lambda p: p.roll(shift), entropy_nats=lambda h: h.roll(shift), trained=put([2, 8, 14], False)
+    )
     changes = {"changes": mixed([""]), "loss": 0.3}
     assert first_of(make_record(), make_record(tokens=moved, **changes)) == "other_targets"
     found = diagnose_records(make_record(), make_record(tokens=both, **changes))
@@ -314,11 +342,15 @@ def test_a_loss_made_of_other_inputs_is_not_reported_wrong():
     assert [cause.name for cause in found.causes[:2]] == ["old_logprobs", "loss_alone"]
 
 
-@pytest.mark.parametrize(("precision", "policy", "name"), [
-    ("bfloat16", 0.2, "one_term"), ("float64", 0.2, "loss_alone"), ("bfloat16", 0.204, "loss_alone")])
+@pytest.mark.parametrize(
+    ("precision", "policy", "name"),
+    [("bfloat16", 0.2, "one_term"), ("float64", 0.2, "loss_alone"), ("bfloat16", 0.204, "loss_alone")],
+)
 def test_rounding_may_hide_a_term_in_the_gradient(precision, policy, name):
-    right, wrong = (make_record({"precision": precision}, metrics={"loss/policy": first, "loss/kl": second},
-                                loss=first + second) for first, second in ((0.2, 0.05), (policy, 0.051)))
+    right, wrong = (
+        make_record({"precision": precision}, metrics={"loss/policy": first, "loss/kl": second}, loss=first + second)
+        for first, second in ((0.2, 0.05), (policy, 0.051))
+    )
     assert first_of(right, wrong) == name
 
 
@@ -329,14 +361,17 @@ def test_a_loss_that_is_nearly_a_number_is_of_parts_that_weigh_unevenly(times, n
     assert first_of(make_record(bf16), make_record(bf16, changes=near, loss=0.25 * times)) == name
 
 
-@pytest.mark.parametrize(("gradient", "name"), [
-    ({"changes": mixed([""])}, "uneven_weights"), ({"scale": 1.1}, "other_count")])
+@pytest.mark.parametrize(
+    ("gradient", "name"), [({"changes": mixed([""])}, "uneven_weights"), ({"scale": 1.1}, "other_count")]
+)
 def test_a_mean_over_tokens_in_place_of_documents_weighs_long_ones_more(gradient, name):
     there = tokens()
     losses, documents = (there[key][there["trained"]] for key in ("losses", "documents"))
     by_document = torch.stack([losses[documents == one].mean() for one in documents.unique()]).mean()
-    right, wrong = (make_record(loss=float(loss), metrics={}, **more) for loss, more in (
-        (by_document, {}), (losses.mean(), gradient)))
+    right, wrong = (
+        make_record(loss=float(loss), metrics={}, **more)
+        for loss, more in ((by_document, {}), (losses.mean(), gradient))
+    )
     assert first_of(right, wrong) == name
 
 
@@ -351,9 +386,15 @@ def named(trusted, suspect):
     return {cause.name for cause in diagnose_records(trusted, suspect).causes}
 
 
-@pytest.mark.parametrize(("places", "name", "told"), [
-    ([2, 8, 14], "first_tokens", True), ([2, 8, 14, 3], "first_tokens", False),
-    ([9, 15], "attention_across_documents", True), ([9], "attention_across_documents", False)])
+@pytest.mark.parametrize(
+    ("places", "name", "told"),
+    [
+        ([2, 8, 14], "first_tokens", True),
+        ([2, 8, 14, 3], "first_tokens", False),
+        ([9, 15], "attention_across_documents", True),
+        ([9], "attention_across_documents", False),
+    ],
+)
 def test_a_place_is_blamed_where_what_differs_agrees_with_it_well_enough(places, name, told):
     """Of later documents two tokens of seven, and all first tokens but with another one beside them."""
     moved = torch.isin(torch.arange(18), torch.tensor(places)) * torch.linspace(-0.4, 0.5, 18, dtype=torch.float64)
@@ -370,8 +411,10 @@ def test_a_temperature_moves_nearly_all_tokens(still, told):
 
 def test_four_fifths_of_the_tokens_are_nearly_all():
     there = tokens() | {"trained": put(5, False)(tokens()["trained"])}
-    wrong = there | {"policy_logprobs": there["policy_logprobs"] + 0.2 * put([10, 11], 0.0)(ENTROPY),
-                     "entropy_nats": there["entropy_nats"] - 0.1}
+    wrong = there | {
+        "policy_logprobs": there["policy_logprobs"] + 0.2 * put([10, 11], 0.0)(ENTROPY),
+        "entropy_nats": there["entropy_nats"] - 0.1,
+    }
     assert int(there["trained"].sum()) == 10
     assert "temperature" in named(make_record(tokens=there), make_record(tokens=wrong))
 
@@ -400,11 +443,16 @@ def test_other_weights_do_not_change_the_length_of_a_gradient_by_much(length, to
     assert ("uneven_weights" in named(make_record(), make_record(changes=turned))) == told
 
 
-@pytest.mark.parametrize(("wrong", "said"), [
-    (lambda old: old.roll(1), "are those of the token before"), (lambda old: old.roll(-1), "of the token after"),
-    (lambda old: 0 * old, "tokens differ and are 0"),
-    (lambda old: old - 0.1, "tokens differ and equal the policy's own"),
-    (lambda old: old.flip(0), "tokens differ")])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda old: old.roll(1), "are those of the token before"),
+        (lambda old: old.roll(-1), "of the token after"),
+        (lambda old: 0 * old, "tokens differ and are 0"),
+        (lambda old: old - 0.1, "tokens differ and equal the policy's own"),
+        (lambda old: old.flip(0), "tokens differ"),
+    ],
+)
 def test_old_log_probabilities_are_said_to_be_what_they_are(wrong, said):
     found = diagnose_records(make_record(), make_record(tokens=values(old_logprobs=wrong)))
     assert found.causes[0].name == "old_logprobs"
@@ -427,8 +475,10 @@ def test_what_is_within_rounding_is_no_temperature_and_without_entropies_nobody_
 def test_clipping_is_told_by_tokens_or_by_metrics_and_not_where_ratios_differ():
     def found(right, wrong, own=None):
         one, other = METRICS | {"clip/region/fraction": right[1]}, METRICS | {"clip/region/fraction": wrong[1]}
-        return diagnose_records(make_record(metrics=one, tokens=right[0]), make_record(
-            metrics=other | (own or {}), tokens=wrong[0], loss=0.3, changes=mixed([""])))
+        return diagnose_records(
+            make_record(metrics=one, tokens=right[0]),
+            make_record(metrics=other | (own or {}), tokens=wrong[0], loss=0.3, changes=mixed([""])),
+        )
 
     of_tokens = found((clipped(3, 9), 0.3), (clipped(3), 0.3))
     assert of_tokens["clipping"].evidence[0] == "1 tokens are clipped otherwise"
@@ -461,14 +511,25 @@ def test_what_a_right_mlp_gives_back_to_its_input_is_told_from_a_wrong_mlp(wrong
     assert ("the MLP is right" in found.causes[0].evidence[0]) == told
 
 
-@pytest.mark.parametrize(("own", "shards", "policy", "name"), [
-    (0.0, [0] * 9 + [1] * 9, 0.2001, "ratio"), (1.0, [0] * 9 + [1] * 9, 0.2001, "one_term"),
-    (0.0, [0] * 6 + [1] * 12, 0.2001, "one_term"), (0.0, [0] * 9 + [1] * 9, 0.4, "one_term")])
+@pytest.mark.parametrize(
+    ("own", "shards", "policy", "name"),
+    [
+        (0.0, [0] * 9 + [1] * 9, 0.2001, "ratio"),
+        (1.0, [0] * 9 + [1] * 9, 0.2001, "one_term"),
+        (0.0, [0] * 6 + [1] * 12, 0.2001, "one_term"),
+        (0.0, [0] * 9 + [1] * 9, 0.4, "one_term"),
+    ],
+)
 def test_ratios_of_documents_that_ranks_hold_in_parts(own, shards, policy, name):
     log_ratio = 0.1 * torch.randn(18, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     there = tokens()
-    there |= {"old_logprobs": there["policy_logprobs"] - log_ratio, "shards": torch.tensor(shards),
-              "losses": (1.0 + there["documents"]) * torch.exp(own * log_ratio)}
-    right, wrong = (make_record(tokens=there, metrics={"loss/policy": value, "loss/kl": 0.05}, loss=value + 0.05,
-                                changes=changes) for value, changes in ((0.2, None), (policy, mixed([""]))))
+    there |= {
+        "old_logprobs": there["policy_logprobs"] - log_ratio,
+        "shards": torch.tensor(shards),
+        "losses": (1.0 + there["documents"]) * torch.exp(own * log_ratio),
+    }
+    right, wrong = (
+        make_record(tokens=there, metrics={"loss/policy": value, "loss/kl": 0.05}, loss=value + 0.05, changes=changes)
+        for value, changes in ((0.2, None), (policy, mixed([""])))
+    )
     assert first_of(right, wrong) == name

@@ -16,8 +16,10 @@ def by_hand(labels):
 
 
 def test_every_way_is_what_its_words_say():
-    found = {(way.kind, way.words.rpartition(", ")[2]): way.loss for way in
-             ways(make_record().steps[0], CONTEXT | {"micro_batches": 1})}
+    found = {
+        (way.kind, way.words.rpartition(", ")[2]): way.loss
+        for way in ways(make_record().steps[0], CONTEXT | {"micro_batches": 1})
+    }
     values = tokens()["losses"][TRAINED]
     assert found["", "all trained tokens of the step"] == pytest.approx(float(values.mean()))
     assert found["", "nothing"] == pytest.approx(float(values.sum()))
@@ -39,12 +41,26 @@ def test_without_values_nothing_is_reproduced():
     assert ways(make_record(tokens={}).steps[0], CONTEXT) == []
 
 
-@pytest.mark.parametrize(("factor", "said"), [
-    (2, "cp"), (1 / 3, "1 / dp"), (7, "tp"), (1 / 5, "1 / micro_batches"), (6, "cp * dp"), (1 / 30, "1 / (cp * dp * "
-     "micro_batches)"), (2 / 3, "1 / (dp / cp)"), (1 / 11, "1 / documents"), (13 / 11, "all documents / documents"),
-    (130, "trained tokens"), (170 / 130, "all tokens / trained tokens"), (0.8, "temperature"),
-    (130 / 11, "trained tokens / documents"), (11 / 130, "1 / (trained tokens / documents)"),
-    (130 / 132, "1 / ((trained tokens + masked documents) / trained tokens)")])
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (2, "cp"),
+        (1 / 3, "1 / dp"),
+        (7, "tp"),
+        (1 / 5, "1 / micro_batches"),
+        (6, "cp * dp"),
+        (1 / 30, "1 / (cp * dp * micro_batches)"),
+        (2 / 3, "1 / (dp / cp)"),
+        (1 / 11, "1 / documents"),
+        (13 / 11, "all documents / documents"),
+        (130, "trained tokens"),
+        (170 / 130, "all tokens / trained tokens"),
+        (0.8, "temperature"),
+        (130 / 11, "trained tokens / documents"),
+        (11 / 130, "1 / (trained tokens / documents)"),
+        (130 / 132, "1 / ((trained tokens + masked documents) / trained tokens)"),
+    ],
+)
 def test_a_factor_is_named(factor, said):
     assert names_of(factor, sizes(CONTEXT, COUNTS), 1e-9)[0].words == said
 
@@ -64,10 +80,14 @@ def test_a_loss_that_is_known_well_tells_more_ways():
     values, labels = tokens()["losses"], tokens()["documents"]
     sums = [float(values[TRAINED & (labels == one)].sum()) for one in range(3)]
     assert found["documents", "the mean over each document's tokens, over all trained tokens"] == pytest.approx(
-        (sums[0] / 4 + sums[1] / 4 + sums[2] / 3) / 11)
+        (sums[0] / 4 + sums[1] / 4 + sums[2] / 3) / 11
+    )
     assert found["documents", "each document's sum over all its tokens, prompts too, averaged"] == pytest.approx(
-        sum(sums) / 6 / 3)
+        sum(sums) / 6 / 3
+    )
     assert found["documents", "each document's sum times its tokens, over all trained tokens"] == pytest.approx(
-        (4 * sums[0] + 4 * sums[1] + 3 * sums[2]) / 11)
+        (4 * sums[0] + 4 * sums[1] + 3 * sums[2]) / 11
+    )
     assert found["documents", "the mean over each document's tokens, averaged, empty ones too"] == pytest.approx(
-        (sums[0] / 4 + sums[1] / 4 + sums[2] / 3) / (COUNTS["documents"] + COUNTS["masked_documents"]))
+        (sums[0] / 4 + sums[1] / 4 + sums[2] / 3) / (COUNTS["documents"] + COUNTS["masked_documents"])
+    )

@@ -30,6 +30,7 @@ def test_a_layout_without_what_a_cause_needs_rules_it_out():
 @pytest.mark.parametrize(("documents", "packed"), [(4, False), (5, False), (6, True)])
 def test_a_record_that_says_no_ranks_is_of_one_and_packs_where_documents_outnumber_micro_batches(documents, packed):
     """Five micro-batches, and tokens of later documents differ."""
+
     def record(by):
         there = tokens()
         there["policy_logprobs"][6:] += by
@@ -102,8 +103,9 @@ class TestVerdicts:
 
     @pytest.mark.parametrize("case", CASES)
     def test_runs_that_train_nothing_are_never_equal(self, case, tmp_path):
-        found = diagnose(ran(tmp_path, case, "one"),
-                         ran(tmp_path, case, "cp2", layout={"cp": 2}, faults=["missing_cp_factor"]))
+        found = diagnose(
+            ran(tmp_path, case, "one"), ran(tmp_path, case, "cp2", layout={"cp": 2}, faults=["missing_cp_factor"])
+        )
         assert found.verdict == "vacuous"
         assert not found.equal
         assert found.headline.startswith("vacuous: no ")
@@ -111,9 +113,10 @@ class TestVerdicts:
         assert "no_difference" not in str(found)
 
     def test_the_same_fault_on_rollouts_that_train_is_different(self, tmp_path):
-        found = diagnose(ran(tmp_path, "advantages of both signs", "one"),
-                         ran(tmp_path, "advantages of both signs", "cp2", layout={"cp": 2},
-                             faults=["missing_cp_factor"]))
+        found = diagnose(
+            ran(tmp_path, "advantages of both signs", "one"),
+            ran(tmp_path, "advantages of both signs", "cp2", layout={"cp": 2}, faults=["missing_cp_factor"]),
+        )
         assert (found.verdict, found.causes[0].name) == ("different", "over_cp")
         assert "could have seen: gradient on 4 of 8 documents (50.0%)" in str(found)
 
@@ -128,19 +131,27 @@ class TestVerdicts:
     def test_equal_records_are_equal_and_say_by_what(self):
         found = diagnose_records(make_record(), make_record())
         assert (found.verdict, found.equal) == ("equal", True)
-        assert "could have seen: 11 trained tokens in 3 of 3 documents, a gradient in 1 of 1 steps; unknown: " \
+        assert (
+            "could have seen: 11 trained tokens in 3 of 3 documents, a gradient in 1 of 1 steps; unknown: "
             "clipped tokens, gradient tokens" in str(found)
+        )
 
     def test_a_gradient_against_none_is_different_whichever_has_it(self):
         some, none = make_record(), make_record(scale=0.0)
         assert diagnose_records(some, none).verdict == "different"
         assert diagnose_records(none, some).verdict == "different"
 
-    @pytest.mark.parametrize(("broken", "said"), [
-        ({"loss": math.inf}, "step 0 of made: the loss is inf"),
-        ({"loss": math.nan}, "step 0 of made: the loss is nan"),
-        ({"changes": {"model.norm.weight": torch.full((40,), math.nan)}},
-         "step 0 of made: the gradient of model.norm.weight has norm nan")])
+    @pytest.mark.parametrize(
+        ("broken", "said"),
+        [
+            ({"loss": math.inf}, "step 0 of made: the loss is inf"),
+            ({"loss": math.nan}, "step 0 of made: the loss is nan"),
+            (
+                {"changes": {"model.norm.weight": torch.full((40,), math.nan)}},
+                "step 0 of made: the gradient of model.norm.weight has norm nan",
+            ),
+        ],
+    )
     @pytest.mark.parametrize("suspect", [{}, {"loss": math.nan}, {"scale": 0.5}])
     def test_a_trusted_record_that_is_not_finite_is_an_unsound_baseline(self, broken, said, suspect):
         found = diagnose_records(make_record(**broken), make_record(**suspect))
@@ -155,9 +166,13 @@ class TestVerdicts:
 
     def test_what_differs_before_the_trusted_record_diverges_stands(self):
         def two(scale, loss):
-            return Record({"cp": 2, "precision": "float64"}, [
-                RecordedStep(0, loss=0.5, gradient_norms={"a": scale, "b": 2 * scale}),
-                RecordedStep(1, loss=loss, gradient_norms={"a": 1.0, "b": 2.0})])
+            return Record(
+                {"cp": 2, "precision": "float64"},
+                [
+                    RecordedStep(0, loss=0.5, gradient_norms={"a": scale, "b": 2 * scale}),
+                    RecordedStep(1, loss=loss, gradient_norms={"a": 1.0, "b": 2.0}),
+                ],
+            )
 
         assert diagnose_records(two(1.0, math.inf), two(0.5, math.inf)).verdict == "different"
         assert diagnose_records(two(1.0, math.inf), two(1.0, math.inf)).verdict == "unsound baseline"
@@ -193,8 +208,10 @@ class TestDamage:
             diagnose(two, one)
 
     def test_a_certificate_shows_the_last_bit(self, tmp_path):
-        one, two = (ran(tmp_path, "advantages of both signs", name, record={"certificate": True, "gradients": "full"})
-                    for name in ("one", "two"))
+        one, two = (
+            ran(tmp_path, "advantages of both signs", name, record={"certificate": True, "gradients": "full"})
+            for name in ("one", "two")
+        )
         assert diagnose(one, two).equal
         flip_largest(two, "model.norm.weight", bit=0)
         with pytest.raises(RecordError, match=r"model\.norm\.weight has fingerprint float64 \w+, certified float64 "):

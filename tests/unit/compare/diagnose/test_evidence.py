@@ -48,8 +48,9 @@ def test_one_parameter_among_many(right):
 
 def test_a_gradient_that_is_next_to_nothing_is_held_to_a_floor():
     name = "model.norm.weight"
-    nothing, else_ = (make_record({"precision": "float32"}, changes={name: gradients()[name] * size})
-                      for size in (1e-12, 2e-12))
+    nothing, else_ = (
+        make_record({"precision": "float32"}, changes={name: gradients()[name] * size}) for size in (1e-12, 2e-12)
+    )
     assert compare_records(nothing, else_).first.differs == ()
     assert compare_records(nothing, make_record({"precision": "float32"})).first.differs == ("gradient",)
 
@@ -57,8 +58,10 @@ def test_a_gradient_that_is_next_to_nothing_is_held_to_a_floor():
 def test_what_rounding_may_do_does_not_hang_on_the_size_of_all_gradients():
     """A loss in other units, such as one that is divided by a million tokens, has as many digits."""
     bf16 = {"precision": "bfloat16"}
-    found = [compare_records(make_record(bf16, scale=size), make_record(bf16, scale=2 * size)).first
-             for size in (1.0, 2.0**-10, 2.0**10)]
+    found = [
+        compare_records(make_record(bf16, scale=size), make_record(bf16, scale=2 * size)).first
+        for size in (1.0, 2.0**-10, 2.0**10)
+    ]
     assert [step.noise for step in found] == [found[0].noise] * 3
     assert [step.gradient_same for step in found] == [False] * 3
 
@@ -162,15 +165,17 @@ def test_clip_decisions_count_where_they_hang_on_the_same_numbers():
     hanging = compare_records(right, bf16(tokens=rounded, changes=other)).first
     assert "clipped" not in hanging.tokens
     assert hanging.differs == ()
-    assert compare_records(right, bf16(tokens=rounded | {"clipped": mine["clipped"]}, changes=other)
-                           ).first.differs == ("gradient",)
+    assert compare_records(right, bf16(tokens=rounded | {"clipped": mine["clipped"]}, changes=other)).first.differs == (
+        "gradient",
+    )
 
 
 def test_a_gradient_that_has_shrunk_is_held_to_what_it_was():
     def two(size, wrong):
         first = bf16()
-        later = replace(bf16(changes={name: size * each for name, each in noisy(wrong).items()}).steps[0], number=1,
-                        tokens={})
+        later = replace(
+            bf16(changes={name: size * each for name, each in noisy(wrong).items()}).steps[0], number=1, tokens={}
+        )
         return replace(first, steps=(first.steps[0], later))
 
     assert compare_records(two(1.0, 0), two(1.0, 1.0)).steps[1].differs == ("gradient",)
@@ -178,13 +183,24 @@ def test_a_gradient_that_has_shrunk_is_held_to_what_it_was():
 
 
 def test_a_loss_that_cancels_is_held_to_what_it_sums():
-    one, far = (make_record({"precision": "float32"}, loss=loss, changes={
-        name: 0 * values for name, values in gradients().items()}) for loss in (1e-4, 2e-4))
+    one, far = (
+        make_record(
+            {"precision": "float32"}, loss=loss, changes={name: 0 * values for name, values in gradients().items()}
+        )
+        for loss in (1e-4, 2e-4)
+    )
     near = replace(one, steps=(replace(one.steps[0], loss=1e-4 + 2e-6),))
     assert compare_records(one, near).first.loss_same
     assert compare_records(one, far).first.loss_same is False
-    bare, apart = (replace(record, steps=(replace(record.steps[0], tokens={
-        name: each for name, each in tokens().items() if name != "losses"}),)) for record in (one, near))
+    bare, apart = (
+        replace(
+            record,
+            steps=(
+                replace(record.steps[0], tokens={name: each for name, each in tokens().items() if name != "losses"}),
+            ),
+        )
+        for record in (one, near)
+    )
     assert compare_records(bare, apart).first.loss_same is False, "what it sums is not known"
 
 

@@ -23,8 +23,9 @@ def test_what_flows_back_is_followed_from_the_top():
 
 def test_without_tokens_metrics_answer():
     metrics = {"logprob/policy/mean": -1.0, "tokens/trained/sum": 5.0}
-    changed = facts(make_record(tokens={}, metrics=metrics | {"logprob/policy/mean": -1.5}),
-                    make_record(tokens={}, metrics=metrics))
+    changed = facts(
+        make_record(tokens={}, metrics=metrics | {"logprob/policy/mean": -1.5}), make_record(tokens={}, metrics=metrics)
+    )
     assert changed.forward_same is False
     assert changed.mask_same is True
     assert facts(norms_alone(make_record())).forward_same is None
@@ -68,9 +69,18 @@ def test_a_shift_of_distributions_is_looked_for_among_neighbours_that_both_train
     index, draw = torch.arange(24), torch.Generator().manual_seed(3)
     policy, entropy, other = torch.rand(3, 24, generator=draw, dtype=torch.float64)
     trained = torch.isin(index % 4, torch.tensor([1, 2]))
-    right = {"documents": index // 4, "positions": index % 4, "trained": trained, "rows": 0 * index,
-             "places": index - 1, "shards": 0 * index, "policy_logprobs": -policy, "old_logprobs": -policy,
-             "entropy_nats": entropy, "losses": policy}
+    right = {
+        "documents": index // 4,
+        "positions": index % 4,
+        "trained": trained,
+        "rows": 0 * index,
+        "places": index - 1,
+        "shards": 0 * index,
+        "policy_logprobs": -policy,
+        "old_logprobs": -policy,
+        "entropy_nats": entropy,
+        "losses": policy,
+    }
     both = trained & trained.roll(shift)
     assert int(both.sum()) == 6
     moved = right | {"policy_logprobs": -policy.flip(0), "entropy_nats": torch.where(both, entropy.roll(shift), other)}
@@ -79,8 +89,9 @@ def test_a_shift_of_distributions_is_looked_for_among_neighbours_that_both_train
     assert facts(make_record(tokens=unmoved), make_record(tokens=right)).distributions_shifted is None
 
 
-@pytest.mark.parametrize(("factor", "own", "said"), [(7.0, True, 7.0), (1.0, True, None), (7.0, False, None),
-                                                     (0.0, True, None)])
+@pytest.mark.parametrize(
+    ("factor", "own", "said"), [(7.0, True, 7.0), (1.0, True, None), (7.0, False, None), (0.0, True, None)]
+)
 def test_the_factor_of_all_but_the_embedding_is_told_where_the_embedding_has_another(factor, own, said):
     changes = {"model.embed_tokens.weight": gradients(9)["model.embed_tokens.weight"]} if own else {}
     found = facts(make_record(scale=factor, changes=changes)).all_but_embedding_scaled
@@ -92,7 +103,8 @@ def test_what_sees_itself_alone_need_not_move(first, positions, share):
     """The token at position 1 predicts what follows from one other alone; where it lies, positions say, or nobody."""
     index = torch.arange(12)
     laid = {name: values[:12] for name, values in tokens().items() if positions or name != "positions"} | {
-        "trained": index % 6 > 0}
+        "trained": index % 6 > 0
+    }
     moved = laid | {"policy_logprobs": laid["policy_logprobs"] - torch.where(index % 6 == first, 0.0, 1.0)}
     assert facts(make_record(tokens=moved), make_record(tokens=laid)).share_moved == pytest.approx(share)
 

@@ -6,8 +6,12 @@ import torch
 from workbench.compare.diagnose import Record, diagnose
 from workbench.compare.diagnose.record import RecordedStep
 
-NAMES = [f"{module}.layers.{layer}.{part}.weight" for module in ("encoder", "model") for layer in range(2)
-         for part in ("self_attn.q_proj", "mlp.fc1")]
+NAMES = [
+    f"{module}.layers.{layer}.{part}.weight"
+    for module in ("encoder", "model")
+    for layer in range(2)
+    for part in ("self_attn.q_proj", "mlp.fc1")
+]
 OWN = {"modules": {"encoder": {"dp": 3, "cp": 1, "tp": 1}}, "dp": 1, "cp": 2, "tp": 1, "precision": "float64"}
 
 
@@ -71,8 +75,9 @@ def test_tokens_that_differ_behind_features_read_other_ones(moved, score):
     said_S = torch.linspace(-3, -1, 16, dtype=torch.float64)
 
     def record(values_S):
-        return Record({"precision": "float64"}, (RecordedStep(0, 0.5, {}, {}, {}, {}, laid | {
-            "policy_logprobs": values_S}),), "")
+        return Record(
+            {"precision": "float64"}, (RecordedStep(0, 0.5, {}, {}, {}, {}, laid | {"policy_logprobs": values_S}),), ""
+        )
 
     other_S = said_S.clone()
     other_S[moved] += 0.1 * torch.tensor([(-1.0) ** at for at in range(len(moved))], dtype=torch.float64)

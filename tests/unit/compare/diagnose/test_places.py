@@ -27,8 +27,9 @@ def test_a_rank_returns_to_a_document_after_another_has_gone_on():
     assert numbers(places(tokens())["returns"]) == []
 
 
-@pytest.mark.parametrize(("first", "expected"), [
-    (11, [8, 9, 10, 11, 14, 15, 16]), (5, [3, 4, 5, 8, 9, 10, 11, 14, 15, 16]), (18, [])])
+@pytest.mark.parametrize(
+    ("first", "expected"), [(11, [8, 9, 10, 11, 14, 15, 16]), (5, [3, 4, 5, 8, 9, 10, 11, 14, 15, 16]), (18, [])]
+)
 def test_halves_of_what_the_first_rank_holds(first, expected):
     cut = tokens() | {"shards": (torch.arange(18) >= first).long()}
     assert numbers(places(cut)["behind half a shard"]) == expected
@@ -47,13 +48,22 @@ def test_what_was_not_recorded_is_left_out():
 
 def test_what_is_behind_a_feature_begins_at_the_token_after_it_and_ends_with_its_document():
     trained = torch.tensor([0, 1, 1, 1, 1, 0, 1, 1], dtype=torch.bool)
-    laid = {"trained": trained, "documents": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
-            "features": torch.tensor([-1, 4, 5, -1, 7, -1, -1, -1])}
+    laid = {
+        "trained": trained,
+        "documents": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+        "features": torch.tensor([-1, 4, 5, -1, 7, -1, -1, -1]),
+    }
     assert numbers(places(laid)["behind features"]) == [2, 3, 6, 7]
 
 
-@pytest.mark.parametrize(("where", "place", "expected"), [
-    ([1, 1, 0, 0], [1, 1, 0, 0], 1.0), ([1, 0, 0, 0], [0, 1, 1, 1], 0.0),
-    ([1, 0, 0, 0], [1, 1, 0, 0], 1.25 * 0.5 / 0.75), ([1, 1, 0, 0], [1, 0, 0, 0], 1.25 * 0.5 / 1.125)])
+@pytest.mark.parametrize(
+    ("where", "place", "expected"),
+    [
+        ([1, 1, 0, 0], [1, 1, 0, 0], 1.0),
+        ([1, 0, 0, 0], [0, 1, 1, 1], 0.0),
+        ([1, 0, 0, 0], [1, 1, 0, 0], 1.25 * 0.5 / 0.75),
+        ([1, 1, 0, 0], [1, 0, 0, 0], 1.25 * 0.5 / 1.125),
+    ],
+)
 def test_agreement_counts_precision_more(where, place, expected):
     assert agreement(torch.tensor(where).bool(), torch.tensor(place).bool()) == pytest.approx(expected)

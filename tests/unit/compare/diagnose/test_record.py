@@ -50,9 +50,15 @@ def test_nothing_is_replaced_and_nothing_is_guessed(tmp_path):
 
 
 def test_a_run_directory_is_a_record(tmp_path):
-    spec = RunSpec.model_validate({
-        "data": {"documents_per_step": 6, "micro_batches": 2}, "layout": {"cp": 2, "order": "zigzag"},
-        "loss": {"name": "grpo"}, "precision": "float64", "steps": 2})
+    spec = RunSpec.model_validate(
+        {
+            "data": {"documents_per_step": 6, "micro_batches": 2},
+            "layout": {"cp": 2, "order": "zigzag"},
+            "loss": {"name": "grpo"},
+            "precision": "float64",
+            "steps": 2,
+        }
+    )
     run = RunDirectory.create(tmp_path, "cp2", spec)
     run_here(run, project_root())
     record = Record.of(run)
@@ -87,13 +93,18 @@ def test_a_run_without_steps_is_refused(tmp_path):
 
 def test_it_says_what_it_holds():
     assert repr(norms_alone(make_record({"tp": 1}))) == (
-        "Record(made: 1 step; dp=3, cp=2, micro_batches=5, precision=float64; loss, gradient_norms, counts)")
+        "Record(made: 1 step; dp=3, cp=2, micro_batches=5, precision=float64; loss, gradient_norms, counts)"
+    )
 
 
-ONLINE = {"model": {"source": "tiny-qwen3"}, "precision": "float64", "steps": 3, "device": "cpu",
-          "data": {"documents_per_step": 4, "advantages": {"name": "grpo"}, "micro_batches": 2},
-          "online": {"task": "arithmetic", "prompts": 3, "answers": 2, "max_new_tokens": 6, "updates": 2,
-                     "temperature": 0.7}}
+ONLINE = {
+    "model": {"source": "tiny-qwen3"},
+    "precision": "float64",
+    "steps": 3,
+    "device": "cpu",
+    "data": {"documents_per_step": 4, "advantages": {"name": "grpo"}, "micro_batches": 2},
+    "online": {"task": "arithmetic", "prompts": 3, "answers": 2, "max_new_tokens": 6, "updates": 2, "temperature": 0.7},
+}
 
 
 def test_a_run_that_sampled_is_a_record_of_what_it_sampled(tmp_path):

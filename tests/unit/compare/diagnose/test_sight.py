@@ -9,9 +9,14 @@ from tests.helpers.hand_records import make_record, norms_alone
 from workbench.compare.diagnose.record import Record, RecordedStep
 from workbench.compare.diagnose.sight import Sight, fewest, not_finite, sight_of
 
-COUNTED = {"evidence/documents/sum": 8.0, "evidence/gradient_documents/sum": 2.0, "evidence/trained_tokens/sum": 100.0,
-           "evidence/gradient_tokens/sum": 40.0, "evidence/policy_gradient_tokens/sum": 40.0,
-           "evidence/clipped_tokens/sum": 60.0}
+COUNTED = {
+    "evidence/documents/sum": 8.0,
+    "evidence/gradient_documents/sum": 2.0,
+    "evidence/trained_tokens/sum": 100.0,
+    "evidence/gradient_tokens/sum": 40.0,
+    "evidence/policy_gradient_tokens/sum": 40.0,
+    "evidence/clipped_tokens/sum": 60.0,
+}
 
 
 def record(*steps):
@@ -20,8 +25,9 @@ def record(*steps):
 
 def test_counts_of_the_workbench_are_taken_as_they_are():
     found = sight_of(record(*[{"evidence": COUNTED, "gradient_norms": {"w": 1.0}}] * 2), [0, 1])
-    assert found.summary() == ("gradient on 4 of 16 documents (25.0%), 80 of 200 trained tokens (40.0%); "
-                               "clipped 60.0%; counted over 2 steps")
+    assert found.summary() == (
+        "gradient on 4 of 16 documents (25.0%), 80 of 200 trained tokens (40.0%); clipped 60.0%; counted over 2 steps"
+    )
     assert len(found.warnings) == 3
     assert found.as_json()["gradient_documents"] == 4
 
@@ -42,21 +48,32 @@ def test_of_another_record_tokens_say_what_trains_and_what_is_unknown():
 def test_of_losses_and_norms_alone_the_counts_say_it():
     found = sight_of(norms_alone(make_record()), [0])
     assert (found.trained_tokens, found.trained_documents, found.documents) == (130, 11, 13)
-    assert found.summary() == ("130 trained tokens in 11 of 13 documents, a gradient in 1 of 1 steps; "
-                               "unknown: clipped tokens, gradient tokens")
+    assert found.summary() == (
+        "130 trained tokens in 11 of 13 documents, a gradient in 1 of 1 steps; unknown: clipped tokens, gradient tokens"
+    )
 
 
-@pytest.mark.parametrize(("fields", "nothing"), [
-    ({"gradient_norms": {"a": 0.0, "b": 0.0}}, "every gradient is zero in every step"),
-    ({"gradients": {"a": torch.zeros(2)}, "loss": 0.3}, "every gradient is zero in every step"),
-    ({"gradient_norms": {"a": 0.0}, "counts": {"trained_tokens": 0.0}},
-     "every gradient is zero in every step: no token is trained"),
-    ({"loss": 0.2, "counts": {"trained_tokens": 0.0}}, "no token is trained in any step"),
-    ({"loss": 0.0}, "every loss is zero, and no token or gradient is recorded"),
-    ({"loss": 0.0, "metrics": {"x": 1.0}}, ""), ({"loss": 0.2}, ""), ({"loss": 0.0, "gradient_norms": {"a": 1.0}}, ""),
-    ({"gradient_norms": {"a": 1.0}, "counts": {"trained_tokens": 0.0}}, ""),
-    ({"evidence": COUNTED | {"evidence/trained_tokens/sum": 0.0}, "gradient_norms": {"a": 0.0}},
-     "no token is trained: the loss mask is empty")])
+@pytest.mark.parametrize(
+    ("fields", "nothing"),
+    [
+        ({"gradient_norms": {"a": 0.0, "b": 0.0}}, "every gradient is zero in every step"),
+        ({"gradients": {"a": torch.zeros(2)}, "loss": 0.3}, "every gradient is zero in every step"),
+        (
+            {"gradient_norms": {"a": 0.0}, "counts": {"trained_tokens": 0.0}},
+            "every gradient is zero in every step: no token is trained",
+        ),
+        ({"loss": 0.2, "counts": {"trained_tokens": 0.0}}, "no token is trained in any step"),
+        ({"loss": 0.0}, "every loss is zero, and no token or gradient is recorded"),
+        ({"loss": 0.0, "metrics": {"x": 1.0}}, ""),
+        ({"loss": 0.2}, ""),
+        ({"loss": 0.0, "gradient_norms": {"a": 1.0}}, ""),
+        ({"gradient_norms": {"a": 1.0}, "counts": {"trained_tokens": 0.0}}, ""),
+        (
+            {"evidence": COUNTED | {"evidence/trained_tokens/sum": 0.0}, "gradient_norms": {"a": 0.0}},
+            "no token is trained: the loss mask is empty",
+        ),
+    ],
+)
 def test_nothing_to_compare_is_told_from_little_and_from_unknown(fields, nothing):
     assert sight_of(record(fields), [0]).nothing == nothing
 
@@ -81,9 +98,15 @@ def test_the_weaker_of_two_is_the_one_without_anything_and_then_the_one_with_few
     assert fewest(unknown, much) is fewest(much, unknown) is much
 
 
-@pytest.mark.parametrize(("fields", "said"), [
-    ({"loss": math.inf}, "the loss is inf"), ({"gradient_norms": {"a": 1.0, "b": math.nan}}, "of b has norm nan"),
-    ({"gradients": {"a": torch.tensor([1.0, math.nan])}}, "of a is not finite"), ({"loss": 1.0}, "")])
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"loss": math.inf}, "the loss is inf"),
+        ({"gradient_norms": {"a": 1.0, "b": math.nan}}, "of b has norm nan"),
+        ({"gradients": {"a": torch.tensor([1.0, math.nan])}}, "of a is not finite"),
+        ({"loss": 1.0}, ""),
+    ],
+)
 def test_what_is_not_finite_is_named(fields, said):
     found = not_finite(RecordedStep(0, **fields))
     assert said in found

@@ -24,15 +24,31 @@ def documents():
 @pytest.fixture(scope="module")
 def truth(documents):
     """The paper's loss and gradients, by a stock model that knows nothing of rows and ranks."""
-    told = [{"tokens": list(d.tokens), "loss_mask": list(d.loss_mask), "advantages": list(d.advantages),
-             "old_logprobs": list(d.old_logprobs), "ref_logprobs": list(d.ref_logprobs)} for d in documents]
-    return grpo_step(exact(tiny_qwen3(19)), told, clip_low=0.2, clip_high=0.2, kl_coefficient=0.07,
-                     denominator="document")[:2]
+    told = [
+        {
+            "tokens": list(d.tokens),
+            "loss_mask": list(d.loss_mask),
+            "advantages": list(d.advantages),
+            "old_logprobs": list(d.old_logprobs),
+            "ref_logprobs": list(d.ref_logprobs),
+        }
+        for d in documents
+    ]
+    return grpo_step(
+        exact(tiny_qwen3(19)), told, clip_low=0.2, clip_high=0.2, kl_coefficient=0.07, denominator="document"
+    )[:2]
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"cp": 2, "order": "zigzag"}, {"tp": 2, "chunk_tokens": 5}, {"chunk_tokens": 3, "fused": True},
-    {"dp": 2, "multiple_of": 4, "rows": ((9, 1, 2), (3, 4), (5, 0), (8, 7, 6))}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"cp": 2, "order": "zigzag"},
+        {"tp": 2, "chunk_tokens": 5},
+        {"chunk_tokens": 3, "fused": True},
+        {"dp": 2, "multiple_of": 4, "rows": ((9, 1, 2), (3, 4), (5, 0), (8, 7, 6))},
+    ],
+)
 def test_every_arrangement_finds_the_papers_numbers(settings, documents, truth):
     arrangement = one_row(documents, **settings) if "rows" not in settings else Arrangement(documents, **settings)
     found = perform(subject(denominator="document"), arrangement)

@@ -9,8 +9,11 @@ from workbench.compare.prove.documents import silent_documents
 from workbench.errors import ShapeError
 
 DOCUMENTS = silent_documents("0", 3, group_id=0)
-PLAIN = Outcome(2.0, {"a": torch.tensor([3.0, 0.0]).double(), "b": torch.tensor([0.0, 4.0]).double()},
-                {"kl/mean": 0.5, "gradient/norm/all": 5.0, "nothing": math.nan, "zero": 0.0})
+PLAIN = Outcome(
+    2.0,
+    {"a": torch.tensor([3.0, 0.0]).double(), "b": torch.tensor([0.0, 4.0]).double()},
+    {"kl/mean": 0.5, "gradient/norm/all": 5.0, "nothing": math.nan, "zero": 0.0},
+)
 
 
 def changed(loss=2.0, a=(3.0, 0.0), b=(0.0, 4.0), **metrics):
@@ -48,13 +51,16 @@ def test_a_factor_is_measured_and_named():
     assert held(changed(2.0, (0.0, 0.0), (0.0, 0.0))).words == "the gradient is 0"
 
 
-@pytest.mark.parametrize(("settings", "factor", "name"), [
-    ({"dp": 3, "rows": ((0,), (1,), (2,))}, 3.0, "dp"),
-    ({"rows": ((0,), (1, 2))}, 0.5, "1 / micro_batches"),
-    ({"dp": 3, "cp": 2, "rows": ((0,), (1,), (2,))}, 6.0, "cp * dp"),
-    ({"cp": 2}, 0.25, "1 / (cp * cp)"),
-    ({"tp": 2}, 2.0, "tp"),
-])
+@pytest.mark.parametrize(
+    ("settings", "factor", "name"),
+    [
+        ({"dp": 3, "rows": ((0,), (1,), (2,))}, 3.0, "dp"),
+        ({"rows": ((0,), (1, 2))}, 0.5, "1 / micro_batches"),
+        ({"dp": 3, "cp": 2, "rows": ((0,), (1,), (2,))}, 6.0, "cp * dp"),
+        ({"cp": 2}, 0.25, "1 / (cp * cp)"),
+        ({"tp": 2}, 2.0, "tp"),
+    ],
+)
 def test_a_factor_may_come_from_any_size(settings, factor, name):
     arrangement = Arrangement(DOCUMENTS, **settings) if "rows" in settings else one_row(DOCUMENTS, **settings)
     found = held(changed(2.0, (3.0 * factor, 0.0), (0.0, 4.0 * factor)), arrangement)

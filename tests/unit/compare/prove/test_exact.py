@@ -10,10 +10,20 @@ from workbench.losses.terms import Term
 THIRD = torch.tensor([1 / 3], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("cast", [
-    lambda x: x.float(), lambda x: x.half(), lambda x: x.to(torch.float32), lambda x: x.to(dtype=torch.bfloat16),
-    lambda x: x.sum(dtype=torch.float32)[None], lambda x: x.type(torch.float32),
-    lambda x: torch.tensor([1 / 3]), lambda x: torch.full((1,), 1 / 3), lambda x: torch.zeros(1) + x])
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda x: x.float(),
+        lambda x: x.half(),
+        lambda x: x.to(torch.float32),
+        lambda x: x.to(dtype=torch.bfloat16),
+        lambda x: x.sum(dtype=torch.float32)[None],
+        lambda x: x.type(torch.float32),
+        lambda x: torch.tensor([1 / 3]),
+        lambda x: torch.full((1,), 1 / 3),
+        lambda x: torch.zeros(1) + x,
+    ],
+)
 def test_a_cast_keeps_every_digit(cast):
     with InFloat64():
         found = cast(THIRD)

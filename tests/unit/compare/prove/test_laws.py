@@ -9,10 +9,16 @@ from workbench.losses.spec import LossSpec
 from workbench.sharding.orders import ORDERS
 
 MAY_CHANGE = {
-    "dp_split": {"dp", "rows"}, "micro_batch_split": {"rows"}, "micro_batch_order": {"rows"},
-    "packing_order": {"rows"}, "cp_degree": {"cp", "attention"}, "cp_order": {"order"},
+    "dp_split": {"dp", "rows"},
+    "micro_batch_split": {"rows"},
+    "micro_batch_order": {"rows"},
+    "packing_order": {"rows"},
+    "cp_degree": {"cp", "attention"},
+    "cp_order": {"order"},
     "tp": {"tp", "sequence_parallel"},
-    "head_chunking": {"chunk_tokens", "fused"}, "padding": {"multiple_of"}, "masked_rows": {"documents", "rows"},
+    "head_chunking": {"chunk_tokens", "fused"},
+    "padding": {"multiple_of"},
+    "masked_rows": {"documents", "rows"},
     "empty_ranks": {"dp", "cp", "rows"},
     "together": {"dp", "cp", "tp", "rows", "order", "multiple_of", "chunk_tokens"},
 }

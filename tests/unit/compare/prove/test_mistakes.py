@@ -5,8 +5,13 @@ import pytest
 from tests.helpers.trainer_losses import MISTAKES, RIGHT, clipped
 from workbench.compare.prove import LAWS, prove
 
-SAMPLE = ("mean of micro-batch means", "gspo without adjoint", "replicated and sliced",
-          "one token at least", "no backward")
+SAMPLE = (
+    "mean of micro-batch means",
+    "gspo without adjoint",
+    "replicated and sliced",
+    "one token at least",
+    "no backward",
+)
 PLAIN_LAWS = [name for name in LAWS if name != "together"]
 
 

@@ -28,7 +28,11 @@ def test_the_verdict_is_a_clause():
 def test_laws_are_found_by_name():
     whole = make_proof()
     assert (whole.broken, whole.declared, whole.untried, whole.kept) == (
-        ("cp_degree",), ("packing_order",), ("tp",), ("dp_split",))
+        ("cp_degree",),
+        ("packing_order",),
+        ("tp",),
+        ("dp_split",),
+    )
     assert whole["cp_degree"].factor_name == "1 / cp"
     with pytest.raises(SpecError, match="one of dp_split, cp_degree, packing_order, tp"):
         whole["pp"]
@@ -36,15 +40,20 @@ def test_laws_are_found_by_name():
 
 def test_its_text_is_a_table_and_the_counterexamples_that_nobody_declared():
     lines = str(make_proof()).splitlines()
-    assert lines[0] == ("cp_left_out (engine mean): breaks cp_degree; breaks packing_order, as declared; keeps 1 law; "
-                        "1 not tried (1.2 s, seed 3)")
+    assert lines[0] == (
+        "cp_left_out (engine mean): breaks cp_degree; breaks packing_order, as declared; keeps 1 law; "
+        "1 not tried (1.2 s, seed 3)"
+    )
     assert lines[2].split() == ["law", "verdict", "cases", "worst"]
     assert lines[3].split() == ["dp_split", "holds", "12", "3.0e-15"]
     assert lines[6].split(maxsplit=4) == ["tp", "not", "tried", "0", "no time was left"]
     assert "\n".join(lines[8:]) == f"cp_degree: {counterexample()}"
     assert str(counterexample()).splitlines() == [
-        "gradient 0.5 times that of one rank: 1 / cp", "plain:    one rank", "changed:  cp=2 contiguous",
-        f"document 0: {DOCUMENT}"]
+        "gradient 0.5 times that of one rank: 1 / cp",
+        "plain:    one rank",
+        "changed:  cp=2 contiguous",
+        f"document 0: {DOCUMENT}",
+    ]
     assert repr(make_proof()) == str(make_proof())
 
 

@@ -17,8 +17,10 @@ SAMPLE = ("gspo", "dpo")
 def sapo_by_hand(inputs):
     """Right: per token, and of whole documents only through their sums."""
     ratio_T = inputs.document_mean(inputs.log_ratio()).exp()
-    return {"policy": Term(-torch.sigmoid(ratio_T - 1) * inputs.counted_advantages_T),
-            "kl": Term(inputs.log_ratio("ref").square(), coefficient=0.1)}
+    return {
+        "policy": Term(-torch.sigmoid(ratio_T - 1) * inputs.counted_advantages_T),
+        "kl": Term(inputs.log_ratio("ref").square(), coefficient=0.1),
+    }
 
 
 def centred_here(inputs):
@@ -52,8 +54,13 @@ def test_every_preset_keeps_every_law_or_breaks_what_it_declares(name, seed):
 
 
 def test_a_loss_that_was_just_written_is_proved():
-    proof = prove(sapo_by_hand, spec=LossSpec(denominator="document"), laws=["cp_degree", "cp_order", "masked_rows"],
-                  rounds=1, budget_s=60)
+    proof = prove(
+        sapo_by_hand,
+        spec=LossSpec(denominator="document"),
+        laws=["cp_degree", "cp_order", "masked_rows"],
+        rounds=1,
+        budget_s=60,
+    )
     assert proof.ok, proof
     assert proof.subject == "sapo_by_hand"
 
@@ -81,11 +88,14 @@ def test_a_loss_that_divides_by_a_constant_gets_one():
     assert as_subject({"name": "dr_grpo", "denominator_constant": 3.0}).run_spec.loss.denominator_constant == 3.0
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ((3,), "a preset's name, a LossSpec"),
-    (("gropo",), "did you mean 'grpo'"),
-    (({"surogate": {}},), "did you mean 'surrogate'"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((3,), "a preset's name, a LossSpec"),
+        (("gropo",), "did you mean 'grpo'"),
+        (({"surogate": {}},), "did you mean 'surrogate'"),
+    ],
+)
 def test_what_is_no_loss_is_refused(arguments, words):
     with pytest.raises(SpecError, match=words):
         prove(*arguments)

@@ -86,8 +86,11 @@ class Spoiled:
         if policy.mesh["dp"].size > 1:
             raise KeyError("rank")
         found = self.right.step(policy, rows, totals)
-        return replace(found, gradients={name: g * math.nan for name, g in found.gradients.items()}) \
-            if self.everywhere else found
+        return (
+            replace(found, gradients={name: g * math.nan for name, g in found.gradients.items()})
+            if self.everywhere
+            else found
+        )
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,17 @@ def test_what_is_declared_of_micro_batches_excuses_no_empty_rank():
 
 
 def test_a_rank_that_has_nothing_to_train_is_the_business_of_one_law():
-    proof = run(NeedsWork(RunSpec(), subject("grpo")), "dp_split", "micro_batch_split", "packing_order", "cp_degree",
-                "cp_order", "masked_rows", "empty_ranks", rounds=2)
+    proof = run(
+        NeedsWork(RunSpec(), subject("grpo")),
+        "dp_split",
+        "micro_batch_split",
+        "packing_order",
+        "cp_degree",
+        "cp_order",
+        "masked_rows",
+        "empty_ranks",
+        rounds=2,
+    )
     assert proof.broken == ("empty_ranks",), proof
     assert not proof.untried
     cut_idle = run(NeedsWork(RunSpec(), subject("grpo")), "cp_degree", seed=10)  # of its first draw a shard is idle

@@ -30,7 +30,9 @@ def test_the_smallest_case_that_still_fails_is_found():
 
 def test_what_fails_whatever_it_is_becomes_one_token():
     assert shape(shrink(case(9, 4, 3, ranks=2, kind=1), LAW, lambda _: True, lambda: True)) == (
-        [1], {"ranks": 2, "kind": 0})
+        [1],
+        {"ranks": 2, "kind": 0},
+    )
 
 
 def test_a_case_that_cannot_be_smaller_stays():
@@ -48,5 +50,11 @@ def test_greatest_steps_come_first():
     steps = [shape(smaller) for smaller in smaller_cases(case(4, 4, 6, 1, ranks=3, kind=0), LAW)]
     assert steps[0] == ([4, 4, 6, 1], {"ranks": 2, "kind": 0}), "fewer ranks make all that follows cheaper"
     assert [len(lengths) for lengths, _ in steps[1:7]] == [2, 2, 3, 3, 3, 3]
-    assert [lengths for lengths, _ in steps[7:]] == [[2, 4, 6, 1], [3, 4, 6, 1], [4, 2, 6, 1], [4, 3, 6, 1],
-                                                     [4, 4, 3, 1], [4, 4, 5, 1]]
+    assert [lengths for lengths, _ in steps[7:]] == [
+        [2, 4, 6, 1],
+        [3, 4, 6, 1],
+        [4, 2, 6, 1],
+        [4, 3, 6, 1],
+        [4, 4, 3, 1],
+        [4, 4, 5, 1],
+    ]

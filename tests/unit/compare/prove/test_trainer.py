@@ -67,11 +67,14 @@ def test_what_a_trainer_is_told(policy):
     assert any((batch.document_ids_T < 0).any() for batch, _, _ in told)
 
 
-@pytest.mark.parametrize(("returned", "found"), [
-    (lambda outputs: outputs.policy_logprobs_T[:3], r"a tensor of shape \[3\], on rank dp=0, cp=0, tp=0"),
-    (lambda outputs: 3.0, r"found: 3\.0, on rank dp=0, cp=0, tp=0\n  rule: it returns one number"),
-    (lambda outputs: outputs.policy_logprobs_T.sum().detach(), r"a constant, on rank .*\n.*goes backward"),
-])
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (lambda outputs: outputs.policy_logprobs_T[:3], r"a tensor of shape \[3\], on rank dp=0, cp=0, tp=0"),
+        (lambda outputs: 3.0, r"found: 3\.0, on rank dp=0, cp=0, tp=0\n  rule: it returns one number"),
+        (lambda outputs: outputs.policy_logprobs_T.sum().detach(), r"a constant, on rank .*\n.*goes backward"),
+    ],
+)
 def test_what_is_no_number_with_a_gradient_is_refused(returned, found, policy):
     _, rows, totals = prepared(policy)
     with pytest.raises(SpecError, match=found):

@@ -10,14 +10,16 @@ from tests.helpers.surrogate_checks import assert_finite_differences, assert_is_
 from workbench.losses import LossInputs
 from workbench.losses.surrogates.clipped import clip_ratio, clipped_surrogate
 
-BOUNDS = [{"clip_low": 0.2, "clip_high": 0.28},
-          {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
-          {"clip_low": 0.2, "clip_high": 0.2, "delta": 1.5},
-          {"clip_low": 0.2, "clip_high": 0.28, "delta": 1.1},        # delta inside the clip range
-          {"clip_low": 0.3, "clip_high": 0.1, "delta": 4.0, "dual_clip": 3.0},
-          {"clip_low": 0.3, "clip_high": 0.5, "dual_clip": 1.2},     # dual clip inside the clip range
-          {"clip_low": 0.2, "clip_high": 0.28, "anchor": "sampler"},
-          {"clip_low": 0.2, "clip_high": 0.28, "log_clamp": 1.5}]
+BOUNDS = [
+    {"clip_low": 0.2, "clip_high": 0.28},
+    {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
+    {"clip_low": 0.2, "clip_high": 0.2, "delta": 1.5},
+    {"clip_low": 0.2, "clip_high": 0.28, "delta": 1.1},  # delta inside the clip range
+    {"clip_low": 0.3, "clip_high": 0.1, "delta": 4.0, "dual_clip": 3.0},
+    {"clip_low": 0.3, "clip_high": 0.5, "dual_clip": 1.2},  # dual clip inside the clip range
+    {"clip_low": 0.2, "clip_high": 0.28, "anchor": "sampler"},
+    {"clip_low": 0.2, "clip_high": 0.28, "log_clamp": 1.5},
+]
 
 
 def one(ratio, advantage, **more):
@@ -26,15 +28,18 @@ def one(ratio, advantage, **more):
     return policy, LossInputs(policy, zero, torch.tensor([advantage], dtype=torch.float64), **more)
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "value", "gradient"), [
-    (1.0, 2.0, -2.0, -2.0),
-    (1.25, 2.0, -2.5, -2.5),      # inside the upper bound of 1.28
-    (1.5, 2.0, -2.56, 0.0),       # above it, pushed further up: clipped
-    (1.5, -2.0, 3.0, 3.0),        # above it, pushed back down: never clipped
-    (0.5, 2.0, -1.0, -1.0),       # below, pushed back up
-    (0.5, -2.0, 1.6, 0.0),        # below 0.8, pushed further down: clipped
-    (1.5, 0.0, 0.0, 0.0),
-])
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "value", "gradient"),
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.25, 2.0, -2.5, -2.5),  # inside the upper bound of 1.28
+        (1.5, 2.0, -2.56, 0.0),  # above it, pushed further up: clipped
+        (1.5, -2.0, 3.0, 3.0),  # above it, pushed back down: never clipped
+        (0.5, 2.0, -1.0, -1.0),  # below, pushed back up
+        (0.5, -2.0, 1.6, 0.0),  # below 0.8, pushed further down: clipped
+        (1.5, 0.0, 0.0, 0.0),
+    ],
+)
 def test_surrogate_at_every_corner(ratio, advantage, value, gradient):
     policy, given = one(ratio, advantage)
     term = clipped_surrogate(given, clip_low=0.2, clip_high=0.28)
@@ -44,9 +49,16 @@ def test_surrogate_at_every_corner(ratio, advantage, value, gradient):
     assert bool(term.clipped_T) == (gradient == 0.0 and advantage != 0)
 
 
-@pytest.mark.parametrize(("more", "ratio", "value"), [
-    ({"dual_clip": 3.0}, 2.9, 5.8), ({"dual_clip": 3.0}, 5.0, 6.0), ({"delta": 1.5}, 1.4, 2.8),
-    ({"delta": 1.5}, 5.0, 3.0), ({"dual_clip": 3.0, "delta": 2.0}, 5.0, 4.0)])
+@pytest.mark.parametrize(
+    ("more", "ratio", "value"),
+    [
+        ({"dual_clip": 3.0}, 2.9, 5.8),
+        ({"dual_clip": 3.0}, 5.0, 6.0),
+        ({"delta": 1.5}, 1.4, 2.8),
+        ({"delta": 1.5}, 5.0, 3.0),
+        ({"dual_clip": 3.0, "delta": 2.0}, 5.0, 4.0),
+    ],
+)
 def test_upper_bounds_for_a_negative_advantage(more, ratio, value):
     policy, given = one(ratio, -2.0)
     term = clipped_surrogate(given, clip_low=0.2, clip_high=0.2, **more)
@@ -55,8 +67,9 @@ def test_upper_bounds_for_a_negative_advantage(more, ratio, value):
     assert bool(term.clipped_T) == (policy.grad.item() == 0.0) == (value != pytest.approx(2 * ratio))
 
 
-@pytest.mark.parametrize(("advantage", "bound", "cut_above"), [
-    (1.0, 1.28, True), (-1.0, 0.8, False), (-1.0, 3.0, True)])
+@pytest.mark.parametrize(
+    ("advantage", "bound", "cut_above"), [(1.0, 1.28, True), (-1.0, 0.8, False), (-1.0, 3.0, True)]
+)
 def test_the_cut_is_at_the_bound(advantage, bound, cut_above):
     for ratio in (bound * (1 - 1e-12), bound * (1 + 1e-12)):
         policy, given = one(ratio, advantage)
@@ -91,8 +104,9 @@ def test_gradient_is_the_slope_of_the_oracle(bounds):
 def test_delta_is_dual_clip_outside_the_clip_range_and_not_inside():
     _, given = packed(nasty_documents(0))
     for bound, same in ((1.5, True), (1.1, False)):
-        terms = [clipped_surrogate(given, clip_low=0.2, clip_high=0.28, **{name: bound})
-                 for name in ("delta", "dual_clip")]
+        terms = [
+            clipped_surrogate(given, clip_low=0.2, clip_high=0.28, **{name: bound}) for name in ("delta", "dual_clip")
+        ]
         counts_T = given.loss_mask_T
         assert torch.equal(*(term.values_T[counts_T] for term in terms)) == same
 
@@ -115,8 +129,9 @@ def test_frozen_decisions_also_open_what_would_be_clipped():
 @pytest.mark.parametrize(("policy", "old", "advantage"), [(0.0, -200.0, 2.0), (0.0, -200.0, 0.0)])
 def test_a_token_without_gradient_has_none_even_where_exp_overflows(policy, old, advantage):
     leaf = torch.tensor([policy], requires_grad=True)  # float32: exp(200) is infinite
-    term = clipped_surrogate(LossInputs(leaf, torch.tensor([old]), torch.tensor([advantage])), clip_low=0.2,
-                             clip_high=0.28)
+    term = clipped_surrogate(
+        LossInputs(leaf, torch.tensor([old]), torch.tensor([advantage])), clip_low=0.2, clip_high=0.28
+    )
     term.values_T.sum().backward()
     assert leaf.grad.item() == 0.0
     assert term.values_T.item() == pytest.approx(-1.28 * advantage)

@@ -9,8 +9,11 @@ from workbench.losses import LossInputs
 from workbench.losses.surrogates.covariance import clip_cov, kl_cov
 
 EVERY = {"clip_low": 0.2, "clip_high": 0.28, "cov_fraction": 1.0, "cov_low": 0.3, "cov_high": 5.0}
-CASES = [("clip_cov", EVERY), ("kl_cov", {"cov_fraction": 0.2, "cov_coefficient": 0.7}),
-         ("kl_cov", {"cov_fraction": 1e-9, "cov_coefficient": 1.0})]
+CASES = [
+    ("clip_cov", EVERY),
+    ("kl_cov", {"cov_fraction": 0.2, "cov_coefficient": 0.7}),
+    ("kl_cov", {"cov_fraction": 1e-9, "cov_coefficient": 1.0}),
+]
 
 
 @pytest.mark.parametrize(("kind", "parameters"), CASES, ids=str)
@@ -44,8 +47,13 @@ def test_which_candidates_depends_on_the_name_of_a_token_and_not_on_its_place():
     few = {**EVERY, "cov_fraction": 0.1}
     selected_T = clip_cov(inputs, **few).extras["selected"]
     order_T = torch.randperm(size, generator=torch.Generator().manual_seed(1))
-    moved = LossInputs(**{name: value[order_T] for name, value in inputs.__dict__.items()
-                          if isinstance(value, torch.Tensor) and name in LossInputs.__dataclass_fields__})
+    moved = LossInputs(
+        **{
+            name: value[order_T]
+            for name, value in inputs.__dict__.items()
+            if isinstance(value, torch.Tensor) and name in LossInputs.__dataclass_fields__
+        }
+    )
     again_T = clip_cov(moved, **few).extras["selected"]
     assert 1 < int(selected_T.sum()) < int(clip_cov(inputs, **EVERY).extras["selected"].sum())
     assert sorted(names_T[selected_T].tolist()) == sorted(moved.source_T[again_T].tolist())

@@ -11,7 +11,10 @@ from workbench.losses import LossInputs
 from workbench.losses.surrogates.direct import cispo, importance_sampling, on_policy, reinforce
 
 CASES = [
-    ("importance_sampling", {}), ("importance_sampling", {"anchor": "sampler"}), ("reinforce", {}), ("gpg", {}),
+    ("importance_sampling", {}),
+    ("importance_sampling", {"anchor": "sampler"}),
+    ("reinforce", {}),
+    ("gpg", {}),
     ("on_policy", {}),
     ("cispo", {"clip_low": 0.2, "clip_high": 0.28, "bounds": "relative"}),
     ("cispo", {"clip_low": None, "clip_high": 4.0, "bounds": "relative", "anchor": "sampler"}),
@@ -52,8 +55,9 @@ def test_on_policy_has_the_gradient_of_reinforce_and_the_value_of_a_ratio_of_1()
 def test_cispo_keeps_a_gradient_where_ppo_has_none_and_says_which_weights_it_truncated():
     policy_T = torch.tensor([0.0, math.log(3.0), math.log(0.1)], dtype=torch.float64, requires_grad=True)
     zero_T = torch.zeros_like(policy_T, requires_grad=False)
-    term = cispo(LossInputs(policy_T, zero_T, torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)), clip_low=0.2,
-                 clip_high=0.28)
+    term = cispo(
+        LossInputs(policy_T, zero_T, torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64)), clip_low=0.2, clip_high=0.28
+    )
     term.values_T.sum().backward()
     assert policy_T.grad.tolist() == pytest.approx([-1.0, -1.28, 0.8], abs=1e-15)
     assert term.extras["ratio_truncated"].tolist() == [False, True, True]

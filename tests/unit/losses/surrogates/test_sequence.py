@@ -12,14 +12,23 @@ from workbench.losses.surrogates.sequence import gmpo
 TIGHT = {"clip_low": 0.1, "clip_high": 0.15}
 SHAPE = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0}
 CASES = [
-    ("gspo", TIGHT), ("gspo", {**TIGHT, "dual_clip": 1.5}), ("gspo", {**TIGHT, "level": "segment"}),
-    ("gspo", {**TIGHT, "advantage_level": "document"}), ("gspo", {**TIGHT, "anchor": "sampler"}),
-    ("gspo", {**TIGHT, "delta": 1.4}), ("gspo", {**TIGHT, "delta": 1.05}), ("luspo", {**TIGHT, "delta": 1.4}),
-    ("gspo_token", TIGHT), ("gspo_token", {**TIGHT, "level": "segment", "dual_clip": 1.5}),
+    ("gspo", TIGHT),
+    ("gspo", {**TIGHT, "dual_clip": 1.5}),
+    ("gspo", {**TIGHT, "level": "segment"}),
+    ("gspo", {**TIGHT, "advantage_level": "document"}),
+    ("gspo", {**TIGHT, "anchor": "sampler"}),
+    ("gspo", {**TIGHT, "delta": 1.4}),
+    ("gspo", {**TIGHT, "delta": 1.05}),
+    ("luspo", {**TIGHT, "delta": 1.4}),
+    ("gspo_token", TIGHT),
+    ("gspo_token", {**TIGHT, "level": "segment", "dual_clip": 1.5}),
     ("gspo_token", {**TIGHT, "clip_high": 4.0, "log_cap": 0.1}),
-    ("luspo", TIGHT), ("luspo", {**TIGHT, "advantage_level": "document"}),
-    ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}), ("gmpo", {"clip_low": 0.1, "clip_high": 0.3, "anchor": "sampler"}),
-    ("vespo", SHAPE), ("vespo", {**SHAPE, "anchor": "sampler"}),
+    ("luspo", TIGHT),
+    ("luspo", {**TIGHT, "advantage_level": "document"}),
+    ("gmpo", {"clip_low": 0.4, "clip_high": 0.4}),
+    ("gmpo", {"clip_low": 0.1, "clip_high": 0.3, "anchor": "sampler"}),
+    ("vespo", SHAPE),
+    ("vespo", {**SHAPE, "anchor": "sampler"}),
 ]
 
 
@@ -51,9 +60,17 @@ class Recording(LocalSums):
         return super().segment(values_T)
 
 
-@pytest.mark.parametrize(("kind", "parameters", "asked"), [
-    ("gspo", {}, ["document"]), ("gspo_token", {}, ["document"]), ("luspo", {}, ["document"]),
-    ("gmpo", {}, ["document"]), ("vespo", {}, ["document"]), ("gspo", {"level": "segment"}, ["segment"] * 2)])
+@pytest.mark.parametrize(
+    ("kind", "parameters", "asked"),
+    [
+        ("gspo", {}, ["document"]),
+        ("gspo_token", {}, ["document"]),
+        ("luspo", {}, ["document"]),
+        ("gmpo", {}, ["document"]),
+        ("vespo", {}, ["document"]),
+        ("gspo", {"level": "segment"}, ["segment"] * 2),
+    ],
+)
 def test_what_crosses_ranks_goes_through_the_sums_that_are_handed_in(kind, parameters, asked):
     documents = nasty_documents(0)
     _, plain = packed(documents)
@@ -81,8 +98,9 @@ def constant_in_documents(documents, values):
 def test_gspo_token_is_gspo_where_weights_and_advantages_are_constant_in_a_document(level):
     documents = nasty_documents(7, low=0.5, high=2.0, advantages="documents")
     weights = constant_in_documents(documents, [0.3 + 0.1 * d for d in range(len(documents))])
-    (_, theirs_T), (_, mine_T) = (gradient(kind, documents, weights, level=level, **TIGHT)
-                                  for kind in ("gspo", "gspo_token"))
+    (_, theirs_T), (_, mine_T) = (
+        gradient(kind, documents, weights, level=level, **TIGHT) for kind in ("gspo", "gspo_token")
+    )
     assert mine_T.abs().max() > 0.1
     torch.testing.assert_close(mine_T, theirs_T, rtol=1e-12, atol=1e-14)
 
@@ -115,9 +133,17 @@ def test_one_document_that_overflows_does_not_touch_another():
         assert grad_T.abs().max() > 0, kind
 
 
-@pytest.mark.parametrize(("log_ratio", "advantage", "clipped"), [
-    (0.4 - 1e-12, 1.0, False), (0.4 + 1e-12, 1.0, True), (0.4 + 1e-12, -1.0, False),
-    (-0.3 + 1e-12, -1.0, False), (-0.3 - 1e-12, -1.0, True), (-0.3 - 1e-12, 1.0, False)])
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "clipped"),
+    [
+        (0.4 - 1e-12, 1.0, False),
+        (0.4 + 1e-12, 1.0, True),
+        (0.4 + 1e-12, -1.0, False),
+        (-0.3 + 1e-12, -1.0, False),
+        (-0.3 - 1e-12, -1.0, True),
+        (-0.3 - 1e-12, 1.0, False),
+    ],
+)
 def test_gmpo_cuts_at_a_length_of_the_log_ratio(log_ratio, advantage, clipped):
     policy_T = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
     zero_T = torch.zeros(1, dtype=torch.float64)

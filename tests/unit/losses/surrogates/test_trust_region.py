@@ -12,16 +12,17 @@ from workbench.losses import LossInputs
 from workbench.losses.surrogates import SURROGATES
 from workbench.losses.surrogates.trust_region import dppo_kl, dppo_tv, ipo, ref_kl
 
-CASES = [("dppo_tv", {"threshold_low": 0.1, "threshold_high": 0.15, "anchor": "sampler"}),
-         ("dppo_tv", {"threshold_low": 0.2, "threshold_high": 0.2, "ratio_cap": 1.5, "anchor": "old"}),
-         ("dppo_kl", {"threshold_low": 0.05, "threshold_high": 0.03, "anchor": "sampler"}),
-         ("dppo_kl", {"threshold_low": 0.05, "threshold_high": 0.05, "ratio_cap": 2.0, "anchor": "sampler"}),
-         ("dppo_tv", {"threshold_low": 0.3, "threshold_high": 0.3, "log_clamp": 0.4, "anchor": "sampler"}),
-         ("dppo_kl", {"threshold_low": 0.2, "threshold_high": 0.2, "ratio_cap": 2.0, "log_clamp": 0.4,
-                      "anchor": "old"}),
-         ("ipo", {"threshold": 0.1, "anchor": "sampler"}),
-         ("ref_kl", {"threshold_low": 0.2, "anchor": "sampler"}),
-         ("ref_kl", {"threshold_low": 0.05, "anchor": "old"})]
+CASES = [
+    ("dppo_tv", {"threshold_low": 0.1, "threshold_high": 0.15, "anchor": "sampler"}),
+    ("dppo_tv", {"threshold_low": 0.2, "threshold_high": 0.2, "ratio_cap": 1.5, "anchor": "old"}),
+    ("dppo_kl", {"threshold_low": 0.05, "threshold_high": 0.03, "anchor": "sampler"}),
+    ("dppo_kl", {"threshold_low": 0.05, "threshold_high": 0.05, "ratio_cap": 2.0, "anchor": "sampler"}),
+    ("dppo_tv", {"threshold_low": 0.3, "threshold_high": 0.3, "log_clamp": 0.4, "anchor": "sampler"}),
+    ("dppo_kl", {"threshold_low": 0.2, "threshold_high": 0.2, "ratio_cap": 2.0, "log_clamp": 0.4, "anchor": "old"}),
+    ("ipo", {"threshold": 0.1, "anchor": "sampler"}),
+    ("ref_kl", {"threshold_low": 0.2, "anchor": "sampler"}),
+    ("ref_kl", {"threshold_low": 0.05, "anchor": "old"}),
+]
 
 
 @pytest.mark.parametrize(("kind", "parameters"), CASES, ids=str)
@@ -41,25 +42,30 @@ def test_gradient_is_the_slope_of_the_oracle(kind, parameters):
 def inputs(p, q, advantage, **more):
     policy_T = torch.tensor([math.log(p)], dtype=torch.float64, requires_grad=True)
     sampler_T = torch.tensor([math.log(q)], dtype=torch.float64)
-    return LossInputs(policy_T, sampler_T, torch.tensor([advantage], dtype=torch.float64),
-                      sampler_logprobs_T=sampler_T, **more)
+    return LossInputs(
+        policy_T, sampler_T, torch.tensor([advantage], dtype=torch.float64), sampler_logprobs_T=sampler_T, **more
+    )
 
 
-@pytest.mark.parametrize(("p", "q", "advantage", "tv", "either"), [
-    (0.50, 0.20, 1.0, True, True),      # up, wanted up, too far
-    (0.50, 0.20, -1.0, False, True),    # up, wanted down: the trust region of one direction lets it return
-    (0.20, 0.50, -1.0, True, True),
-    (0.20, 0.50, 1.0, False, True),
-    (0.02, 0.001, 1.0, False, False),   # a ratio of 20, and nothing has moved
-    (0.20, 0.50, 0.0, True, True),      # no advantage counts as a push down
-])
+@pytest.mark.parametrize(
+    ("p", "q", "advantage", "tv", "either"),
+    [
+        (0.50, 0.20, 1.0, True, True),  # up, wanted up, too far
+        (0.50, 0.20, -1.0, False, True),  # up, wanted down: the trust region of one direction lets it return
+        (0.20, 0.50, -1.0, True, True),
+        (0.20, 0.50, 1.0, False, True),
+        (0.02, 0.001, 1.0, False, False),  # a ratio of 20, and nothing has moved
+        (0.20, 0.50, 0.0, True, True),  # no advantage counts as a push down
+    ],
+)
 def test_what_is_dropped(p, q, advantage, tv, either):
     assert bool(dppo_tv(inputs(p, q, advantage)).clipped_T) == tv
     assert bool(ipo(inputs(p, q, advantage)).clipped_T) == either
 
 
-@pytest.mark.parametrize(("kind", "settings"), [
-    ("dppo_tv", {"threshold_low": 0.2, "threshold_high": 0.25}), ("ipo", {"threshold": 0.25})])
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("dppo_tv", {"threshold_low": 0.2, "threshold_high": 0.25}), ("ipo", {"threshold": 0.25})]
+)
 def test_the_cut_is_at_the_threshold(kind, settings):
     for p, dropped in ((0.55 - 1e-12, False), (0.55 + 1e-12, True)):
         assert bool(SURROGATES[kind](inputs(p, 0.3, 1.0), **settings).clipped_T) == dropped

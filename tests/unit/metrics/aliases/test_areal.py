@@ -36,5 +36,7 @@ def test_what_a_correction_filters_is_what_it_rejects_or_else_bounds():
 def test_cispo_counts_ratios_outside_of_tokens_that_are_kept():
     surrogate = {"kind": "cispo", "clip_low": 0.2, "clip_high": 0.2}
     assert named(surrogate=surrogate)["clip_fraction"] == 0.75
-    assert named(surrogate=surrogate, correction={"ratio": "token", "gate": "ratio", "gate_high": 2.0})[
-        "clip_fraction"] == 0.5
+    assert (
+        named(surrogate=surrogate, correction={"ratio": "token", "gate": "ratio", "gate_high": 2.0})["clip_fraction"]
+        == 0.5
+    )

@@ -17,11 +17,22 @@ SLOTS = DocumentSlots(0, 4)
 
 def named(documents=4, **settings):
     spec, zero = LossSpec(**settings), torch.zeros(5, dtype=torch.float64)
-    inputs = LossInputs(torch.tensor([0.5, -0.1, 0.4, 9.0, 9.0], dtype=torch.float64) - 1, zero - 1,
-                        torch.tensor([2.0, 2.0, -1.0, 9.0, 9.0], dtype=torch.float64), entropy_T=zero + 3,
-                        loss_mask_T=MASK, document_ids_T=torch.tensor([0, 0, 1, 1, 2]))
-    values = as_named_by("fast_llm", inputs, MASK, loss_spec=spec, slots=SLOTS,
-                         settings=settings_of(spec, SLOTS)._replace(num_documents=documents))
+    inputs = LossInputs(
+        torch.tensor([0.5, -0.1, 0.4, 9.0, 9.0], dtype=torch.float64) - 1,
+        zero - 1,
+        torch.tensor([2.0, 2.0, -1.0, 9.0, 9.0], dtype=torch.float64),
+        entropy_T=zero + 3,
+        loss_mask_T=MASK,
+        document_ids_T=torch.tensor([0, 0, 1, 1, 2]),
+    )
+    values = as_named_by(
+        "fast_llm",
+        inputs,
+        MASK,
+        loss_spec=spec,
+        slots=SLOTS,
+        settings=settings_of(spec, SLOTS)._replace(num_documents=documents),
+    )
     return {name: value.finish() for name, value in values.items()}
 
 

@@ -25,11 +25,29 @@ def reals(*values):
 def numbers(spec=None, mask=MASK, sampler=None, advantages=(1, 1, -1, -1), **more):
     spec = spec or LossSpec()
     drawn = None if sampler is None else torch.where(mask, sampler, 1.0)
-    inputs = LossInputs(reals(-1, -2, -3, -4), reals(-1.5, -2, -2.5, -4), reals(*advantages), drawn,
-                        reals(-1, -2.5, -3, -9), loss_mask_T=torch.ones(4, dtype=torch.bool), document_ids_T=ROWS,
-                        sums=LocalSums(ROWS, mask))
-    return step_metrics(Step(spec, inputs, make_loss(spec)(inputs), surrogate_ratio(inputs, spec), mask, ROWS, sampler,
-                             reals(1, 2, 3, 4), **more))
+    inputs = LossInputs(
+        reals(-1, -2, -3, -4),
+        reals(-1.5, -2, -2.5, -4),
+        reals(*advantages),
+        drawn,
+        reals(-1, -2.5, -3, -9),
+        loss_mask_T=torch.ones(4, dtype=torch.bool),
+        document_ids_T=ROWS,
+        sums=LocalSums(ROWS, mask),
+    )
+    return step_metrics(
+        Step(
+            spec,
+            inputs,
+            make_loss(spec)(inputs),
+            surrogate_ratio(inputs, spec),
+            mask,
+            ROWS,
+            sampler,
+            reals(1, 2, 3, 4),
+            **more,
+        )
+    )
 
 
 def test_means_over_rows_and_over_tokens():
@@ -50,9 +68,16 @@ def test_positions_that_do_not_train_count_where_the_fork_counts_them():
     assert (found["loss_metrics/global_pos_reward"], found["loss_metrics/global_total_neg"]) == (0.5, 1.0)
 
 
-@pytest.mark.parametrize(("advantages", "many_good", "many_bad"), [
-    ((1, 1, -1, -1), 1.0, 1.0), ((1, -1, -1, 0), 0.0, 1.0), ((1, 1, 1, -1), 1.0, 0.0), ((1, 1, 1, 1), 1.0, 0.0),
-    ((0, 0, 0, 0), 0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("advantages", "many_good", "many_bad"),
+    [
+        ((1, 1, -1, -1), 1.0, 1.0),
+        ((1, -1, -1, 0), 0.0, 1.0),
+        ((1, 1, 1, -1), 1.0, 0.0),
+        ((1, 1, 1, 1), 1.0, 0.0),
+        ((0, 0, 0, 0), 0.0, 1.0),
+    ],
+)
 def test_a_total_says_whether_more_than_one_token_has_the_sign(advantages, many_good, many_bad):
     found = numbers(advantages=advantages)
     assert (found["loss_metrics/global_total_pos"], found["loss_metrics/global_total_neg"]) == (many_good, many_bad)
@@ -85,8 +110,9 @@ def test_a_row_that_does_not_train_makes_means_over_rows_undefined():
 
 def test_weights_of_the_sampler():
     sampler = reals(-2, -2, -2.4, 1)
-    token = LossSpec(correction={"ratio": "token", "ratio_low": 0.8, "ratio_high": 1.2, "outside": "zero",
-                                 "unsampled": "drop"})
+    token = LossSpec(
+        correction={"ratio": "token", "ratio_low": 0.8, "ratio_high": 1.2, "outside": "zero", "unsampled": "drop"}
+    )
     found = numbers(token, sampler=sampler)
     assert found["mismatch/inf_logratio"] == pytest.approx((0.5 + 0 - 0.1 - 5) / 4)
     assert found["inflogp_dist/importance_ratio"] == pytest.approx((0 + 1 + math.exp(-0.1)) / 3)
@@ -107,13 +133,34 @@ def test_the_mean_logit_is_over_the_vocabulary():
 def test_what_a_step_of_any_layout_reports_is_what_the_step_reports():
     """Where every row trains and no position is left out by its probability, both are the same numbers."""
     spec = LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2})
-    inputs = LossInputs(reals(-1, -2, -3, -4), reals(-1.5, -2, -2.5, -4), reals(1, 0, -1, -1), reals(-1, -2, -1, -4),
-                        reals(-1, -2.5, -3, -9), loss_mask_T=MASK, document_ids_T=ROWS)
-    found = {name: value.finish() for name, value in as_named_by(
-        "nous_torchtitan", inputs, MASK, loss_spec=spec, slots=DocumentSlots(0, 2)).items()}
+    inputs = LossInputs(
+        reals(-1, -2, -3, -4),
+        reals(-1.5, -2, -2.5, -4),
+        reals(1, 0, -1, -1),
+        reals(-1, -2, -1, -4),
+        reals(-1, -2.5, -3, -9),
+        loss_mask_T=MASK,
+        document_ids_T=ROWS,
+    )
+    found = {
+        name: value.finish()
+        for name, value in as_named_by(
+            "nous_torchtitan", inputs, MASK, loss_spec=spec, slots=DocumentSlots(0, 2)
+        ).items()
+    }
     everywhere = replace(inputs, loss_mask_T=torch.ones(4, dtype=torch.bool), sums=LocalSums(ROWS, MASK))
-    expected = step_metrics(Step(spec, everywhere, make_loss(spec)(everywhere), surrogate_ratio(everywhere, spec),
-                                 MASK, ROWS, reals(-1, -2, -1, -4), reals(1, 2, 3, 4)))
+    expected = step_metrics(
+        Step(
+            spec,
+            everywhere,
+            make_loss(spec)(everywhere),
+            surrogate_ratio(everywhere, spec),
+            MASK,
+            ROWS,
+            reals(-1, -2, -1, -4),
+            reals(1, 2, 3, 4),
+        )
+    )
     assert found.keys() <= expected.keys()
     assert len(found) == 14
     for name, value in found.items():

@@ -19,10 +19,16 @@ ADVANTAGES = [1.0, 1.0, 1.0, -1.0, -1.0, -1.0]
 def numbers(spec):
     gaps_T = torch.tensor(GAPS, dtype=torch.float64)
     old_T = torch.full_like(gaps_T, -3.0)
-    inputs = LossInputs(old_T + gaps_T, old_T, torch.tensor(ADVANTAGES, dtype=torch.float64), old_T + 0.2,
-                        document_ids_T=torch.tensor([0, 0, 0, 1, 1, 1]))
-    found = as_named_by("openrlhf", inputs, inputs.counts_T, terms=make_loss(spec)(inputs), loss_spec=spec,
-                        slots=DocumentSlots(0, 2))
+    inputs = LossInputs(
+        old_T + gaps_T,
+        old_T,
+        torch.tensor(ADVANTAGES, dtype=torch.float64),
+        old_T + 0.2,
+        document_ids_T=torch.tensor([0, 0, 0, 1, 1, 1]),
+    )
+    found = as_named_by(
+        "openrlhf", inputs, inputs.counts_T, terms=make_loss(spec)(inputs), loss_spec=spec, slots=DocumentSlots(0, 2)
+    )
     return {name: value.finish() for name, value in found.items()}
 
 

@@ -21,15 +21,27 @@ def reals(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-INPUTS = LossInputs(reals(-1, -2, 9, -3), reals(-1.5, -2, 9, -4), reals(1, 1, 9, -2),
-                    ref_logprobs_T=reals(-1, -2.6, 9, -3.2), rewards_T=reals(5, 5, 9, 7), loss_mask_T=MASK,
-                    document_ids_T=IDS)
+INPUTS = LossInputs(
+    reals(-1, -2, 9, -3),
+    reals(-1.5, -2, 9, -4),
+    reals(1, 1, 9, -2),
+    ref_logprobs_T=reals(-1, -2.6, 9, -3.2),
+    rewards_T=reals(5, 5, 9, 7),
+    loss_mask_T=MASK,
+    document_ids_T=IDS,
+)
 
 
 def named(documents=1, **settings):
     spec = LossSpec(**settings)
-    values = as_named_by("pipelinerl", INPUTS, MASK, loss_spec=spec, slots=SLOTS,
-                         settings=settings_of(spec, SLOTS)._replace(num_documents=documents))
+    values = as_named_by(
+        "pipelinerl",
+        INPUTS,
+        MASK,
+        loss_spec=spec,
+        slots=SLOTS,
+        settings=settings_of(spec, SLOTS)._replace(num_documents=documents),
+    )
     return {name: value.finish() for name, value in values.items()}
 
 

@@ -21,8 +21,14 @@ DOCUMENTS = [0, 0, 0, 1, 3]
 
 def batch():
     policy_T, sampler_T = (torch.tensor(p, dtype=torch.float64).log() for p in (POLICY, SAMPLER))
-    return LossInputs(policy_T, policy_T, torch.tensor(ADVANTAGES, dtype=torch.float64), sampler_T,
-                      torch.tensor([math.log(0.3)] * 5, dtype=torch.float64), document_ids_T=torch.tensor(DOCUMENTS))
+    return LossInputs(
+        policy_T,
+        policy_T,
+        torch.tensor(ADVANTAGES, dtype=torch.float64),
+        sampler_T,
+        torch.tensor([math.log(0.3)] * 5, dtype=torch.float64),
+        document_ids_T=torch.tensor(DOCUMENTS),
+    )
 
 
 def k3(t):
@@ -60,14 +66,16 @@ def test_the_symmetric_region_the_distilled_reference_and_the_imitated_tokens_ha
     found = made("ref_kl")
     assert found["ref_kl/is_masked"] == [single(1, 3), 1.0, 0.0, 0.0]
     assert found["ref_kl"][1] == pytest.approx(math.log(0.3 / 0.1))
-    assert made("sft") == {"nll": pytest.approx([-sum(math.log(p) for p in POLICY[:3]) / 3, -math.log(0.1), 0.0,
-                                                 -math.log(0.5)])}
+    assert made("sft") == {
+        "nll": pytest.approx([-sum(math.log(p) for p in POLICY[:3]) / 3, -math.log(0.1), 0.0, -math.log(0.5)])
+    }
 
 
 def test_what_is_logged_is_their_mean_over_all_documents():
     spec, inputs = LossSpec(name="prime_rl"), batch()
-    found = as_named_by("prime_rl", inputs, inputs.counts_T, terms=make_loss(spec)(inputs), loss_spec=spec,
-                        slots=DocumentSlots(0, 4))
+    found = as_named_by(
+        "prime_rl", inputs, inputs.counts_T, terms=make_loss(spec)(inputs), loss_spec=spec, slots=DocumentSlots(0, 4)
+    )
     assert set(found) == {number.name for number in numbers("dppo_tv")}
     assert found["masked_mismatch_kl"].finish() == pytest.approx(((k3(0) + k3(1)) / 2 + k3(3)) / 4)
     assert found["is_masked"].finish() == pytest.approx((single(2, 3) + 1) / 4)

@@ -23,11 +23,21 @@ ALONE = Axis("dp_cp")
 WEIGHTS = {
     "token": ({"ratio": "token", "ratio_high": 1.1}, {"rollout_is": "token", "rollout_is_threshold": 1.1}),
     "sequence": ({"ratio": "document_sum", "ratio_high": 2.0}, {"rollout_is": "sequence", "rollout_is_threshold": 2.0}),
-    "zeroed": ({"ratio": "token", "ratio_low": 0.9, "ratio_high": 1.2, "outside": "zero", "normalize": True,
-                "mean_epsilon": 1e-8}, {"rollout_is": "token", "rollout_is_threshold": "0.9_1.2",
-                                        "rollout_is_batch_normalize": True}),
-    "divided": ({"ratio": "document_sum", "ratio_high": 1.3, "normalize": True, "mean_epsilon": 1e-8},
-                {"rollout_is": "sequence", "rollout_is_threshold": 1.3, "rollout_is_batch_normalize": True}),
+    "zeroed": (
+        {
+            "ratio": "token",
+            "ratio_low": 0.9,
+            "ratio_high": 1.2,
+            "outside": "zero",
+            "normalize": True,
+            "mean_epsilon": 1e-8,
+        },
+        {"rollout_is": "token", "rollout_is_threshold": "0.9_1.2", "rollout_is_batch_normalize": True},
+    ),
+    "divided": (
+        {"ratio": "document_sum", "ratio_high": 1.3, "normalize": True, "mean_epsilon": 1e-8},
+        {"rollout_is": "sequence", "rollout_is_threshold": 1.3, "rollout_is_batch_normalize": True},
+    ),
 }
 GATES = {
     "token_k1": {"gate": "k1", "gate_low": math.log(0.9), "gate_high": math.log(1.1)},
@@ -40,9 +50,16 @@ BOUNDS = {"token_k1": "0.9_1.1", "seq_mean_k2": "0.02", "seq_sum_k3": "0.1", "se
 
 def rectangle_of(documents):
     width = max(len(document["mask"]) for document in documents)
-    return [np.array([[float(v) if counts else 0.0 for v, counts in zip(document[name], document["mask"], strict=True)]
-                      + [0.0] * (width - len(document["mask"])) for document in documents])
-            for name in ("old", "sampler", "mask")]
+    return [
+        np.array(
+            [
+                [float(v) if counts else 0.0 for v, counts in zip(document[name], document["mask"], strict=True)]
+                + [0.0] * (width - len(document["mask"]))
+                for document in documents
+            ]
+        )
+        for name in ("old", "sampler", "mask")
+    ]
 
 
 def named(documents, correction, parts=1, **settings):
@@ -58,8 +75,17 @@ def named(documents, correction, parts=1, **settings):
         own, own_mask = inputs_of(documents, at)
         own_term = Term(term.values_T[at], extras={name: value[at] for name, value in term.extras.items()})
         slots = DocumentSlots(0, len(documents))
-        found.append(as_named_by("verl", own, own_mask, terms={"policy": own_term}, loss_spec=spec, slots=slots,
-                                 settings=settings_of(spec, slots)._replace(only=("rollout_corr/",), **settings)))
+        found.append(
+            as_named_by(
+                "verl",
+                own,
+                own_mask,
+                terms={"policy": own_term},
+                loss_spec=spec,
+                slots=slots,
+                settings=settings_of(spec, slots)._replace(only=("rollout_corr/",), **settings),
+            )
+        )
     return finish_metrics(found, ALONE)
 
 
@@ -81,8 +107,9 @@ def test_numbers_are_those_of_the_definitions_however_the_batch_is_split(weights
 
 def test_shares_of_sequences_may_be_of_single_precision():
     documents = nasty_documents(0, infinite=False)
-    double, single = (named(documents, {**WEIGHTS["token"][0], **GATES["seq_max_k3"]}, single=flag)
-                      for flag in (False, True))
+    double, single = (
+        named(documents, {**WEIGHTS["token"][0], **GATES["seq_max_k3"]}, single=flag) for flag in (False, True)
+    )
     apart = {name for name in double if double[name] != single[name]}
     assert apart
     assert all("fraction" in name for name in apart)
@@ -97,7 +124,8 @@ def test_without_a_correction_only_the_mismatch_is_named():
 
 def test_weights_that_are_all_0_have_no_effective_size():
     documents = nasty_documents(0, infinite=False)
-    found = named(documents, {"ratio": "token", "ratio_low": 1e6, "ratio_high": 1e7, "outside": "zero",
-                              "normalize": True})
+    found = named(
+        documents, {"ratio": "token", "ratio_low": 1e6, "ratio_high": 1e7, "outside": "zero", "normalize": True}
+    )
     assert math.isnan(found["rollout_corr/rollout_is_eff_sample_size"])
     assert found["rollout_corr/rollout_is_batch_norm_factor"] == 1.0

@@ -21,10 +21,18 @@ SLOTS = DocumentSlots(0, 3)
 
 def named(documents=1, **settings):
     spec = LossSpec(**settings)
-    inputs = LossInputs(LOGS, ZERO, ZERO + 1, ZERO - 0.2, ZERO + 0.4, loss_mask_T=MASK,
-                        document_ids_T=torch.tensor([0, 0, 0, 1, 1]))
-    values = as_named_by("slime", inputs, MASK, terms=make_loss(spec)(inputs), loss_spec=spec, slots=SLOTS,
-                         settings=settings_of(spec, SLOTS)._replace(num_documents=documents))
+    inputs = LossInputs(
+        LOGS, ZERO, ZERO + 1, ZERO - 0.2, ZERO + 0.4, loss_mask_T=MASK, document_ids_T=torch.tensor([0, 0, 0, 1, 1])
+    )
+    values = as_named_by(
+        "slime",
+        inputs,
+        MASK,
+        terms=make_loss(spec)(inputs),
+        loss_spec=spec,
+        slots=SLOTS,
+        settings=settings_of(spec, SLOTS)._replace(num_documents=documents),
+    )
     return {name: value.finish() for name, value in values.items()}
 
 
@@ -60,8 +68,13 @@ def test_cispo_counts_every_ratio_outside():
 
 
 def test_masked_samples_count_their_tokens_whether_they_train_or_not():
-    inputs = LossInputs(ZERO - 1, ZERO, ZERO, loss_mask_T=torch.tensor([True, False, False, True, True]),
-                        document_ids_T=torch.tensor([0, 0, 0, 1, 1]))
+    inputs = LossInputs(
+        ZERO - 1,
+        ZERO,
+        ZERO,
+        loss_mask_T=torch.tensor([True, False, False, True, True]),
+        document_ids_T=torch.tensor([0, 0, 0, 1, 1]),
+    )
     advantages = torch.tensor([-1.0, -1.0, 1.0, -1.0, -1.0])
     assert opsm_clipfrac(inputs, advantages, 0.5) == 2 / 1 + 2 / 2
     assert opsm_clipfrac(inputs, advantages, 1.0) == 0

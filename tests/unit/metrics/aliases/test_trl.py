@@ -15,7 +15,11 @@ from workbench.sharding.mesh import Axis
 
 GSPO = LossSpec(name="gspo", surrogate={"clip_low": 0.2, "clip_high": 0.2})
 ROWS = [  # (log ratios of trained tokens, advantages); the last row has no trained token
-    ([0.3, 0.5], [1.0, -1.0]), ([-0.6], [-2.0]), ([-0.1, 0.0, 0.1], [-1.0, 1.0, 1.0]), ([], [])]
+    ([0.3, 0.5], [1.0, -1.0]),
+    ([-0.6], [-2.0]),
+    ([-0.1, 0.0, 0.1], [-1.0, 1.0, 1.0]),
+    ([], []),
+]
 
 
 def named(spec, *, system="trl", by_token=False, rows=ROWS):
@@ -27,20 +31,35 @@ def named(spec, *, system="trl", by_token=False, rows=ROWS):
         mask += [True] * len(log_ratios) + [False]
         ids += [number] * (len(log_ratios) + 1)
     old_T = torch.full((len(ratios),), -1.0, dtype=torch.float64)
-    inputs = LossInputs(old_T + torch.tensor(ratios, dtype=torch.float64), old_T,
-                        torch.tensor(advantages, dtype=torch.float64), ref_logprobs_T=old_T,
-                        document_ids_T=torch.tensor(ids), loss_mask_T=torch.tensor(mask))
+    inputs = LossInputs(
+        old_T + torch.tensor(ratios, dtype=torch.float64),
+        old_T,
+        torch.tensor(advantages, dtype=torch.float64),
+        ref_logprobs_T=old_T,
+        document_ids_T=torch.tensor(ids),
+        loss_mask_T=torch.tensor(mask),
+    )
     slots = DocumentSlots(0, len(rows))
     settings = settings_of(spec, slots)._replace(token_advantages=by_token)
-    values = as_named_by(system, inputs, inputs.loss_mask_T, terms=make_loss(spec)(inputs), loss_spec=spec, slots=slots,
-                         settings=settings)
+    values = as_named_by(
+        system,
+        inputs,
+        inputs.loss_mask_T,
+        terms=make_loss(spec)(inputs),
+        loss_spec=spec,
+        slots=slots,
+        settings=settings,
+    )
     return finish_metrics([values], Axis("dp_cp"))
 
 
 def test_a_ratio_of_rows_is_counted_over_all_rows_also_those_without_tokens():
     found = named(GSPO)  # ratios exp(0.4), exp(-0.6), 1 and, of the empty row, 1
     assert (found["clip_ratio/high_mean"], found["clip_ratio/low_mean"], found["clip_ratio/region_mean"]) == (
-        0.25, 0.25, 0.5)
+        0.25,
+        0.25,
+        0.5,
+    )
     assert (found["clip_ratio/low_min"], found["clip_ratio/high_max"]) == (0.0, 1.0)
 
 
@@ -62,8 +81,9 @@ def test_cispo_looks_above_its_bound_over_tokens_or_rows():
     assert named(LossSpec(surrogate=cispo | {"level": "document"}))["cispo_clip_ratio"] == 0.25
 
 
-@pytest.mark.parametrize(("delta", "high", "low"), [(None, 2 / 6, 1 / 6), (1.3, 2 / 6, 1 / 6), (1.2, 0.0, 1 / 6),
-                                                    (0.7, 0.0, 4 / 6)])
+@pytest.mark.parametrize(
+    ("delta", "high", "low"), [(None, 2 / 6, 1 / 6), (1.3, 2 / 6, 1 / 6), (1.2, 0.0, 1 / 6), (0.7, 0.0, 4 / 6)]
+)
 def test_a_bound_that_delta_keeps_out_of_reach_clips_nothing(delta, high, low):
     spec = LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.2, "delta": delta})
     found = named(spec)

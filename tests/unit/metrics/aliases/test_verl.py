@@ -24,19 +24,28 @@ def named(surrogate, *, ratios=RATIOS, **more):
     spec = LossSpec(surrogate=surrogate, **more)
     slots = DocumentSlots(0, 1)
     settings = settings_of(spec, slots)._replace(only=("actor/",))
-    values = as_named_by("verl", inputs, inputs.counts_T, terms=make_loss(spec)(inputs), loss_spec=spec, slots=slots,
-                         settings=settings)
+    values = as_named_by(
+        "verl", inputs, inputs.counts_T, terms=make_loss(spec)(inputs), loss_spec=spec, slots=slots, settings=settings
+    )
     return finish_metrics([values], Axis("dp_cp"))
 
 
-@pytest.mark.parametrize(("surrogate", "upper", "lower"), [
-    ({"kind": "ppo", "dual_clip": 3.0}, 2, 1),                     # 2.0 up, 0.25 down | 4.0
-    ({"kind": "cispo", "clip_low": 0.8, "clip_high": 2.0}, 2, 0),  # beyond 0.2 to 3, whatever the sign
-    ({"kind": "sapo"}, 0, 0),
-    ({"kind": "gmpo", "clip_low": 0.4, "clip_high": 0.8}, 1, 2),   # outside +-: with A > 0 0.5, with A < 0 both
-    ({"kind": "dppo_tv", "anchor": "old", "threshold_low": 0.2, "threshold_high": 0.04, "ratio_cap": 3.0}, 2, 2),
-    ({"kind": "gspo_token", "clip_low": 0.1, "clip_high": 0.2}, 2, 0),  # the document's ratio is 1.5: both with A > 0
-], ids=lambda value: value["kind"] if isinstance(value, dict) else str(value))
+@pytest.mark.parametrize(
+    ("surrogate", "upper", "lower"),
+    [
+        ({"kind": "ppo", "dual_clip": 3.0}, 2, 1),  # 2.0 up, 0.25 down | 4.0
+        ({"kind": "cispo", "clip_low": 0.8, "clip_high": 2.0}, 2, 0),  # beyond 0.2 to 3, whatever the sign
+        ({"kind": "sapo"}, 0, 0),
+        ({"kind": "gmpo", "clip_low": 0.4, "clip_high": 0.8}, 1, 2),  # outside +-: with A > 0 0.5, with A < 0 both
+        ({"kind": "dppo_tv", "anchor": "old", "threshold_low": 0.2, "threshold_high": 0.04, "ratio_cap": 3.0}, 2, 2),
+        (
+            {"kind": "gspo_token", "clip_low": 0.1, "clip_high": 0.2},
+            2,
+            0,
+        ),  # the document's ratio is 1.5: both with A > 0
+    ],
+    ids=lambda value: value["kind"] if isinstance(value, dict) else str(value),
+)
 def test_what_a_loss_calls_clipped(surrogate, upper, lower):
     found = named(surrogate)
     assert (found[UPPER], found[LOWER]) == pytest.approx((upper / 5, lower / 5), rel=1e-8)
@@ -59,8 +68,9 @@ def test_the_distance_is_held_for_some_losses_and_absolute_for_one():
 
 
 def test_selected_tokens_are_the_clipped_ones_of_clip_cov():
-    found = named({"kind": "clip_cov", "cov_fraction": 1.0, "cov_low": -9.0, "cov_high": 9.0, "clip_low": 0.9,
-                   "clip_high": 9.0})
+    found = named(
+        {"kind": "clip_cov", "cov_fraction": 1.0, "cov_low": -9.0, "cov_high": 9.0, "clip_low": 0.9, "clip_high": 9.0}
+    )
     assert found[UPPER] == pytest.approx(1.0, rel=1e-8)
     assert LOWER not in found
 

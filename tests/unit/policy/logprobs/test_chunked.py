@@ -29,8 +29,9 @@ def ones(rows, fields=4):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_same_bits_whatever_is_kept(dtype):
     engine, hidden, targets = engine_and_rows(dtype=dtype)
-    said = [engine.forward(hidden, targets, 0.7, wanted=EVERYTHING, keep=keep).said
-            for keep in ("no", "scratch", "own")]
+    said = [
+        engine.forward(hidden, targets, 0.7, wanted=EVERYTHING, keep=keep).said for keep in ("no", "scratch", "own")
+    ]
     for fields in zip(*said, strict=True):
         if fields[0] is not None:
             assert torch.equal(fields[0], fields[1])
@@ -79,8 +80,11 @@ def test_a_target_is_read_by_the_rank_whose_slice_has_it():
 
 def test_the_first_chunk_overwrites_and_the_next_add():
     engine, hidden, targets = engine_and_rows(bias_V=torch.zeros(7, dtype=torch.float64), valid=5)
-    into = Accumulators(torch.full((10, 3), math.nan, dtype=torch.float64),
-                        torch.full((7, 3), math.nan, dtype=torch.float64), torch.full((7,), math.nan).double())
+    into = Accumulators(
+        torch.full((10, 3), math.nan, dtype=torch.float64),
+        torch.full((7, 3), math.nan, dtype=torch.float64),
+        torch.full((7,), math.nan).double(),
+    )
     for number in range(2):
         chunk = engine.forward(hidden, targets, 1.0, wanted=EVERYTHING, keep="scratch")
         engine.backward(chunk, ones(5), into, slice(5 * number, 5 * number + 5), first=number == 0)
@@ -131,8 +135,9 @@ def test_products_are_those_that_are_wanted():
     with count_products() as count:
         chunk = engine.forward(hidden, targets, 1.0, wanted=EVERYTHING, keep="own")
         assert count.rows == 5
-        engine.backward(chunk, ones(5), Accumulators(None, torch.empty(7, 3, dtype=torch.float64)), slice(0, 5),
-                        first=True)
+        engine.backward(
+            chunk, ones(5), Accumulators(None, torch.empty(7, 3, dtype=torch.float64)), slice(0, 5), first=True
+        )
         assert count.rows == 10
 
 
@@ -165,8 +170,12 @@ def planted(logits, targets, dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_extreme_logits_say_what_the_definition_says(dtype):
     """p down to e^-200, columns of -inf, logits of 1e4 and 1e30."""
-    logits = [[0.0, -200.0, -3.0, -1.0], [1e4, 1e4 - 1, -1e4, 0.0], [-math.inf, 2.0, -math.inf, 1.0],
-              [1e30, 0.0, -1e30, 5.0]]
+    logits = [
+        [0.0, -200.0, -3.0, -1.0],
+        [1e4, 1e4 - 1, -1e4, 0.0],
+        [-math.inf, 2.0, -math.inf, 1.0],
+        [1e30, 0.0, -1e30, 5.0],
+    ]
     said, gradient = planted(logits, [1, 1, 3, 0], dtype)
     exact = torch.tensor(logits, dtype=torch.float64)
     logprobs = torch.log_softmax(exact, -1)
@@ -193,8 +202,10 @@ def test_a_bias_of_minus_infinity_is_a_token_that_does_not_exist():
     exists = [0, 1, 3, 4, 5]
     alone = ChunkedEngine(make_head(engine.head.weight_VD[exists]))
     targets = torch.tensor([0, 1, 3, 4, 5])
-    found, expected = (e.forward(hidden, t, 0.7, wanted=frozenset({"entropy", "logsumexp"}), keep="own")
-                       for e, t in ((engine, targets), (alone, torch.arange(5))))
+    found, expected = (
+        e.forward(hidden, t, 0.7, wanted=frozenset({"entropy", "logsumexp"}), keep="own")
+        for e, t in ((engine, targets), (alone, torch.arange(5)))
+    )
     for one, other in zip(found.said[:3], expected.said[:3], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
     gradients = []

@@ -26,10 +26,17 @@ def test_auto_takes_what_runs_here():
 
 
 @pytest.mark.parametrize("implementation", ON_CPU)
-@pytest.mark.parametrize(("change", "kind"), [
-    ({"soft_cap": -1.0}, SpecError), ({"wanted": ("variance",)}, SpecError), ({"temperature": 0.0}, ShapeError),
-    ({"valid": 24}, ShapeError), ({"kept": [[1]] * 11}, ShapeError),
-    ({"targets_T": torch.full((11,), 23)}, ShapeError)])
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"soft_cap": -1.0}, SpecError),
+        ({"wanted": ("variance",)}, SpecError),
+        ({"temperature": 0.0}, ShapeError),
+        ({"valid": 24}, ShapeError),
+        ({"kept": [[1]] * 11}, ShapeError),
+        ({"targets_T": torch.full((11,), 23)}, ShapeError),
+    ],
+)
 def test_every_implementation_refuses_the_same(implementation, change, kind):
     leaves, call = problem(PLAIN)
     with pytest.raises(kind, match="token_logprobs: "):
@@ -74,8 +81,12 @@ def test_a_token_that_is_ignored_spoils_nothing(implementation):
     call["kept"] = KeptSets.of([[0] if row == 4 else [1, 2] for row in range(11)])
     hidden = leaves[0].clone()
     hidden[3] = torch.nan
-    expected = answers(token_logprobs, [leaves[0], leaves[1], bias], call | {"kept": KeptSets.of([[1, 2]] * 11)},
-                       implementation="chunked")
+    expected = answers(
+        token_logprobs,
+        [leaves[0], leaves[1], bias],
+        call | {"kept": KeptSets.of([[1, 2]] * 11)},
+        implementation="chunked",
+    )
     assert_same(answers(token_logprobs, [hidden, leaves[1], bias], call, implementation=implementation), expected)
     assert all(x.isfinite().all() for x in expected[1])
 
@@ -100,6 +111,7 @@ def test_a_row_of_a_million_tokens(implementation):
     torch.testing.assert_close(said.entropy_T[some].double(), exact.entropy_T, rtol=0, atol=1e-4)
     whole = weight.detach().double().requires_grad_()
     for piece in torch.arange(10**6, device="cuda").split(10**5):
-        token_logprobs(hidden.detach()[piece].double(), whole, targets[piece],
-                       implementation="reference").logprobs_T.sum().backward()
+        token_logprobs(
+            hidden.detach()[piece].double(), whole, targets[piece], implementation="reference"
+        ).logprobs_T.sum().backward()
     assert (weight.grad.double() - whole.grad).norm() <= 3.5e-3 * whole.grad.norm()

@@ -28,13 +28,17 @@ def chunked(*tensors, engine=ChunkedEngine, **call):
 def held_to_the_reference(options, cut):
     leaves, call = problem(options)
     chunk_tokens, keep_bytes = cut
-    assert_same(answers(chunked, leaves, call, chunk_tokens=chunk_tokens, keep_bytes=keep_bytes),
-                answers(reference.token_logprobs, leaves, call))
+    assert_same(
+        answers(chunked, leaves, call, chunk_tokens=chunk_tokens, keep_bytes=keep_bytes),
+        answers(reference.token_logprobs, leaves, call),
+    )
 
 
-@pytest.mark.parametrize(("options", "cut"), [(options, CUTS[number % len(CUTS)])
-                                              for number, options in enumerate(crossed(160))],
-                         ids=lambda x: named(x) if isinstance(x, dict) else "-".join(map(str, x)))
+@pytest.mark.parametrize(
+    ("options", "cut"),
+    [(options, CUTS[number % len(CUTS)]) for number, options in enumerate(crossed(160))],
+    ids=lambda x: named(x) if isinstance(x, dict) else "-".join(map(str, x)),
+)
 def test_equals_the_reference(options, cut):
     held_to_the_reference(options, cut)
 
@@ -48,8 +52,12 @@ def test_equals_the_reference_with_every_combination(cut):
 
 @pytest.mark.parametrize(("tokens", "vocabulary", "width"), [(1, 1, 1), (3, 2, 1), (17, 101, 3), (0, 5, 2)])
 def test_sizes_that_divide_nothing(tokens, vocabulary, width):
-    leaves, call = problem(PLAIN | {"bias": True, "wanted": ("entropy", "logsumexp", "mean_squared_logit")},
-                           tokens=tokens, vocabulary=vocabulary, width=width)
+    leaves, call = problem(
+        PLAIN | {"bias": True, "wanted": ("entropy", "logsumexp", "mean_squared_logit")},
+        tokens=tokens,
+        vocabulary=vocabulary,
+        width=width,
+    )
     assert_same(answers(chunked, leaves, call, chunk_tokens=5), answers(reference.token_logprobs, leaves, call))
 
 
@@ -75,8 +83,15 @@ def products(keep_bytes=0, active_T=None, wants=None, needs=(True, True), **more
     hidden = torch.randn(12, 4, requires_grad=needs[0])
     weight = torch.randn(9, 4, requires_grad=needs[1])
     with count_products() as count:
-        said = chunked(hidden, weight, torch.zeros(12, dtype=torch.int64), chunk_tokens=4, keep_bytes=keep_bytes,
-                       active_T=active_T, **more)
+        said = chunked(
+            hidden,
+            weight,
+            torch.zeros(12, dtype=torch.int64),
+            chunk_tokens=4,
+            keep_bytes=keep_bytes,
+            active_T=active_T,
+            **more,
+        )
         if any(needs):
             (said.logprobs_T * (torch.ones(12) if wants is None else wants)).sum().backward()
     return count.rows / 12
@@ -86,8 +101,10 @@ CHUNK = 4 * 9 * 4
 """Bytes of the logits of a chunk of `products`."""
 
 
-@pytest.mark.parametrize(("keep_bytes", "expected"), [
-    (0, 4), (CHUNK - 1, 4), (CHUNK, 11 / 3), (2 * CHUNK, 10 / 3), (3 * CHUNK, 3), (10 * CHUNK, 3)])
+@pytest.mark.parametrize(
+    ("keep_bytes", "expected"),
+    [(0, 4), (CHUNK - 1, 4), (CHUNK, 11 / 3), (2 * CHUNK, 10 / 3), (3 * CHUNK, 3), (10 * CHUNK, 3)],
+)
 def test_what_the_budget_keeps_is_not_computed_again(keep_bytes, expected):
     assert products(keep_bytes) == pytest.approx(expected)
 
@@ -132,8 +149,11 @@ def test_a_rank_without_rows_stays_in_the_graph():
     bias = torch.randn(7, requires_grad=True)
     said = chunked(hidden, weight, torch.full((5,), -100), bias_V=bias)
     for x_T in said[:3]:
-        for leaf, gradient in zip((hidden, weight, bias), torch.autograd.grad(x_T.sum(), (hidden, weight, bias),
-                                                                              retain_graph=True), strict=True):
+        for leaf, gradient in zip(
+            (hidden, weight, bias),
+            torch.autograd.grad(x_T.sum(), (hidden, weight, bias), retain_graph=True),
+            strict=True,
+        ):
             assert torch.equal(gradient, torch.zeros_like(leaf))
 
 
@@ -242,9 +262,15 @@ def test_rows_for_an_exact_engine_go_a_few_at_a_time(monkeypatch):
     assert max(size for kind, size in sizes if kind is ChunkedEngine) == 3
 
 
-@pytest.mark.parametrize(("engine", "more", "expected"), [
-    (ChunkedEngine, {}, torch.bfloat16), (ChunkedEngine, {"chunk_tokens": 8}, torch.float32),
-    (ChunkedEngine, {"kept": KeptSets.of([[1, 2]] * 12)}, torch.float32), (HalfBlind, {}, torch.float32)])
+@pytest.mark.parametrize(
+    ("engine", "more", "expected"),
+    [
+        (ChunkedEngine, {}, torch.bfloat16),
+        (ChunkedEngine, {"chunk_tokens": 8}, torch.float32),
+        (ChunkedEngine, {"kept": KeptSets.of([[1, 2]] * 12)}, torch.float32),
+        (HalfBlind, {}, torch.float32),
+    ],
+)
 def test_what_adds_up_in_a_bfloat16_head_does_so_in_float32(engine, more, expected):
     """One product alone is rounded once in either case; chunks, kept sets and rows of an exact engine are added."""
     dtypes = set()
@@ -308,7 +334,8 @@ def test_the_logits_of_more_than_a_chunk_never_exist():
             answers(chunked, leaves, call, chunk_tokens=chunk_tokens)
         pairs = 4 * (len(call["kept"].ids_P) // 60 + 50)
         assert (largest.elements <= max(4 * 50, 60 * 3, 50 * 3, pairs * 3, len(call["kept"].ids_P))) == (
-            chunk_tokens == 4)
+            chunk_tokens == 4
+        )
 
 
 def sliced(implementation, options, tokens, chunk_tokens, keep_bytes, folds=1):
@@ -331,14 +358,19 @@ def sliced(implementation, options, tokens, chunk_tokens, keep_bytes, folds=1):
         driver.identity_sum = folded
 
 
-ON_RANKS = [{**options, "active": active} for options, active in
-            zip(crossed(12, seed=5), ("all", "some", "none", "some") * 3, strict=True)]
+ON_RANKS = [
+    {**options, "active": active}
+    for options, active in zip(crossed(12, seed=5), ("all", "some", "none", "some") * 3, strict=True)
+]
 ON_RANKS.append(PLAIN | {"kept": True, "wanted": ("entropy",)})
 
 
 def on_two_ranks():
-    found = [sliced("chunked", options, 11, chunk_tokens, keep_bytes)
-             for options in ON_RANKS for chunk_tokens, keep_bytes in CUTS]
+    found = [
+        sliced("chunked", options, 11, chunk_tokens, keep_bytes)
+        for options in ON_RANKS
+        for chunk_tokens, keep_bytes in CUTS
+    ]
     found += [sliced("vocabulary_parallel", options, 11, 0, 0) for options in ON_RANKS]
     return found, [sliced("chunked", PLAIN, 11, 4, 0, folds) for folds in (0, 1, 2)], rounded_away()
 

@@ -50,10 +50,15 @@ def weighted(said, leaf):
 
 
 def cases(count):
-    implementations = [("torch", torch.float64), ("torch", torch.bfloat16), ("triton", torch.float32),
-                       ("triton", torch.bfloat16)]
-    everything = itertools.product(implementations, ("one", "each"), ((), ("entropy",), EVERYTHING), (False, True),
-                                   ("plain", "padding", "ignored"))
+    implementations = [
+        ("torch", torch.float64),
+        ("torch", torch.bfloat16),
+        ("triton", torch.float32),
+        ("triton", torch.bfloat16),
+    ]
+    everything = itertools.product(
+        implementations, ("one", "each"), ((), ("entropy",), EVERYTHING), (False, True), ("plain", "padding", "ignored")
+    )
     return random.Random(3).sample(list(everything), count)
 
 
@@ -67,8 +72,14 @@ def test_equals_the_reference(case):
     if kind == "ignored":
         targets[::3] = -100
     given = temperature.to(DEVICE) if isinstance(temperature, torch.Tensor) else temperature
-    said, gradient = answers(logits.to(DEVICE), targets.to(DEVICE), implementation=implementation, temperature=given,
-                             wanted=wanted, inplace_backward=inplace)
+    said, gradient = answers(
+        logits.to(DEVICE),
+        targets.to(DEVICE),
+        implementation=implementation,
+        temperature=given,
+        wanted=wanted,
+        inplace_backward=inplace,
+    )
     expected, wanted_gradient = expected_of(logits, targets, temperature, wanted)
     for one, other in zip(said, expected, strict=True):
         assert (one is None) == (other is None)
@@ -124,8 +135,9 @@ def test_the_gradient_lies_over_the_logits_only_where_that_was_asked_for(impleme
         leaf = logits.clone().to(DEVICE).requires_grad_()
         copy = leaf * 1
         copy.retain_grad()
-        token_logprobs_from_logits(copy, targets.to(DEVICE), implementation=implementation,
-                                   inplace_backward=inplace).logprobs_T.sum().backward()
+        token_logprobs_from_logits(
+            copy, targets.to(DEVICE), implementation=implementation, inplace_backward=inplace
+        ).logprobs_T.sum().backward()
         assert torch.equal(copy.detach(), leaf.grad) == inplace
         assert torch.equal(copy.detach(), leaf.detach()) != inplace
 
@@ -151,9 +163,14 @@ def test_what_was_changed_after_forward_is_noticed(changed):
         said.logprobs_T.sum().backward()
 
 
-@pytest.mark.parametrize(("seen", "words"), [
-    (lambda x: x, "outlives its gradient"), (lambda x: x[:, 1:], "outlives its gradient"),
-    (lambda x: (x[:1] * 1).expand(T, V), "one place for each logit")])
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (lambda x: x, "outlives its gradient"),
+        (lambda x: x[:, 1:], "outlives its gradient"),
+        (lambda x: (x[:1] * 1).expand(T, V), "one place for each logit"),
+    ],
+)
 def test_logits_that_must_stay_are_not_written_over(seen, words):
     logits, targets, _ = rows(torch.float32)
     with pytest.raises(SpecError, match=words):
@@ -165,13 +182,15 @@ def test_logits_that_must_stay_are_not_written_over(seen, words):
 def test_logits_may_lie_in_memory_as_they_like(implementation, inplace):
     logits, targets, _ = rows(torch.float32)
     expected = expected_of(logits, targets, 1.0, ("entropy",))[1]
-    for laid in (torch.zeros(V, T).T, torch.zeros(T, 2 * V)[:, 1:V + 1]):
+    for laid in (torch.zeros(V, T).T, torch.zeros(T, 2 * V)[:, 1 : V + 1]):
         leaf = torch.zeros(T, V).copy_(logits).to(DEVICE).requires_grad_()
         view = laid.to(DEVICE).copy_(leaf)
-        said = token_logprobs_from_logits(view, targets.to(DEVICE), implementation=implementation,
-                                          wanted=("entropy",), inplace_backward=inplace)
-        torch.testing.assert_close(weighted([said.logprobs_T, said.entropy_T], leaf).double().cpu(), expected,
-                                   rtol=1e-4, atol=1e-5)
+        said = token_logprobs_from_logits(
+            view, targets.to(DEVICE), implementation=implementation, wanted=("entropy",), inplace_backward=inplace
+        )
+        torch.testing.assert_close(
+            weighted([said.logprobs_T, said.entropy_T], leaf).double().cpu(), expected, rtol=1e-4, atol=1e-5
+        )
 
 
 def split(implementation, inplace):
@@ -185,8 +204,16 @@ def split(implementation, inplace):
     targets[3] = 20
     start, stop = ((0, 9), (9, 23), (23, 23))[axis.rank]
     with numpy.errstate(all="ignore"):
-        return answers(logits[:, start:stop].contiguous(), targets, implementation=implementation, axis=axis,
-                       first_token=start, temperature=temperatures, wanted=EVERYTHING, inplace_backward=inplace)
+        return answers(
+            logits[:, start:stop].contiguous(),
+            targets,
+            implementation=implementation,
+            axis=axis,
+            first_token=start,
+            temperature=temperatures,
+            wanted=EVERYTHING,
+            inplace_backward=inplace,
+        )
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="ranks of gloo are interpreted")
@@ -218,13 +245,16 @@ def test_no_row_at_all_says_nothing():
     assert [x.shape for x in (*said, gradient)] == [(0,)] * 4 + [(0, V)]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), [
-    ({"implementation": "fast"}, SpecError, "one of auto, torch, triton"),
-    ({"implementation": "triton"}, SpecError, "float64; the kernels sum in float32"),
-    ({"wanted": ("variance",)}, SpecError, "any of entropy, logsumexp, mean_squared_logit"),
-    ({"temperature": 0.0}, ShapeError, "positive and finite"),
-    ({"first_token": 3}, ShapeError, "3 to 26"),
-])
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        ({"implementation": "fast"}, SpecError, "one of auto, torch, triton"),
+        ({"implementation": "triton"}, SpecError, "float64; the kernels sum in float32"),
+        ({"wanted": ("variance",)}, SpecError, "any of entropy, logsumexp, mean_squared_logit"),
+        ({"temperature": 0.0}, ShapeError, "positive and finite"),
+        ({"first_token": 3}, ShapeError, "3 to 26"),
+    ],
+)
 def test_what_means_nothing_is_refused_in_words(call, error, words):
     logits, targets, _ = rows()
     with pytest.raises(error, match=words):
@@ -240,7 +270,9 @@ def test_a_target_outside_the_vocabulary_is_named():
 
 def test_operands_of_another_kind_are_refused_in_words():
     logits, targets, _ = rows()
-    for wrong, words in (((logits, targets.double()), "targets(.|\n)*float64"),
-                         ((logits.long(), targets), "logits(.|\n)*int64")):
+    for wrong, words in (
+        ((logits, targets.double()), "targets(.|\n)*float64"),
+        ((logits.long(), targets), "logits(.|\n)*int64"),
+    ):
         with pytest.raises(ShapeError, match=words):
             token_logprobs_from_logits(*wrong)

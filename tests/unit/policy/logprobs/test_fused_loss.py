@@ -11,8 +11,14 @@ from workbench.policy.logprobs import reference
 from workbench.policy.logprobs.engine import count_products
 from workbench.policy.logprobs.fused_loss import fused_loss
 
-VARIANTS = ({}, {"couples": "token"}, {"couples": "row"}, {"keep_bytes": 2**20}, {"document_ids_T": None},
-            {"document_ids_T": IDS[torch.randperm(T, generator=torch.Generator().manual_seed(1))]})
+VARIANTS = (
+    {},
+    {"couples": "token"},
+    {"couples": "row"},
+    {"keep_bytes": 2**20},
+    {"document_ids_T": None},
+    {"document_ids_T": IDS[torch.randperm(T, generator=torch.Generator().manual_seed(1))]},
+)
 
 
 @pytest.mark.parametrize("name", TOKEN + DOCUMENT + MIXED + ROW)
@@ -20,8 +26,13 @@ def test_gradients_are_those_of_autograd(name):
     """However rows are cut, whatever is said of the coupling; documents of 9 and 17 tokens do not fit into 5."""
     case = Case()
     for number, call in enumerate(VARIANTS):
-        case.assert_right(getattr(case, name), chunk_tokens=5, factor=1.7,
-                   expected_logprobs_T=case.old if number % 2 else None, **call)
+        case.assert_right(
+            getattr(case, name),
+            chunk_tokens=5,
+            factor=1.7,
+            expected_logprobs_T=case.old if number % 2 else None,
+            **call,
+        )
 
 
 @pytest.mark.slow
@@ -55,14 +66,18 @@ def test_what_is_no_number_in_the_row_is_none_in_the_gradient():
         assert not hidden[~case.active].any()
 
 
-CUTS = [{"chunk_tokens": chunk_tokens, "couples": couples, "keep_bytes": keep_bytes}
-        for chunk_tokens, keep_bytes in ((1, 0), (4, 0), (4, 2**20), (100, 0))
-        for couples in ("token", "document", "row")]
+CUTS = [
+    {"chunk_tokens": chunk_tokens, "couples": couples, "keep_bytes": keep_bytes}
+    for chunk_tokens, keep_bytes in ((1, 0), (4, 0), (4, 2**20), (100, 0))
+    for couples in ("token", "document", "row")
+]
 
 
-@pytest.mark.parametrize(("options", "cut"), [(options, CUTS[number % len(CUTS)])
-                                              for number, options in enumerate(crossed(72, seed=5))],
-                         ids=lambda x: named(x) if "wanted" in x else "-".join(map(str, x.values())))
+@pytest.mark.parametrize(
+    ("options", "cut"),
+    [(options, CUTS[number % len(CUTS)]) for number, options in enumerate(crossed(72, seed=5))],
+    ids=lambda x: named(x) if "wanted" in x else "-".join(map(str, x.values())),
+)
 def test_every_option_of_the_head(options, cut):
     held_to_the_reference(options, **cut)
 
@@ -127,8 +142,13 @@ def test_half_precision_gradients_come_in_half_precision(accumulate, fp32_head):
     exact.hidden, exact.weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.weight))
     exact.old, exact.lengths = case.old.double(), case.lengths.double()
     for name in ("ppo", "gspo"):
-        found = case.fused(getattr(case, name), chunk_tokens=5, expected_logprobs_T=case.old, accumulate=accumulate,
-                           fp32_head=fp32_head)
+        found = case.fused(
+            getattr(case, name),
+            chunk_tokens=5,
+            expected_logprobs_T=case.old,
+            accumulate=accumulate,
+            fp32_head=fp32_head,
+        )
         gradients = torch.autograd.grad(found.loss, (case.hidden, case.weight))
         assert found.fallback is None
         for one, other in zip(gradients, exact.truth(getattr(exact, name))[1:], strict=True):
@@ -143,8 +163,9 @@ def test_the_triton_engine_serves_as_well(name):
     exact.hidden, exact.weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.weight))
     exact.old = case.old.double()
     found = case.fused(getattr(case, name), implementation="triton", chunk_tokens=12, expected_logprobs_T=case.old)
-    for one, other in zip(torch.autograd.grad(found.loss, (case.hidden, case.weight)),
-                          exact.truth(getattr(exact, name))[1:], strict=True):
+    for one, other in zip(
+        torch.autograd.grad(found.loss, (case.hidden, case.weight)), exact.truth(getattr(exact, name))[1:], strict=True
+    ):
         assert float((one.double() - other).norm() / other.norm()) < 1e-5
 
 
@@ -184,17 +205,25 @@ def test_a_gradient_that_would_be_lost_is_refused():
         case.fused(lambda said, places: (said.logprobs_T * trained[places]).sum())
 
 
-@pytest.mark.parametrize(("loss", "found"), [(lambda said, places: said.logprobs_T, "shape "),
-                                             (lambda said, places: 1.0, "a float")])
+@pytest.mark.parametrize(
+    ("loss", "found"), [(lambda said, places: said.logprobs_T, "shape "), (lambda said, places: 1.0, "a float")]
+)
 def test_a_loss_that_is_not_one_number_is_refused(loss, found):
     with pytest.raises(ShapeError, match=f"loss_fn\n  found: {found}"):
         Case().fused(loss)
 
 
-@pytest.mark.parametrize(("call", "asked"), [
-    ({"couples": "pairs"}, "couples = 'pairs'"), ({"accumulate": "bfloat16"}, "accumulate = 'bfloat16'"),
-    ({"implementation": "reference"}, "implementation = 'reference'"), ({"chunk_tokens": 0}, "chunk_tokens = 0"),
-    ({"keep_bytes": -1}, "keep_bytes = -1"), ({"wanted": ("entrpy",)}, "wanted = 'entrpy'")])
+@pytest.mark.parametrize(
+    ("call", "asked"),
+    [
+        ({"couples": "pairs"}, "couples = 'pairs'"),
+        ({"accumulate": "bfloat16"}, "accumulate = 'bfloat16'"),
+        ({"implementation": "reference"}, "implementation = 'reference'"),
+        ({"chunk_tokens": 0}, "chunk_tokens = 0"),
+        ({"keep_bytes": -1}, "keep_bytes = -1"),
+        ({"wanted": ("entrpy",)}, "wanted = 'entrpy'"),
+    ],
+)
 def test_settings_that_mean_nothing_are_refused(call, asked):
     with pytest.raises(SpecError, match=asked):
         Case().fused(Case().ppo, **call)

@@ -90,8 +90,10 @@ def test_a_loss_that_couples_a_row_takes_four_if_it_says_so_and_comes_out_right_
     assert said.fallback == f"all {rows} tokens, more than 14, went forward twice: the loss couples the whole row"
     unsaid = case.assert_right(case.across, chunk_tokens=14, couples="token")
     assert unsaid.products == 6.0
-    assert unsaid.fallback == (f"{rows} tokens went through again: the loss looks across tokens, and wants something "
-                               "else from them in the whole row than in their chunk")
+    assert unsaid.fallback == (
+        f"{rows} tokens went through again: the loss looks across tokens, and wants something "
+        "else from them in the whole row than in their chunk"
+    )
     assert "across documents" in case.assert_right(case.across, chunk_tokens=14).fallback
     assert case.assert_right(case.across, chunk_tokens=100, couples="token").products == 3.0
     assert case.assert_right(case.across, chunk_tokens=14, couples="row", keep_bytes=2**20).products == 3.0
@@ -172,8 +174,9 @@ def test_of_a_row_beyond_an_engine_its_kept_set_was_within(chunk_tokens, monkeyp
 
     found = case.fused(loss, kept=kept, chunk_tokens=chunk_tokens)
     assert "beyond the exponents" in found.fallback
-    for one, other in zip(torch.autograd.grad(found.loss, (case.hidden, case.weight)),
-                          case.truth(loss, kept=kept)[1:], strict=True):
+    for one, other in zip(
+        torch.autograd.grad(found.loss, (case.hidden, case.weight)), case.truth(loss, kept=kept)[1:], strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -183,8 +186,10 @@ def test_of_a_row_beyond_an_engine_its_kept_set_was_within(chunk_tokens, monkeyp
 def on_device(tokens, loss, **call):
     """A row of bfloat16 on the GPU, in documents of 64 tokens, one of them of 256."""
     g = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(*shape, generator=g).to("cuda", torch.bfloat16).requires_grad_()
-                      for shape in ((tokens, 64), (304, 64)))
+    hidden, weight = (
+        torch.randn(*shape, generator=g).to("cuda", torch.bfloat16).requires_grad_()
+        for shape in ((tokens, 64), (304, 64))
+    )
     targets = torch.randint(0, 304, (tokens,), generator=g).cuda()
     ids = (torch.arange(tokens) // 64).clamp_min(3)
     advantages, ids = torch.randn(tokens, generator=g).cuda()[ids], ids.cuda()
@@ -200,8 +205,17 @@ def on_device(tokens, loss, **call):
         return -(gap.exp() * advantages.index_select(0, places)).sum()
 
     def run(implementation, chunk_tokens):
-        found = module.fused_loss(hidden, weight, targets, value, document_ids_T=ids, expected_logprobs_T=old,
-                                  chunk_tokens=chunk_tokens, implementation=implementation, **call)
+        found = module.fused_loss(
+            hidden,
+            weight,
+            targets,
+            value,
+            document_ids_T=ids,
+            expected_logprobs_T=old,
+            chunk_tokens=chunk_tokens,
+            implementation=implementation,
+            **call,
+        )
         return found, torch.autograd.grad(found.loss, (hidden, weight))
 
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -256,9 +270,17 @@ def of_two_minds(rank, case):
 def sharded_of_two_minds():
     mesh, case = make_mesh(tp=2), Case()
     rank = mesh["tp"].rank
-    weight = case.weight.detach()[5 * rank:5 + 8 * rank].clone().requires_grad_()
-    found = module.fused_loss(case.hidden, weight, case.targets, of_two_minds(rank, case), active_T=case.active,
-                              chunk_tokens=5, axis=mesh["tp"], first_token=5 * rank)
+    weight = case.weight.detach()[5 * rank : 5 + 8 * rank].clone().requires_grad_()
+    found = module.fused_loss(
+        case.hidden,
+        weight,
+        case.targets,
+        of_two_minds(rank, case),
+        active_T=case.active,
+        chunk_tokens=5,
+        axis=mesh["tp"],
+        first_token=5 * rank,
+    )
     return found.products, found.fallback
 
 
@@ -276,9 +298,19 @@ def sharded(cases, engine):
     module.ChunkedEngine = engine
     answers = []
     for name, keep_bytes in cases:
-        found = module.fused_loss(case.hidden, weight, case.targets, getattr(case, name), document_ids_T=IDS,
-                           expected_logprobs_T=case.old, active_T=case.active, chunk_tokens=5, axis=mesh["tp"],
-                           first_token=first, keep_bytes=keep_bytes)
+        found = module.fused_loss(
+            case.hidden,
+            weight,
+            case.targets,
+            getattr(case, name),
+            document_ids_T=IDS,
+            expected_logprobs_T=case.old,
+            active_T=case.active,
+            chunk_tokens=5,
+            axis=mesh["tp"],
+            first_token=first,
+            keep_bytes=keep_bytes,
+        )
         answers.append((found.loss.detach(), *torch.autograd.grad(found.loss, (case.hidden, weight)), found.fallback))
     return answers
 

@@ -18,8 +18,15 @@ def among(sets, targets, wanted=("entropy",), **more):
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(len(targets), 3, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(9, 3, generator=g, dtype=torch.float64)
-    said = driver.token_logprobs(hidden, weight, torch.tensor(targets), engine=chunked.ChunkedEngine,
-                                 kept=KeptSets.of(sets), wanted=wanted, **more)
+    said = driver.token_logprobs(
+        hidden,
+        weight,
+        torch.tensor(targets),
+        engine=chunked.ChunkedEngine,
+        kept=KeptSets.of(sets),
+        wanted=wanted,
+        **more,
+    )
     said.kept_logprobs_T.sum().backward()
     return said, hidden.grad, hidden.detach() @ weight.T
 
@@ -30,7 +37,7 @@ def test_the_sets_of_some_tokens():
     for rows in (slice(1, 4), torch.tensor([3, 0, 1]), torch.tensor([], dtype=torch.int64), slice(0, 0)):
         some = sets.rows(rows)
         expected = [[[3, 1], [], [2], [5, 6, 7]][row] for row in torch.arange(4)[rows].tolist()]
-        assert [ids.tolist() for ids in some.ids_P.split(some.offsets_S.diff().tolist())][:len(expected)] == expected
+        assert [ids.tolist() for ids in some.ids_P.split(some.offsets_S.diff().tolist())][: len(expected)] == expected
         assert len(some) == len(expected)
     assert sets.are_whole("cpu").tolist() == [False, True, False, False]
     assert sets.rows(slice(2, 4)).are_whole("cpu") is None
@@ -68,8 +75,9 @@ def test_an_empty_set_stands_for_the_whole_vocabulary():
 
 def test_an_empty_set_says_nothing_of_its_own():
     """What a chunk says of it is 0 and no NaN, so that nothing a loss multiplies with 0 becomes one."""
-    chunk = kept.forward(make_head(torch.randn(9, 3)), torch.randn(2, 3), torch.tensor([4, 1]), 1.0,
-                         KeptSets.of([[], [1, 2]]))
+    chunk = kept.forward(
+        make_head(torch.randn(9, 3)), torch.randn(2, 3), torch.tensor([4, 1]), 1.0, KeptSets.of([[], [1, 2]])
+    )
     assert (chunk.logprobs_C[0], chunk.entropy_C[0]) == (0, 0)
     assert (chunk.logprobs_C[1] < 0, chunk.entropy_C[1] > 0) == (True, True)
 
@@ -81,8 +89,9 @@ def test_the_full_distribution_is_said_beside_the_kept_one():
     said = driver.token_logprobs(hidden, leaves[1], engine=chunked.ChunkedEngine, **call)
     expected = reference.token_logprobs(hidden, leaves[1], **call)
     for field in ("logprobs_T", "entropy_T", "kept_logprobs_T", "kept_entropy_T"):
-        one, other = (torch.autograd.grad(getattr(x, field).sum(), hidden, retain_graph=True)[0]
-                      for x in (said, expected))
+        one, other = (
+            torch.autograd.grad(getattr(x, field).sum(), hidden, retain_graph=True)[0] for x in (said, expected)
+        )
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
         assert one.abs().max() > 0.1
 
@@ -92,8 +101,10 @@ def test_pairs_are_taken_a_block_at_a_time(block_bytes, monkeypatch):
     options = PLAIN | {"kept": True, "wanted": ("entropy",), "bias": True, "soft_cap": 2.0}
     leaves, call = problem(options)
     monkeypatch.setattr(kept, "BLOCK_BYTES", block_bytes)
-    assert_same(answers(driver.token_logprobs, leaves, call, engine=chunked.ChunkedEngine, chunk_tokens=4),
-                answers(reference.token_logprobs, leaves, call))
+    assert_same(
+        answers(driver.token_logprobs, leaves, call, engine=chunked.ChunkedEngine, chunk_tokens=4),
+        answers(reference.token_logprobs, leaves, call),
+    )
 
 
 def test_a_kept_token_that_cannot_happen_adds_nothing():
@@ -105,8 +116,9 @@ def test_a_kept_token_that_cannot_happen_adds_nothing():
     found = []
     for ids in ([1, 2, 4, 5, 7], [1, 4, 7]):
         leaf = hidden.clone().requires_grad_()
-        said = driver.token_logprobs(leaf, weight, torch.tensor([4]), engine=chunked.ChunkedEngine, bias_V=bias,
-                                     kept=KeptSets.of([ids]))
+        said = driver.token_logprobs(
+            leaf, weight, torch.tensor([4]), engine=chunked.ChunkedEngine, bias_V=bias, kept=KeptSets.of([ids])
+        )
         (said.kept_logprobs_T + said.kept_entropy_T).sum().backward()
         found.append((said.kept_logprobs_T.detach(), said.kept_entropy_T.detach(), leaf.grad))
     for one, other in zip(*found, strict=True):
@@ -145,19 +157,22 @@ def test_the_same_call_adds_the_same_bits():
     assert all(torch.equal(one, other) for one, other in zip(first[1][:2], again[1][:2], strict=True))
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0, 1])), "to the number of ids"),
-    (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2])), "never back"),
-    (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([1, 2])), "from 0"),
-    (lambda: KeptSets(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64)), "T \\+ 1 borders"),
-    (lambda: KeptSets.of([[1, -1]]), "id -1"),
-    (lambda: KeptSets(torch.ones(2), torch.tensor([0, 2])), "torch.float32"),
-    (lambda: KeptSets(torch.ones(2, 2, dtype=torch.int64), torch.tensor([0, 1, 2])), r"\(2, 2\)"),
-    (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0.0, 2.0])), "torch.float32"),
-    (lambda: KeptSets([1, 2], [0, 2]), "list"),
-    (lambda: among([[1]], [0, 1]), "1 sets for 2 tokens"),
-    (lambda: among([[9], [1]], [0, 1]), "0 <= id < 9"),
-])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0, 1])), "to the number of ids"),
+        (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2])), "never back"),
+        (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([1, 2])), "from 0"),
+        (lambda: KeptSets(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64)), "T \\+ 1 borders"),
+        (lambda: KeptSets.of([[1, -1]]), "id -1"),
+        (lambda: KeptSets(torch.ones(2), torch.tensor([0, 2])), "torch.float32"),
+        (lambda: KeptSets(torch.ones(2, 2, dtype=torch.int64), torch.tensor([0, 1, 2])), r"\(2, 2\)"),
+        (lambda: KeptSets(torch.tensor([1, 2]), torch.tensor([0.0, 2.0])), "torch.float32"),
+        (lambda: KeptSets([1, 2], [0, 2]), "list"),
+        (lambda: among([[1]], [0, 1]), "1 sets for 2 tokens"),
+        (lambda: among([[9], [1]], [0, 1]), "0 <= id < 9"),
+    ],
+)
 def test_sets_that_mean_nothing_are_refused_in_words(make, message):
     with pytest.raises(ShapeError, match=message):
         make()

@@ -4,16 +4,19 @@ import torch
 from workbench.policy.logprobs.products import add_product_, exact_float32
 
 
-@pytest.mark.parametrize(("operands", "sums"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32),
-                                                (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("operands", "sums"),
+    [(torch.float64, torch.float64), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
+)
 def test_the_first_product_overwrites_and_the_next_is_added(operands, sums):
     gradient, hidden = torch.randn(7, 5).to(operands), torch.randn(7, 3).to(operands)
     found = torch.full((5, 3), torch.nan, dtype=sums)
     add_product_(found, gradient, hidden, first=True)
     add_product_(found, gradient, hidden, first=False)
     expected = 2 * gradient.double().T @ hidden.double()
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol={torch.float64: 1e-14, torch.float32: 1e-5,
-                                                                       torch.bfloat16: 0.1}[sums])
+    torch.testing.assert_close(
+        found.double(), expected, rtol=0, atol={torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.1}[sums]
+    )
 
 
 def test_half_precision_is_summed_in_float32():

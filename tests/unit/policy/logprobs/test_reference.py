@@ -18,14 +18,21 @@ def oracle(leaves, call, coefficients):
     temperature = call["temperature"]
     kept, active = call["kept"], call["active_T"]
     return row(
-        hidden.tolist(), weight.tolist(), [0.0] * len(weight) if bias is None else bias.tolist(),
+        hidden.tolist(),
+        weight.tolist(),
+        [0.0] * len(weight) if bias is None else bias.tolist(),
         call["targets_T"].tolist(),
         temperatures=[temperature] * tokens if isinstance(temperature, float) else temperature.tolist(),
-        scale=call["logit_scale"], cap=call["soft_cap"], valid=call["valid"] or len(weight),
+        scale=call["logit_scale"],
+        cap=call["soft_cap"],
+        valid=call["valid"] or len(weight),
         active=[True] * tokens if active is None else active.tolist(),
         kept=None if kept is None else [ids.tolist() for ids in kept.ids_P.split(kept.offsets_S.diff().tolist())],
-        wants={name.removesuffix("_T"): [0.0] * tokens if w_T is None else w_T.tolist()
-               for name, w_T in zip(TokenLogprobs._fields, coefficients, strict=True)})
+        wants={
+            name.removesuffix("_T"): [0.0] * tokens if w_T is None else w_T.tolist()
+            for name, w_T in zip(TokenLogprobs._fields, coefficients, strict=True)
+        },
+    )
 
 
 @pytest.mark.parametrize("options", crossed(40), ids=named)
@@ -39,8 +46,9 @@ def test_equals_loops_over_floats(options):
     for name, x_T in said._asdict().items():
         if x_T is not None:
             expected = fields[name.removesuffix("_T")]
-            torch.testing.assert_close(x_T.detach(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12,
-                                       atol=1e-12)
+            torch.testing.assert_close(
+                x_T.detach(), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
+            )
     for leaf, expected in zip(leaves, gradients, strict=True):
         if leaf is not None:
             torch.testing.assert_close(leaf.grad, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
@@ -50,7 +58,10 @@ def test_what_is_not_wanted_is_none():
     leaves, call = problem(PLAIN | {"kept": True, "wanted": ("logsumexp",)})
     said = token_logprobs(*leaves[:2], **call)
     assert [name for name, x_T in said._asdict().items() if x_T is None] == [
-        "entropy_T", "mean_squared_logit_T", "kept_entropy_T"]
+        "entropy_T",
+        "mean_squared_logit_T",
+        "kept_entropy_T",
+    ]
 
 
 def test_equals_the_definition_by_hand():

@@ -34,10 +34,17 @@ def sliced(temperature):
     start, stop = SLICES[axis.rank] if cut else shard_range(V, axis, what="vocabulary")
     hidden.requires_grad_()
     # Where slices are uneven, each is followed by two rows of padding, which look like the next rank's.
-    weight, bias = (torch.cat([x[start:stop], x[:2 * cut]]).requires_grad_() for x in (weight, bias))
-    found = vocabulary_parallel.token_logprobs(hidden, weight, targets, axis=axis, first_token=start,
-                                               temperature=TEMPERATURES[temperature], bias_V=bias,
-                                               valid=stop - start)[:3]
+    weight, bias = (torch.cat([x[start:stop], x[: 2 * cut]]).requires_grad_() for x in (weight, bias))
+    found = vocabulary_parallel.token_logprobs(
+        hidden,
+        weight,
+        targets,
+        axis=axis,
+        first_token=start,
+        temperature=TEMPERATURES[temperature],
+        bias_V=bias,
+        valid=stop - start,
+    )[:3]
     (torch.stack(found) * gradients).sum().backward()
     return torch.stack(found).detach(), hidden.grad, (start, stop), weight.grad, bias.grad
 
@@ -46,14 +53,19 @@ def sliced(temperature):
 def test_equals_the_reference_forward_and_backward(world, temperature, tmp_path):
     hidden, weight, bias, targets, gradients = problem()
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
-    expected = torch.stack(reference.token_logprobs(*leaves[:2], targets, temperature=TEMPERATURES[temperature],
-                                                    bias_V=bias)[:3])
+    expected = torch.stack(
+        reference.token_logprobs(*leaves[:2], targets, temperature=TEMPERATURES[temperature], bias_V=bias)[:3]
+    )
     (expected * gradients).sum().backward()
     for found, d_hidden, (start, stop), d_weight, d_bias in run_ranks(sliced, world, tmp_path, temperature):
-        pairs = [(found, expected.detach()), (d_hidden, hidden.grad),
-                 (d_weight[:stop - start], weight.grad[start:stop]), (d_bias[:stop - start], bias.grad[start:stop])]
-        assert not d_weight[stop - start:].any()
-        assert not d_bias[stop - start:].any()
+        pairs = [
+            (found, expected.detach()),
+            (d_hidden, hidden.grad),
+            (d_weight[: stop - start], weight.grad[start:stop]),
+            (d_bias[: stop - start], bias.grad[start:stop]),
+        ]
+        assert not d_weight[stop - start :].any()
+        assert not d_bias[stop - start :].any()
         for actual, wanted in pairs:
             torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-13)
 
@@ -86,8 +98,13 @@ def test_a_column_that_does_not_exist_has_no_probability_and_no_nan():
     hidden = torch.randn(2, D, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64)
     found = vocabulary_parallel.token_logprobs(
-        hidden, torch.randn(3, D, dtype=torch.float64), torch.tensor([0, 1]), axis=Axis("tp"), first_token=0,
-        bias_V=bias)[:3]
+        hidden,
+        torch.randn(3, D, dtype=torch.float64),
+        torch.tensor([0, 1]),
+        axis=Axis("tp"),
+        first_token=0,
+        bias_V=bias,
+    )[:3]
     torch.cat(found).sum().backward()
     assert torch.isfinite(torch.cat(found)).all()
     assert torch.isfinite(hidden.grad).all()

@@ -41,9 +41,15 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("backward", "engine", "factor"), [
-    ("all-reduce backward", "sum", lambda n: n), ("all-reduce backward", "mean", lambda n: 1),
-    ("identity backward", "sum", lambda n: 1), ("identity backward", "mean", lambda n: 1 / n)])
+@pytest.mark.parametrize(
+    ("backward", "engine", "factor"),
+    [
+        ("all-reduce backward", "sum", lambda n: n),
+        ("all-reduce backward", "mean", lambda n: 1),
+        ("identity backward", "sum", lambda n: 1),
+        ("identity backward", "mean", lambda n: 1 / n),
+    ],
+)
 def test_a_pair_that_does_not_belong_together_is_off_by_the_ranks(backward, engine, factor, ranks):
     assert gradient(PAIRS[backward], engine, ranks) / truth() == pytest.approx(factor(ranks), rel=1e-14)
 
@@ -62,7 +68,7 @@ def across_and_back(back, engine):
 
     def rank(align, _, c):
         weight = torch.tensor(WEIGHT, dtype=torch.float64, requires_grad=True)
-        mine = VALUES[2 * c:2 * c + 2] * KEPT[2 * c:2 * c + 2]
+        mine = VALUES[2 * c : 2 * c + 2] * KEPT[2 * c : 2 * c + 2]
         axes = (align.cp, *align.dp)
         whole = local_to_whole((mine * weight).sum(), axes, align.factor)
         again = (mine.square() * weight * back(whole, axes, align)).sum()
@@ -85,10 +91,13 @@ def test_a_whole_number_comes_back_to_the_tokens(engine):
     assert found == pytest.approx(whole_across_and_back(), rel=1e-14)
 
 
-@pytest.mark.parametrize(("name", "back", "engine"), [
-    ("as it is", lambda whole, axes, align: whole, "sum"),
-    ("as it is", lambda whole, axes, align: whole, "mean"),
-    ("without the division", lambda whole, axes, align: identity_sum(whole, align.cp), "mean"),
-])
+@pytest.mark.parametrize(
+    ("name", "back", "engine"),
+    [
+        ("as it is", lambda whole, axes, align: whole, "sum"),
+        ("as it is", lambda whole, axes, align: whole, "mean"),
+        ("without the division", lambda whole, axes, align: identity_sum(whole, align.cp), "mean"),
+    ],
+)
 def test_other_ways_back_are_wrong(name, back, engine):
     assert abs(across_and_back(back, engine) / whole_across_and_back() - 1) > 0.05, name

@@ -63,22 +63,33 @@ FUNCTIONS = {
     "masked_mean": lambda a, policy, old, ref, adv, mask: a.masked_mean(policy * adv, mask),
     "masked_mean of a count": lambda a, policy, old, ref, adv, mask: a.masked_mean(policy, mask, count=a.count(mask)),
     "product of means": lambda a, policy, old, ref, adv, mask: (
-        a.masked_mean(policy, mask) * a.masked_mean(policy * adv, mask).exp()),
+        a.masked_mean(policy, mask) * a.masked_mean(policy * adv, mask).exp()
+    ),
     "whole number on tokens": normalised,
     "document sums": lambda a, policy, old, ref, adv, mask: a.masked_sum(
-        adv * a.document_sums(policy, mask).exp(), mask),
+        adv * a.document_sums(policy, mask).exp(), mask
+    ),
     "sequence ratios": lambda a, policy, old, ref, adv, mask: a.masked_mean(
-        adv * a.sequence_ratios(policy, old, mask), mask),
+        adv * a.sequence_ratios(policy, old, mask), mask
+    ),
     "KL by tokens": lambda a, policy, old, ref, adv, mask: a.kl_statistics(policy, ref, mask).token_mean,
     "KL by documents": lambda a, policy, old, ref, adv, mask: (
-        a.kl_statistics(policy, ref, mask, estimator="k2").document_mean),
+        a.kl_statistics(policy, ref, mask, estimator="k2").document_mean
+    ),
     "GRPO by token": lambda a, policy, old, ref, adv, mask: a.policy_loss(
-        "grpo", policy_logprobs=policy, old_logprobs=old, advantages=adv, mask=mask),
+        "grpo", policy_logprobs=policy, old_logprobs=old, advantages=adv, mask=mask
+    ),
     "GRPO by document, with KL": lambda a, policy, old, ref, adv, mask: a.policy_loss(
-        LossSpec(name="grpo", denominator="document", kl={"coefficient": 0.3}), policy_logprobs=policy,
-        old_logprobs=old, ref_logprobs=ref, advantages=adv, mask=mask),
+        LossSpec(name="grpo", denominator="document", kl={"coefficient": 0.3}),
+        policy_logprobs=policy,
+        old_logprobs=old,
+        ref_logprobs=ref,
+        advantages=adv,
+        mask=mask,
+    ),
     "GSPO": lambda a, policy, old, ref, adv, mask: a.policy_loss(
-        "gspo", policy_logprobs=policy, old_logprobs=old, advantages=adv, mask=mask),
+        "gspo", policy_logprobs=policy, old_logprobs=old, advantages=adv, mask=mask
+    ),
 }
 
 
@@ -94,8 +105,9 @@ def test_ranks_have_value_and_gradient_of_one(name, engine):
 
 def test_against_sums_that_are_written_out():
     """The functions on one rank, by plain loops over tokens."""
-    policy, old, ref, advantages, mask = (part.flatten(0, 1) for part in (logprobs(0.7, HIDDEN), OLD, REF, ADVANTAGES,
-                                                                         MASK))
+    policy, old, ref, advantages, mask = (
+        part.flatten(0, 1) for part in (logprobs(0.7, HIDDEN), OLD, REF, ADVANTAGES, MASK)
+    )
     tokens = [(b, t) for b in range(6) for t in range(8) if mask[b, t]]
     count, rows = len(tokens), {b for b, _ in tokens}
     assert (count, len(rows)) == (int(mask.sum()), 5)
@@ -133,8 +145,17 @@ def test_micro_batches_are_parts_of_one_loss():
 
     def cut(align, policy, old, ref, advantages, mask):
         counts = align.step_counts([mask[:1], mask[1:]])
-        return sum(align.policy_loss(spec, policy_logprobs=policy[at], old_logprobs=old[at], advantages=advantages[at],
-                                     mask=mask[at], counts=counts) for at in (slice(0, 1), slice(1, None)))
+        return sum(
+            align.policy_loss(
+                spec,
+                policy_logprobs=policy[at],
+                old_logprobs=old[at],
+                advantages=advantages[at],
+                mask=mask[at],
+                counts=counts,
+            )
+            for at in (slice(0, 1), slice(1, None))
+        )
 
     expected, gradient = everything(whole)
     values, found = on_four(cut, "mean")
@@ -144,13 +165,15 @@ def test_micro_batches_are_parts_of_one_loss():
 
 def test_advantages_of_documents_are_counted_once():
     of_documents = ADVANTAGES[:, :, 0]
-    found = on_ranks(lambda align, d, c: align.advantage_statistics(of_documents[d], of="documents", correction=1),
-                     dp=2, cp=2)
+    found = on_ranks(
+        lambda align, d, c: align.advantage_statistics(of_documents[d], of="documents", correction=1), dp=2, cp=2
+    )
     for statistics in found:
         assert int(statistics.count) == 6
         assert statistics.std.item() == pytest.approx(of_documents.std().item(), rel=1e-12)
-    tokens = on_ranks(lambda align, d, c: align.advantage_statistics(ADVANTAGES[d, :, c::2], MASK[d, :, c::2]),
-                      dp=2, cp=2)
+    tokens = on_ranks(
+        lambda align, d, c: align.advantage_statistics(ADVANTAGES[d, :, c::2], MASK[d, :, c::2]), dp=2, cp=2
+    )
     assert [s.mean.item() for s in tokens] == pytest.approx([ADVANTAGES[MASK].mean().item()] * 4, rel=1e-12)
 
 
@@ -159,9 +182,13 @@ def test_where_nothing_counts_all_is_zero(engine):
     def rank(align, d, c):
         policy = torch.full((2, 4), torch.nan, dtype=torch.float64, requires_grad=True)
         mask, values = torch.zeros(2, 4, dtype=torch.bool), torch.full((2, 4), torch.inf, dtype=torch.float64)
-        loss = (align.masked_mean(policy, mask) + align.masked_sum(policy, mask)
-                + align.kl_statistics(policy, values, mask).token_mean + align.document_sums(policy, mask).sum()
-                + align.policy_loss("gspo", policy_logprobs=policy, old_logprobs=values, advantages=values, mask=mask))
+        loss = (
+            align.masked_mean(policy, mask)
+            + align.masked_sum(policy, mask)
+            + align.kl_statistics(policy, values, mask).token_mean
+            + align.document_sums(policy, mask).sum()
+            + align.policy_loss("gspo", policy_logprobs=policy, old_logprobs=values, advantages=values, mask=mask)
+        )
         loss.backward()
         return loss.item(), policy.grad.abs().max().item()
 

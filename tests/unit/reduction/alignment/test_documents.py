@@ -26,9 +26,15 @@ def test_ids_are_counted_over_all_ranks():
     assert counts == [5, 5]
 
 
-@pytest.mark.parametrize(("ids", "count"), [
-    (torch.tensor([0, 1]), None), (torch.tensor([0.0, 1.0, 1.0]), None), (torch.tensor([True, True, False]), None),
-    (torch.tensor([0, 1, 2]), 2)])
+@pytest.mark.parametrize(
+    ("ids", "count"),
+    [
+        (torch.tensor([0, 1]), None),
+        (torch.tensor([0.0, 1.0, 1.0]), None),
+        (torch.tensor([True, True, False]), None),
+        (torch.tensor([0, 1, 2]), 2),
+    ],
+)
 def test_ids_that_are_none_are_refused(ids, count):
     with pytest.raises(ShapeError, match="documents"):
         Documents.of(torch.ones(3).bool(), ids, count, ALONE)

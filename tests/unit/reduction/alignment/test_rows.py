@@ -47,18 +47,27 @@ def test_log_probabilities_and_loss_are_of_the_targets():
     assert loss.item() == pytest.approx(float(-(2 * expected[0] + 2 * expected[1] - expected[2]) / 3))
 
 
-@pytest.mark.parametrize(("more", "said"), [
-    ({"positions": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])}, "packed documents"),
-    ({"positions": torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3]])}, "padded at their head"),
-    ({"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])}, "padding before tokens")])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"positions": torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])}, "packed documents"),
+        ({"positions": torch.tensor([[0, 0, 1, 2], [0, 1, 2, 3]])}, "padded at their head"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])}, "padding before tokens"),
+    ],
+)
 def test_packed_rows_are_refused(more, said):
     with pytest.raises(ShardingError, match=said), rows(**more):
         pass
 
 
-@pytest.mark.parametrize(("more", "said"), [
-    ({"mask": MASK.long()}, "mask of torch.int64"), ({"old_logprobs": torch.zeros(2, 3)}, "old_logprobs [(]2, 3[)]"),
-    ({"advantages": torch.zeros(3)}, "advantages [(]3,[)]")])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"mask": MASK.long()}, "mask of torch.int64"),
+        ({"old_logprobs": torch.zeros(2, 3)}, "old_logprobs [(]2, 3[)]"),
+        ({"advantages": torch.zeros(3)}, "advantages [(]3,[)]"),
+    ],
+)
 def test_other_shapes_are_refused(more, said):
     with pytest.raises(ShapeError, match=said), rows(**more):
         pass

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.hand_made import make_run
 from workbench.report.exporters.export import export_runs
 
-WATCH = '''
+WATCH = """
 import os, socket
 _connect, _look_up = socket.socket.connect, socket.getaddrinfo
 def _note(what):
@@ -27,7 +27,7 @@ def getaddrinfo(host, *more, **named):
     _note(host)
     return _look_up(host, *more, **named)
 socket.socket.connect, socket.getaddrinfo = connect, getaddrinfo
-'''
+"""
 """Notes every name that is looked up and every connection that is not to this machine's own files."""
 
 
@@ -35,13 +35,16 @@ socket.socket.connect, socket.getaddrinfo = connect, getaddrinfo
 def runs(tmp_path_factory):
     """One that succeeded, with every kind of number; one that failed; one that never began."""
     parity = tmp_path_factory.mktemp("exporters") / "parity"
-    odd = [{"step": 0, "loss/total/sum": 0.1 + 0.2, "odd/one/max": math.nan, "gradient_norms": {"a.weight": 1e-300}},
-           {"step": 5, "loss/total/sum": -1e300, "odd/one/max": math.inf, "gradient_norms": {"a.weight": 2.0}},
-           {"step": 6, "loss/total/sum": 2.0, "odd/one/max": -math.inf, "text": "cpu"}]
-    return [make_run(parity, "cp2", records=odd, layout={"cp": 2}, faults=["shift"]),
-            make_run(parity, "tp2", state="failed", done=1, layout={"tp": 2}, rank=1,
-                     error=ValueError("no <b>good</b>")),
-            make_run(parity, "one_rank", state="cancelled", done=0)]
+    odd = [
+        {"step": 0, "loss/total/sum": 0.1 + 0.2, "odd/one/max": math.nan, "gradient_norms": {"a.weight": 1e-300}},
+        {"step": 5, "loss/total/sum": -1e300, "odd/one/max": math.inf, "gradient_norms": {"a.weight": 2.0}},
+        {"step": 6, "loss/total/sum": 2.0, "odd/one/max": -math.inf, "text": "cpu"},
+    ]
+    return [
+        make_run(parity, "cp2", records=odd, layout={"cp": 2}, faults=["shift"]),
+        make_run(parity, "tp2", state="failed", done=1, layout={"tp": 2}, rank=1, error=ValueError("no <b>good</b>")),
+        make_run(parity, "one_rank", state="cancelled", done=0),
+    ]
 
 
 @pytest.fixture(scope="package")

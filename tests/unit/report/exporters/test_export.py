@@ -24,9 +24,13 @@ class TestEveryTracker:
     def test_takes_every_run_once(self, to, exported, runs):
         _, first, again, *_ = exported(to)
         assert [(run.id, run.outcome, run.steps) for run in first] == [
-            (runs[0].path.name, "exported", 3), (runs[1].path.name, "exported", 1), (runs[2].path.name, "exported", 0)]
+            (runs[0].path.name, "exported", 3),
+            (runs[1].path.name, "exported", 1),
+            (runs[2].path.name, "exported", 0),
+        ]
         assert [(run.id, run.outcome, run.steps, run.notes) for run in again] == [
-            (run.path.name, "there already", 0, ()) for run in runs]
+            (run.path.name, "there already", 0, ()) for run in runs
+        ]
 
     def test_says_what_it_left_out(self, to, exported):
         assert "text is not a number: left out" in exported(to)[1][0].notes
@@ -105,12 +109,14 @@ class TestTheProcess:
     @pytest.fixture
     def child(self, monkeypatch):
         """In place of the tracker's process, a little program of ours."""
+
         def replace(program):
             def start(command, **named):
                 assert command[:4] == [sys.executable, "-P", "-m", "workbench.report.exporters"]
                 return subprocess.Popen([sys.executable, "-c", program, command[-1]], **named)
 
             monkeypatch.setattr(export, "subprocess", stand_in(subprocess, Popen=start))
+
         return replace
 
     def test_that_fails_says_what_it_said_last_and_how_many_are_there(self, child, tmp_path):
@@ -123,11 +129,13 @@ class TestTheProcess:
         monkeypatch.setattr(export, "_PATIENCE_S", 1.0)
         monkeypatch.setattr(export, "_PATIENCE_PER_RUN_S", 0.0)
         pids = tmp_path / "pids"
-        child("import os, subprocess, sys, time\n"
-              "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-              f"os.makedirs({str(tmp_path / 'out')!r} + f'/.unfinished-{{os.getpid()}}-x')\n"
-              f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{other.pid}}')\n"
-              "time.sleep(60)")
+        child(
+            "import os, subprocess, sys, time\n"
+            "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+            f"os.makedirs({str(tmp_path / 'out')!r} + f'/.unfinished-{{os.getpid()}}-x')\n"
+            f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{other.pid}}')\n"
+            "time.sleep(60)"
+        )
         deadline = time.monotonic() + 120
         with pytest.raises(LaunchError, match="no end after 1 s"):
             export_runs([make_run(tmp_path, "a")], to="tensorboard", folder=tmp_path / "out")
@@ -140,9 +148,11 @@ class TestTheProcess:
     def test_hears_none_of_the_users_settings_for_trackers(self, child, tmp_path, monkeypatch):
         monkeypatch.setenv("WANDB_API_KEY", "secret")
         answer = to_json({"outcome": "exported", "steps": 0, "notes": []}, indent=None).decode()
-        child("import os, sys\n"
-              "assert 'WANDB_API_KEY' not in os.environ and os.environ['WANDB_MODE'] == 'offline'\n"
-              f"open(sys.argv[1], 'w').write({answer!r})")
+        child(
+            "import os, sys\n"
+            "assert 'WANDB_API_KEY' not in os.environ and os.environ['WANDB_MODE'] == 'offline'\n"
+            f"open(sys.argv[1], 'w').write({answer!r})"
+        )
         [outcome] = export_runs([make_run(tmp_path, "a")], to="wandb", folder=tmp_path / "out")
         assert outcome.outcome == "exported"
 

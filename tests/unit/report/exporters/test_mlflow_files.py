@@ -50,7 +50,10 @@ def test_at_its_time(client, found):
 def test_settings_state_and_failure(found):
     assert [run.info.status for run in found] == ["FINISHED", "FAILED", "KILLED"]
     assert (found[0].info.run_name, found[0].data.params["layout.cp"], found[0].data.params["faults"]) == (
-        "cp2", "2", '["shift"]')
+        "cp2",
+        "2",
+        '["shift"]',
+    )
     assert found[1].data.tags["run.failure"] == "rank 1 ValueError: no <b>good</b>"
     assert found[0].data.tags["run.tags"] == "succeeded fault:shift"
 
@@ -77,8 +80,9 @@ def test_an_interrupted_export_is_done_anew(writer, tmp_path, monkeypatch):
 
 def test_keys_that_it_does_not_take_get_others_and_that_is_said(writer):
     values = {"a": 1.0, "a/b": 2.0, "sp€cial": 3.0, "../up": 4.0, "x" * 251: 5.0, "a//b": 6.0}
-    run = TrackedRun("a-1", "a", "parity", "succeeded", 1.0, 2.0, {"long": "y" * 6001}, {},
-                     [TrackedStep(0, 1.5, values)])
+    run = TrackedRun(
+        "a-1", "a", "parity", "succeeded", 1.0, 2.0, {"long": "y" * 6001}, {}, [TrackedStep(0, 1.5, values)]
+    )
     notes = writer.write(run)
     [found] = writer.client.search_runs([writer.client.get_experiment_by_name("bench/parity").experiment_id])
     assert found.data.metrics == {"a.value": 1.0, "a/b": 2.0, "sp_cial": 3.0, "up": 4.0}
@@ -86,5 +90,6 @@ def test_keys_that_it_does_not_take_get_others_and_that_is_said(writer):
     assert "metric sp€cial is called sp_cial there" in notes
     assert [note for note in notes if "left out" in note] == [
         f"metric {'x' * 251} has no name that MLflow takes: left out",
-        "metric a//b has no name that MLflow takes: left out"]  # a/b has it already
+        "metric a//b has no name that MLflow takes: left out",
+    ]  # a/b has it already
     assert "long is cut to 5000 letters" in notes

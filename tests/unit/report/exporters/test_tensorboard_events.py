@@ -18,8 +18,10 @@ from workbench.report.exporters.tracked import TrackedRun, TrackedStep
 @pytest.fixture
 def read(exported, runs):
     """The reader of the run with that number."""
+
     def reader(number):
         return EventAccumulator(str(exported("tensorboard")[0] / "bench" / "parity" / runs[number].path.name)).Reload()
+
     return reader
 
 

@@ -15,14 +15,33 @@ from workbench.runs.store import from_json, to_json
 
 
 def test_every_number_of_every_step_under_its_key(tmp_path):
-    run = tracked(make_run(tmp_path / "parity", "cp2", records=[
-        {"step": 3, "loss/total/sum": 0.1 + 0.2, "flag": True, "count": 2**60, "worst": math.inf,
-         "gradient_norms": {"model.norm.weight": 1e-300, "deep": {"er": -1}}, "nothing": None},
-        {"step": 7, "loss/total/sum": math.nan}]))
+    run = tracked(
+        make_run(
+            tmp_path / "parity",
+            "cp2",
+            records=[
+                {
+                    "step": 3,
+                    "loss/total/sum": 0.1 + 0.2,
+                    "flag": True,
+                    "count": 2**60,
+                    "worst": math.inf,
+                    "gradient_norms": {"model.norm.weight": 1e-300, "deep": {"er": -1}},
+                    "nothing": None,
+                },
+                {"step": 7, "loss/total/sum": math.nan},
+            ],
+        )
+    )
     assert [step.number for step in run.steps] == [3, 7]
     assert run.steps[0].values == {
-        "loss/total/sum": 0.30000000000000004, "flag": 1, "count": 2**60, "worst": math.inf,
-        "gradient_norms/model.norm.weight": 1e-300, "gradient_norms/deep/er": -1}
+        "loss/total/sum": 0.30000000000000004,
+        "flag": 1,
+        "count": 2**60,
+        "worst": math.inf,
+        "gradient_norms/model.norm.weight": 1e-300,
+        "gradient_norms/deep/er": -1,
+    }
     assert math.isnan(run.steps[1].values["loss/total/sum"])
 
 
@@ -30,14 +49,18 @@ def test_what_is_no_number_is_said_once(tmp_path):
     records = [{"step": n, "device": "cpu", "list": [1], "x": 1.0} for n in range(3)]
     run = tracked(make_run(tmp_path, "a", records=records))
     assert [note for note in run.notes if "number" in note] == [
-        "device is not a number: left out", "list is not a number: left out"]
+        "device is not a number: left out",
+        "list is not a number: left out",
+    ]
     assert [step.values for step in run.steps] == [{"x": 1.0}] * 3
 
 
 class TestTimes:
     def test_are_the_steps_own_where_they_say_them(self, tmp_path):
-        records = [{"step": n, "x": 1.0, "time/step_ms": 5.0, "time/ended_ns": BEGAN_NS + (10 + n) * SECOND_NS}
-                   for n in range(2)]
+        records = [
+            {"step": n, "x": 1.0, "time/step_ms": 5.0, "time/ended_ns": BEGAN_NS + (10 + n) * SECOND_NS}
+            for n in range(2)
+        ]
         run = tracked(make_run(tmp_path, "a", records=records))
         assert [step.time_s for step in run.steps] == [BEGAN_NS / 1e9 + 10, BEGAN_NS / 1e9 + 11]
         assert run.steps[0].values == {"x": 1.0, "time/step_ms": 5.0}
@@ -60,8 +83,16 @@ class TestTimes:
 
 
 def test_who_it_is(tmp_path):
-    directory = make_run(tmp_path / "my parity", "cp2", state="failed", rank=1, layout={"cp": 2}, faults=["shift"],
-                         error=ValueError("x" * 5000), fields={"device_note": "no GPU here"})
+    directory = make_run(
+        tmp_path / "my parity",
+        "cp2",
+        state="failed",
+        rank=1,
+        layout={"cp": 2},
+        faults=["shift"],
+        error=ValueError("x" * 5000),
+        fields={"device_note": "no GPU here"},
+    )
     directory.write_json("provenance.json", {"git": {"commit": "abc", "dirty": True}, "versions": {"torch": "2.13"}})
     run = tracked(directory)
     assert (run.id, run.name, run.experiment, run.state) == (directory.path.name, "cp2", "my parity", "failed")
@@ -70,10 +101,16 @@ def test_who_it_is(tmp_path):
     assert (run.config["layout.cp"], run.config["faults"], run.config["frozen_clip"]) == (2, ["shift"], None)
     assert run.facts["run.failure"].startswith("rank 1 ValueError: xxx")
     assert len(run.facts["run.failure"]) == 2000
-    assert {key: run.facts[key] for key in ("run.world_size", "run.device_note", "run.failure_cause", "run.commit",
-                                            "run.version.torch")} == {
-        "run.world_size": 2, "run.device_note": "no GPU here", "run.failure_cause": "exception", "run.commit": "abc",
-        "run.version.torch": "2.13"}
+    assert {
+        key: run.facts[key]
+        for key in ("run.world_size", "run.device_note", "run.failure_cause", "run.commit", "run.version.torch")
+    } == {
+        "run.world_size": 2,
+        "run.device_note": "no GPU here",
+        "run.failure_cause": "exception",
+        "run.commit": "abc",
+        "run.version.torch": "2.13",
+    }
 
 
 def test_a_setting_that_is_not_finite_is_text_and_that_is_said(tmp_path):

@@ -35,7 +35,7 @@ def messages(path):
             place += BLOCK - place % BLOCK
             continue
         checksum, size, kind = struct.unpack_from("<IHB", content, place)
-        data = content[place + HEADER: place + HEADER + size]
+        data = content[place + HEADER : place + HEADER + size]
         assert zlib.crc32(data, zlib.crc32(bytes([kind]))) == checksum
         parts += data
         place += HEADER + size
@@ -48,9 +48,11 @@ class TestWandb:
     @pytest.fixture
     def records(self, exported, runs):
         """The messages about the run with that number."""
+
         def read(number):
             [path] = (exported("wandb")[0] / "wandb").glob(f"offline-run-*-parity-{runs[number].path.name}/*.wandb")
             return list(messages(path))
+
         return read
 
     def test_every_number_at_its_step_and_time(self, records):
@@ -65,7 +67,11 @@ class TestWandb:
     def test_settings_names_and_failure(self, records, runs):
         [run] = [record.run for record in records(1) if record.HasField("run")][:1]
         assert (run.run_id, run.display_name, run.project, run.run_group) == (
-            f"parity-{runs[1].path.name}", "tp2", "bench", "parity")
+            f"parity-{runs[1].path.name}",
+            "tp2",
+            "bench",
+            "parity",
+        )
         config = _values(run.config.update)
         assert (config["layout.tp"], config["run.state"], config["faults"]) == (2, "failed", [])
         assert list(run.tags) == ["failed"]
@@ -76,8 +82,9 @@ class TestWandb:
         assert all(any("relative times" in note for note in run.notes) for run in exported("wandb")[1])
 
     def test_how_it_ended(self, records):
-        assert [[record.exit.exit_code for record in records(number) if record.HasField("exit")]
-                for number in range(3)] == [[0], [1], [1]]
+        assert [
+            [record.exit.exit_code for record in records(number) if record.HasField("exit")] for number in range(3)
+        ] == [[0], [1], [1]]
 
     def test_an_unfinished_run_is_not_taken_for_one(self, tmp_path):
         run = tracked(make_run(tmp_path / "parity", "a"))
@@ -141,11 +148,19 @@ def test_keys_that_a_tracker_keeps_for_itself_get_others_and_that_is_said(tracke
 
 @functools.cache
 def _trackio_reads(folder):
-    program = ("import json\nimport trackio\nfrom trackio.sqlite_storage import SQLiteStorage as storage\n"
-               "def read(run): return [run.name, run.config, storage.get_logs('bench', run.name, run_id=run.id)]\n"
-               "print(json.dumps({run.id: read(run) for run in trackio.Api().runs('bench')}))")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True,
-                          env=os.environ | {"TRACKIO_DIR": str(folder), "HF_HUB_OFFLINE": "1"})
+    program = (
+        "import json\nimport trackio\nfrom trackio.sqlite_storage import SQLiteStorage as storage\n"
+        "def read(run): return [run.name, run.config, storage.get_logs('bench', run.name, run_id=run.id)]\n"
+        "print(json.dumps({run.id: read(run) for run in trackio.Api().runs('bench')}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+        env=os.environ | {"TRACKIO_DIR": str(folder), "HF_HUB_OFFLINE": "1"},
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

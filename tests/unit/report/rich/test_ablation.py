@@ -8,19 +8,27 @@ from workbench.report.rich.ablation import as_html
 
 
 def make(**more):
-    return AblationSpec(**{"question": "Is it?", "base": {"precision": "float64", "steps": 2}, "reference": "one",
-                           "configurations": {"one": {}, "cp2": {"layout": {"cp": 2}}}} | more)
+    return AblationSpec(
+        **{
+            "question": "Is it?",
+            "base": {"precision": "float64", "steps": 2},
+            "reference": "one",
+            "configurations": {"one": {}, "cp2": {"layout": {"cp": 2}}},
+        }
+        | more
+    )
 
 
 def rows(drawn):
-    pattern = ('<th scope="row"><strong>(.*?)</strong></th><td>(.*?)</td>'
-               '<td class="number">(.*?)</td><td>(.*?)</td>')
+    pattern = '<th scope="row"><strong>(.*?)</strong></th><td>(.*?)</td><td class="number">(.*?)</td><td>(.*?)</td>'
     return [tuple(cell.replace("<wbr>", "") for cell in row) for row in re.findall(pattern, drawn)]
 
 
 def test_a_row_for_each_run_with_what_it_is_held_against():
-    assert rows(as_html(make())) == [("one", "reference", "1", "precision: float64, steps: 2"),
-                                     ("cp2", "against one", "2", "layout.cp: 2")]
+    assert rows(as_html(make())) == [
+        ("one", "reference", "1", "precision: float64, steps: 2"),
+        ("cp2", "against one", "2", "layout.cp: 2"),
+    ]
 
 
 def test_truth_and_reference_may_be_one_run():
@@ -41,8 +49,8 @@ def test_questions_and_settings_are_quoted():
 
 
 def test_the_text_twin():
-    assert repr(make()) == ("AblationSpec('Is it?', 2 runs)\n"
-                            "  one  reference: precision=float64, steps=2\n"
-                            "  cp2  against one: layout.cp=2")
+    assert repr(make()) == (
+        "AblationSpec('Is it?', 2 runs)\n  one  reference: precision=float64, steps=2\n  cp2  against one: layout.cp=2"
+    )
     assert str(make()) == repr(make())
     assert repr(make(reference="two")).startswith("AblationSpec('Is it?'; ")

@@ -12,24 +12,34 @@ from workbench.rollouts.batch import Extension, RolloutBatch
 
 
 def document(mask, advantages, **more):
-    return {"tokens": list(range(len(mask))), "loss_mask": mask, "advantages": advantages,
-            "old_logprobs": [-0.5 * each for each in mask], **more}
+    return {
+        "tokens": list(range(len(mask))),
+        "loss_mask": mask,
+        "advantages": advantages,
+        "old_logprobs": [-0.5 * each for each in mask],
+        **more,
+    }
 
 
 @pytest.fixture
 def batch():
     """A good answer, one with a tool's output in it that ends badly, and one of no advantage; and padding."""
-    return RolloutBatch.from_documents([
-        document([0, 0, 1, 1], 0.5, reward=1.0),
-        document([0, 1, 0, 1, 1], [0.0, 0.25, 0.0, -0.25, -0.25], reward=0.0),
-        document([0, 1], 0.0, reward=0.5)]).pad_to(16)
+    return RolloutBatch.from_documents(
+        [
+            document([0, 0, 1, 1], 0.5, reward=1.0),
+            document([0, 1, 0, 1, 1], [0.0, 0.25, 0.0, -0.25, -0.25], reward=0.0),
+            document([0, 1], 0.0, reward=0.5),
+        ]
+    ).pad_to(16)
 
 
 def strips(drawn):
     """[(label, [(kind, length), ...]), ...]"""
     found = re.findall(r'<span class="strip" role="img" aria-label="([^"]*)">(.*?)</span>', drawn)
-    return [(label, [(kind, int(length)) for kind, length in re.findall(r'class="(\w+)"[^>]*flex-grow:(\d+)', inside)])
-            for label, inside in found]
+    return [
+        (label, [(kind, int(length)) for kind, length in re.findall(r'class="(\w+)"[^>]*flex-grow:(\d+)', inside)])
+        for label, inside in found
+    ]
 
 
 def test_every_token_is_drawn_as_what_it_is(batch):
@@ -38,14 +48,18 @@ def test_every_token_is_drawn_as_what_it_is(batch):
         [("prompt", 2), ("up", 2), ("gap", 1)],
         [("prompt", 1), ("up", 1), ("context", 1), ("down", 2)],
         [("prompt", 1), ("zero", 1), ("gap", 3)],
-        [("padding", 5)]]
+        [("padding", 5)],
+    ]
 
 
 def test_each_strip_says_its_numbers_with_the_sign_of_the_advantage(batch):
     labels = [label for label, _ in strips(as_html(batch))]
-    assert labels == ["document 0: 4 tokens, 2 trained, advantage +0.500, reward 1.00",
-                      "document 1: 5 tokens, 3 trained, advantage −0.250 to +0.250, reward 0",
-                      "document 2: 2 tokens, 1 trained, advantage 0, reward 0.500", "padding: 5 tokens"]
+    assert labels == [
+        "document 0: 4 tokens, 2 trained, advantage +0.500, reward 1.00",
+        "document 1: 5 tokens, 3 trained, advantage −0.250 to +0.250, reward 0",
+        "document 2: 2 tokens, 1 trained, advantage 0, reward 0.500",
+        "padding: 5 tokens",
+    ]
 
 
 def test_a_document_that_trains_nothing_has_no_advantage():

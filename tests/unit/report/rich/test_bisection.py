@@ -17,9 +17,15 @@ def cells(html):
 def test_the_place_stands_in_a_table():
     found = Bisection("one", "two", PLACE, 1, 59, {"one": {"data.micro_batches": 2}})
     html = as_html(found)
-    assert cells(html) == {"step": "0", "way": "forward", "tensor": "<code>model.norm</code>", "row": "1",
-                           "tokens": "16 to 23", "blocks that differ": "3 of 9",
-                           "the same until": "<code>model.layers.2</code>"}
+    assert cells(html) == {
+        "step": "0",
+        "way": "forward",
+        "tensor": "<code>model.norm</code>",
+        "row": "1",
+        "tokens": "16 to 23",
+        "blocks that differ": "3 of 9",
+        "the same until": "<code>model.layers.2</code>",
+    }
     assert 'class="trouble">one and two: step 0, forward: what model.norm makes' in html
     assert "one was run with data.micro_batches = 2" in html
     assert drawn(found) == str(html)

@@ -9,8 +9,9 @@ from workbench.metrics.evidence import Evidence
 from workbench.report.rich import as_html as drawn
 from workbench.report.rich.certificates import as_html
 
-APART = CertificateComparison("mine", "ref", 2, 1, ("gradient/head", "weight/head"), 9,
-                              Element((1, 2), 0.5, 0.25, 1, 6))
+APART = CertificateComparison(
+    "mine", "ref", 2, 1, ("gradient/head", "weight/head"), 9, Element((1, 2), 0.5, 0.25, 1, 6)
+)
 
 
 def rows(html):

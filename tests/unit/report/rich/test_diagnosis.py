@@ -48,8 +48,9 @@ def test_evidence_is_stated_and_what_proves_nothing_is_trouble():
     zero = make_record(scale=0.0, loss=0.0)
     vacuous = diagnose(zero, zero)
     assert 'class="trouble">vacuous: every gradient is zero in every step' in as_html(vacuous)
-    tried = diagnose(make_record(TWINS), make_record(TWINS, scale=1 / 3), run=lambda changes: (zero, zero),
-                     experiments=1)
+    tried = diagnose(
+        make_record(TWINS), make_record(TWINS, scale=1 / 3), run=lambda changes: (zero, zero), experiments=1
+    )
     assert "tried one data-parallel rank: vacuous" in text(as_html(tried))
     clipped = make_record(tokens=dict(zero.steps[0].tokens) | {"clipped": zero.steps[0].tokens["trained"]})
     assert "warning: 100.0% of the trained tokens are clipped" in text(as_html(diagnose(clipped, clipped)))

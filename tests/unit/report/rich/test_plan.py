@@ -12,15 +12,18 @@ from workbench.sharding.plan import ShardPlan
 
 def strips(drawn):
     """For each strip, (kind, length) from left to right."""
-    return [re.findall(r'class="([\w ]+)"[^>]*flex-grow:(\d+)', line)
-            for line in re.findall(r'<span class="strip".*?</span>', drawn)]
+    return [
+        re.findall(r'class="([\w ]+)"[^>]*flex-grow:(\d+)', line)
+        for line in re.findall(r'<span class="strip".*?</span>', drawn)
+    ]
 
 
 def test_zigzag_is_seen():
     assert strips(as_html(ShardPlan.make("zigzag", num_tokens=8, cp=2))) == [
         [("owner r0", "2"), ("owner r1", "4"), ("owner r0", "2")],
         [("held", "2"), ("gap", "4"), ("held", "2")],
-        [("gap", "2"), ("held", "4"), ("gap", "2")]]
+        [("gap", "2"), ("held", "4"), ("gap", "2")],
+    ]
 
 
 def test_documents_stand_above_the_ranks_and_count_for_the_work():
@@ -54,18 +57,26 @@ def test_a_plan_of_many_pieces_is_drawn_by_shares():
     assert strips(drawn)[1] == [("held share2", "20")] * 200
     assert "10 of tokens 20 to 39" in drawn
     assert len(drawn) < 60_000
-    permutation = torch.cat([torch.arange(0, 1000, 2), torch.arange(1000, 1500), torch.arange(1, 1000, 2),
-                             torch.arange(1500, 2000)])
+    permutation = torch.cat(
+        [torch.arange(0, 1000, 2), torch.arange(1000, 1500), torch.arange(1, 1000, 2), torch.arange(1500, 2000)]
+    )
     drawn = strips(as_html(ShardPlan("odd", 2, permutation, torch.argsort(permutation))))
     assert drawn[1] == [("held share2", "10")] * 100 + [("held share4", "10")] * 50 + [("gap", "10")] * 50
 
 
-@pytest.mark.parametrize(("plan", "said"), [
-    (ShardPlan.make("zigzag", num_tokens=8, cp=2),
-     "ShardPlan(zigzag, 8 tokens over cp=2; rank 0: 0-1, 6-7; rank 1: 2-5)"),
-    (ShardPlan.make("contiguous", num_tokens=20, cp=10),
-     "ShardPlan(contiguous, 20 tokens over cp=10; rank 0: 0-1; rank 1: 2-3; rank 2: 4-5; rank 3: 6-7; "
-     "rank 4: 8-9; rank 5: 10-11; rank 6: 12-13; rank 7: 14-15; and 2 more)"),
-])
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (
+            ShardPlan.make("zigzag", num_tokens=8, cp=2),
+            "ShardPlan(zigzag, 8 tokens over cp=2; rank 0: 0-1, 6-7; rank 1: 2-5)",
+        ),
+        (
+            ShardPlan.make("contiguous", num_tokens=20, cp=10),
+            "ShardPlan(contiguous, 20 tokens over cp=10; rank 0: 0-1; rank 1: 2-3; rank 2: 4-5; rank 3: 6-7; "
+            "rank 4: 8-9; rank 5: 10-11; rank 6: 12-13; rank 7: 14-15; and 2 more)",
+        ),
+    ],
+)
 def test_the_text_twin(plan, said):
     assert repr(plan) == said

@@ -16,8 +16,7 @@ def text(html):
 def rows(html):
     first = html[: html.index("</table>")]
     found = re.findall(r'<tr><th scope="row"><code class="whole">(.*?)</code></th>(.*?)</tr>', first)
-    return {name: [text(cell).strip() for cell in re.findall(r"<td.*?>(.*?)</td>", rest)]
-            for name, rest in found}
+    return {name: [text(cell).strip() for cell in re.findall(r"<td.*?>(.*?)</td>", rest)] for name, rest in found}
 
 
 def test_a_row_for_each_law():

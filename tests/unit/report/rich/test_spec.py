@@ -13,8 +13,12 @@ def rows(drawn):
 
 def test_only_what_differs_is_in_the_table():
     spec = RunSpec(layout={"cp": 2, "order": "zigzag"}, loss={"surrogate": {"clip_high": 0.28}}, steps=4)
-    assert rows(as_html(spec)) == [("loss.surrogate.clip_high", "0.28", "0.2"), ("layout.cp", "2", "1"),
-                                   ("layout.order", "zigzag", "contiguous"), ("steps", "4", "1")]
+    assert rows(as_html(spec)) == [
+        ("loss.surrogate.clip_high", "0.28", "0.2"),
+        ("layout.cp", "2", "1"),
+        ("layout.order", "zigzag", "contiguous"),
+        ("steps", "4", "1"),
+    ]
 
 
 def test_the_defaults_are_said_in_words():

@@ -12,7 +12,10 @@ def grown(drawn):
 
 def test_pieces_stand_side_by_side_and_the_rest_stays_empty():
     assert grown(strip([Piece(3, "prompt"), Piece(2, "up")], 8, label="a document")) == [
-        ("prompt", "3"), ("up", "2"), ("gap", "3")]
+        ("prompt", "3"),
+        ("up", "2"),
+        ("gap", "3"),
+    ]
 
 
 def test_a_gap_between_pieces_is_a_gap():

@@ -13,14 +13,18 @@ from workbench.sharding.bridge.traffic import Traffic
 
 def strips(drawn):
     """For each strip, (kind, length) from left to right."""
-    return [re.findall(r'class="([\w ]+)"[^>]*flex-grow:(\d+)', line)
-            for line in re.findall(r'<span class="strip".*?</span>', drawn)]
+    return [
+        re.findall(r'class="([\w ]+)"[^>]*flex-grow:(\d+)', line)
+        for line in re.findall(r'<span class="strip".*?</span>', drawn)
+    ]
 
 
 def cells(drawn):
     """For each table, the cells of each line."""
-    return [[re.findall(r"<td[^>]*>(\d*)</td>", line) for line in re.findall(r"<tr>(.*?)</tr>", found)[1:]]
-            for found in re.findall(r"<table.*?</table>", drawn)]
+    return [
+        [re.findall(r"<td[^>]*>(\d*)</td>", line) for line in re.findall(r"<tr>(.*?)</tr>", found)[1:]]
+        for found in re.findall(r"<table.*?</table>", drawn)
+    ]
 
 
 SHARDS = Traffic.of(GridPair(Grid.of(dp=2), Grid.of(cp=2)), Delivery("sharded", "zigzag"))
@@ -32,7 +36,8 @@ def test_both_sides_are_drawn_at_their_places():
         [("owner r0", "4"), ("gap", "4")],
         [("gap", "4"), ("owner r1", "4")],
         [("owner r0", "1"), ("gap", "2"), ("owner r0", "1"), ("owner r0", "1"), ("gap", "2"), ("owner r0", "1")],
-        [("gap", "1"), ("owner r0", "2"), ("gap", "2"), ("owner r0", "2"), ("gap", "1")]]
+        [("gap", "1"), ("owner r0", "2"), ("gap", "2"), ("owner r0", "2"), ("gap", "1")],
+    ]
     assert "sample 1, tokens 1 to 2" in drawn
     assert "dp0 cp1 tp0 · 0, 1: 1, 2" in drawn
     assert "general (shards are delivered, not whole sequences); 2 samples of 4 tokens" in drawn
@@ -46,8 +51,9 @@ def test_rows_stand_from_line_to_column():
 
 
 def test_what_stays_is_said():
-    drawn = as_html(Traffic.of(GridPair(Grid.of(cp=2), Grid.of(cp=2)), Delivery("sharded", "zigzag",
-                                                                               source_order="zigzag")))
+    drawn = as_html(
+        Traffic.of(GridPair(Grid.of(cp=2), Grid.of(cp=2)), Delivery("sharded", "zigzag", source_order="zigzag"))
+    )
     assert drawn.count("nothing leaves its rank") == 2
     assert cells(drawn) == []
 

@@ -21,7 +21,7 @@ def seen(cuts, window=None):
     for cut in cuts:
         for query in range(cut.query_start, cut.query_stop):
             last = cut.key_stop - (cut.query_stop - query)
-            found[query, max(cut.key_start, last + 1 - (window or 24)):last + 1] = True
+            found[query, max(cut.key_start, last + 1 - (window or 24)) : last + 1] = True
     return found
 
 

@@ -61,13 +61,13 @@ def test_partial_products_are_rounded_once_and_their_peak_is_kept():
     dy, x = torch.randn(8, 6), torch.randn(8, 10)
     total, peak = torch.zeros(6, 10, dtype=torch.int64), torch.zeros(())
     plain.add_outer(total, peak, 2.0**20, dy, x, 4, (3, 5))
-    expected = sum((dy[at:at + 4].T @ x[at:at + 4]).mul(2.0**20).round().long() for at in (0, 4))
+    expected = sum((dy[at : at + 4].T @ x[at : at + 4]).mul(2.0**20).round().long() for at in (0, 4))
     assert int((total - expected).abs().max()) <= 2
-    assert float(peak) == pytest.approx(max(float((dy[at:at + 4].T @ x[at:at + 4]).abs().max()) for at in (0, 4)))
+    assert float(peak) == pytest.approx(max(float((dy[at : at + 4].T @ x[at : at + 4]).abs().max()) for at in (0, 4)))
     again = torch.zeros_like(total)
     for at in (4, 0):
-        plain.add_outer(again[:3], peak, 2.0**20, dy[at:at + 4, :3], x[at:at + 4], 4, (3, 5))
-        plain.add_outer(again[3:], peak, 2.0**20, dy[at:at + 4, 3:], x[at:at + 4], 4, (3, 5))
+        plain.add_outer(again[:3], peak, 2.0**20, dy[at : at + 4, :3], x[at : at + 4], 4, (3, 5))
+        plain.add_outer(again[3:], peak, 2.0**20, dy[at : at + 4, 3:], x[at : at + 4], 4, (3, 5))
     assert torch.equal(again, total)
 
 
@@ -75,8 +75,13 @@ def test_rows_are_partials_and_an_index_says_whose():
     rows, index = torch.randn(6, 3), torch.tensor([0, 2, -1, 2, 0, 0])
     total, peak = torch.zeros(3, 3, dtype=torch.int64), torch.zeros(())
     plain.add_rows(total, peak, 2.0**30, rows, index)
-    expected = [sum((row.mul(2.0**30).round().long() for row, at in zip(rows, index, strict=True) if at == one),
-                    torch.zeros(3, dtype=torch.int64)) for one in range(3)]
+    expected = [
+        sum(
+            (row.mul(2.0**30).round().long() for row, at in zip(rows, index, strict=True) if at == one),
+            torch.zeros(3, dtype=torch.int64),
+        )
+        for one in range(3)
+    ]
     assert torch.equal(total, torch.stack(expected))
     assert float(peak) == float(rows[index >= 0].abs().max())
 
@@ -97,8 +102,9 @@ def test_a_peak_says_that_something_is_not_finite(bad):
 
 def test_a_gradient_is_the_integers_times_a_power_of_two():
     total = torch.tensor([[3, -(2**40)], [2**55 + 1, 0]])
-    assert torch.equal(plain.to_gradient(total, 2.0**-3, torch.float32),
-                       torch.tensor([[0.375, -(2.0**37)], [2.0**52, 0.0]]))
+    assert torch.equal(
+        plain.to_gradient(total, 2.0**-3, torch.float32), torch.tensor([[0.375, -(2.0**37)], [2.0**52, 0.0]])
+    )
     assert plain.to_gradient(total, 1.0, torch.bfloat16).dtype == torch.bfloat16
 
 

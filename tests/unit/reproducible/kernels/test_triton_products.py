@@ -16,8 +16,10 @@ BLOCK = 16
 def test_products(rows, columns, depth, dtype):
     x, weight, dy = draw(rows, depth), draw(columns, depth, seed=1), draw(rows, columns, seed=2)
     bar = 1e-6 if dtype else 4e-3
-    y, dx = (triton_16bit.product(x, weight, BLOCK, columns, dtype),
-             triton_16bit.product_back(dy, weight, BLOCK, depth, dtype))
+    y, dx = (
+        triton_16bit.product(x, weight, BLOCK, columns, dtype),
+        triton_16bit.product_back(dy, weight, BLOCK, depth, dtype),
+    )
     assert far(y, x.double() @ weight.double().T) < bar
     assert far(dx, dy.double() @ weight.double()) < bar
     assert y.dtype == (dtype or torch.bfloat16)
@@ -35,7 +37,7 @@ def test_an_element_of_a_product_knows_its_row_and_column_alone():
 @pytest.mark.parametrize("shape", [(40, 24), (200, 136)], ids=["blocks apart", "a tile has all blocks"])
 def test_weight_gradients_are_added_in_integers(shape):
     dy, x = draw(64, shape[0], whole=True), draw(64, shape[1], seed=1, whole=True)
-    start = torch.randint(-2**50, 2**50, shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    start = torch.randint(-(2**50), 2**50, shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     sums = {}
     for kernels in (plain, triton_16bit):
         total, peak = start.clone(), zeros()
@@ -62,9 +64,11 @@ def test_what_is_not_finite_raises_the_peak():
     dy, x = draw(16, 16), draw(16, 16, seed=1)
     for value in (torch.nan, torch.inf):
         dy[3, 5] = value
-        for add in (lambda total, peak: triton_16bit.add_outer(total, peak, 1.0, dy, x, 16, (16, 16)),
-                    lambda total, peak: triton_16bit.add_rows(total[0], peak, 1.0, dy),
-                    lambda total, peak: triton_16bit.add_rows(total, peak, 1.0, dy, torch.arange(16, device=DEVICE))):
+        for add in (
+            lambda total, peak: triton_16bit.add_outer(total, peak, 1.0, dy, x, 16, (16, 16)),
+            lambda total, peak: triton_16bit.add_rows(total[0], peak, 1.0, dy),
+            lambda total, peak: triton_16bit.add_rows(total, peak, 1.0, dy, torch.arange(16, device=DEVICE)),
+        ):
             peak = zeros()
             add(zeros(16, 16, dtype=torch.int64), peak)
             assert float(peak) == torch.inf

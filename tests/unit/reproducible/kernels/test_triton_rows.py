@@ -55,7 +55,7 @@ def test_gradients_of_keys_and_values():
 
 
 def test_what_gradients_and_norms_are_made_of():
-    total = torch.randint(-2**50, 2**50, (33, 70), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    total = torch.randint(-(2**50), 2**50, (33, 70), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for dtype in (torch.bfloat16, torch.float32):
         assert torch.equal(*(kernels.to_gradient(total, 2.0**-40, dtype) for kernels in (plain, triton_16bit)))
     values = draw(9000)

@@ -41,8 +41,13 @@ def answers(seed):
     documents = []
     for document, length in enumerate(lengths):
         at = torch.nonzero(ids == document).squeeze(1)
-        documents.append([(place, *(float(c[at[place]]) for c in (rewards, logprobs, squares, weights)))
-                          for place in range(length) if mask[at[place]]])
+        documents.append(
+            [
+                (place, *(float(c[at[place]]) for c in (rewards, logprobs, squares, weights)))
+                for place in range(length)
+                if mask[at[place]]
+            ]
+        )
     spoiled = [column.masked_fill(~mask, NAN) for column in (rewards, logprobs, squares, weights)]
     return documents, ids, mask, spoiled
 
@@ -52,8 +57,17 @@ def test_the_baseline_of_a_step_is_the_one_of_its_group(aligned, zero_tail):
     groups = [4, 4, 9, 2, 9, 4, 9]
     for seed in range(4):
         documents, ids, mask, (rewards, logprobs, squares, weights) = answers(seed)
-        found, returns = optimal_token_baseline(rewards, logprobs, squares, ids, mask, torch.tensor(groups),
-                                                weights_T=weights, aligned=aligned, zero_tail=zero_tail)
+        found, returns = optimal_token_baseline(
+            rewards,
+            logprobs,
+            squares,
+            ids,
+            mask,
+            torch.tensor(groups),
+            weights_T=weights,
+            aligned=aligned,
+            zero_tail=zero_tail,
+        )
         expected = oracle.optimal_baselines(documents, groups, aligned=aligned, zero_tail=zero_tail)
         for document, values in enumerate(expected):
             assert found[mask & (ids == document)].tolist() == pytest.approx(values, rel=1e-12, abs=1e-12)
@@ -64,13 +78,16 @@ def test_the_baseline_of_a_step_is_the_one_of_its_group(aligned, zero_tail):
 def test_without_weights_each_is_1_and_only_the_longest_answer_has_a_tail():
     documents, ids, mask, (rewards, logprobs, squares, _) = answers(1)
     plain, _ = optimal_token_baseline(rewards, logprobs, squares, ids, mask, torch.zeros(7).long())
-    ones, _ = optimal_token_baseline(rewards, logprobs, squares, ids, mask, torch.zeros(7).long(),
-                                     weights_T=torch.ones(len(ids)))
+    ones, _ = optimal_token_baseline(
+        rewards, logprobs, squares, ids, mask, torch.zeros(7).long(), weights_T=torch.ones(len(ids))
+    )
     assert torch.equal(plain, ones)
-    full, _ = optimal_token_baseline(rewards, logprobs, squares, ids, mask, torch.zeros(7).long(), aligned="trained",
-                                     zero_tail=False)
-    tail, to_go = optimal_token_baseline(rewards, logprobs, squares, ids, mask, torch.zeros(7).long(),
-                                         aligned="trained")
+    full, _ = optimal_token_baseline(
+        rewards, logprobs, squares, ids, mask, torch.zeros(7).long(), aligned="trained", zero_tail=False
+    )
+    tail, to_go = optimal_token_baseline(
+        rewards, logprobs, squares, ids, mask, torch.zeros(7).long(), aligned="trained"
+    )
     differing = torch.nonzero(full != tail).squeeze(1)
     longest = max(range(7), key=lambda n: len(documents[n]))
     assert ids[differing].unique().tolist() == [longest]

@@ -24,11 +24,18 @@ GROUPS = torch.tensor([7, 7, 7, 2, 4, 4])
 # Group 7: mean 1/3, squared deviations 4/9 + 1/9 + 1/9 = 2/3. Group 4: mean 1/2, squared deviations 1/8.
 
 
-@pytest.mark.parametrize(("ddof", "std_7", "std_4"), [(1, (1 / 3) ** 0.5, 0.125**0.5),
-                                                      (0, (2 / 9) ** 0.5, 0.0625**0.5)])
+@pytest.mark.parametrize(
+    ("ddof", "std_7", "std_4"), [(1, (1 / 3) ** 0.5, 0.125**0.5), (0, (2 / 9) ** 0.5, 0.0625**0.5)]
+)
 def test_std_scale_is_grpo(ddof, std_7, std_4):
-    expected = [2 / 3 / (std_7 + 1e-4), -1 / 3 / (std_7 + 1e-4), -1 / 3 / (std_7 + 1e-4), 0.0,
-                -0.25 / (std_4 + 1e-4), 0.25 / (std_4 + 1e-4)]
+    expected = [
+        2 / 3 / (std_7 + 1e-4),
+        -1 / 3 / (std_7 + 1e-4),
+        -1 / 3 / (std_7 + 1e-4),
+        0.0,
+        -0.25 / (std_4 + 1e-4),
+        0.25 / (std_4 + 1e-4),
+    ]
     assert group_advantages(REWARDS, GROUPS, ddof=ddof).tolist() == pytest.approx(expected, rel=1e-14)
 
 
@@ -52,8 +59,10 @@ def test_a_group_of_one_and_a_group_of_equals_say_nothing(scale, ddof):
 
 def test_a_group_too_small_for_its_deviation_says_nothing():
     assert group_advantages(torch.tensor([0.0, 1.0]), torch.tensor([3, 3]), ddof=2).tolist() == [0.0, 0.0]
-    assert group_advantages(torch.tensor([0.0, 1.0]), torch.tensor([3, 3]), ddof=2,
-                            scale="none").tolist() == [-0.5, 0.5]
+    assert group_advantages(torch.tensor([0.0, 1.0]), torch.tensor([3, 3]), ddof=2, scale="none").tolist() == [
+        -0.5,
+        0.5,
+    ]
 
 
 def test_equal_rewards_give_exact_zeros_although_their_mean_is_rounded():
@@ -76,8 +85,9 @@ def test_no_documents():
     assert group_advantages(torch.zeros(0), torch.zeros(0).long()).tolist() == []
 
 
-@pytest.mark.parametrize("settings", [{"scale": "batch"}, {"ddof": -1}, {"epsilon": -1e-4}, {"baseline": "median"},
-                                      {"singleton": "nan"}])
+@pytest.mark.parametrize(
+    "settings", [{"scale": "batch"}, {"ddof": -1}, {"epsilon": -1e-4}, {"baseline": "median"}, {"singleton": "nan"}]
+)
 def test_unknown_settings_are_refused(settings):
     with pytest.raises(SpecError, match="scale is one of std, leave_one_out_std, batch_std, none"):
         group_advantages(REWARDS, GROUPS, **settings)
@@ -97,9 +107,18 @@ def nasty(seed):
     """Answers of unequal groups: large ones, pairs, singletons, equal rewards, all but one equal, nothing trained."""
     rng = random.Random(seed)
     rewards, groups = [], []
-    for number, values in enumerate([
-            [rng.gauss(0, 1) for _ in range(7)], [0.1] * 3, [1.0, 0.0, 0.0, 0.0], [rng.random(), rng.random()], [0.7],
-            [2.5, 2.5], [1e6 + rng.random() for _ in range(5)], [rng.choice((0.0, 1.0)) for _ in range(6)]]):
+    for number, values in enumerate(
+        [
+            [rng.gauss(0, 1) for _ in range(7)],
+            [0.1] * 3,
+            [1.0, 0.0, 0.0, 0.0],
+            [rng.random(), rng.random()],
+            [0.7],
+            [2.5, 2.5],
+            [1e6 + rng.random() for _ in range(5)],
+            [rng.choice((0.0, 1.0)) for _ in range(6)],
+        ]
+    ):
         rewards += values
         groups += [10 - number] * len(values)
     order = list(range(len(rewards)))
@@ -110,8 +129,14 @@ def nasty(seed):
     return rewards, groups, trained, lengths
 
 
-CASES = list(itertools.product(("mean", "leave_one_out", "length_weighted"),
-                               ("std", "leave_one_out_std", "batch_std", "none"), (0, 1, 2), ("zero", "reward")))
+CASES = list(
+    itertools.product(
+        ("mean", "leave_one_out", "length_weighted"),
+        ("std", "leave_one_out_std", "batch_std", "none"),
+        (0, 1, 2),
+        ("zero", "reward"),
+    )
+)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -122,9 +147,13 @@ def test_every_combination_is_the_oracles(baseline, scale, ddof, singleton, mask
         settings = {"baseline": baseline, "scale": scale, "ddof": ddof, "singleton": singleton, "epsilon": 1e-6}
         lengths = [max(1, length) for length in lengths] if not masked else lengths
         expected = oracle.group(rewards, groups, trained=trained if masked else None, lengths=lengths, **settings)
-        found = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **settings,
-                                 trained_N=torch.tensor(trained) if masked else None,
-                                 lengths_N=torch.tensor(lengths) if baseline == "length_weighted" else None)
+        found = group_advantages(
+            torch.tensor(rewards, dtype=torch.float64),
+            torch.tensor(groups),
+            **settings,
+            trained_N=torch.tensor(trained) if masked else None,
+            lengths_N=torch.tensor(lengths) if baseline == "length_weighted" else None,
+        )
         assert found.tolist() == pytest.approx(expected, rel=1e-8, abs=1e-9)
 
 
@@ -145,8 +174,11 @@ def test_an_answer_that_is_not_trained_moves_no_other_advantage():
 def test_a_large_offset_of_all_rewards_cancels_nowhere(baseline, scale):
     """The mean of squares minus the squared mean of these is far off in float64."""
     rewards = torch.tensor([0.0, 1.0, 2.0, 4.0], dtype=torch.float64)
-    settings = {"baseline": baseline, "scale": scale,
-                "lengths_N": torch.tensor([1, 7, 2, 4]) if baseline == "length_weighted" else None}
+    settings = {
+        "baseline": baseline,
+        "scale": scale,
+        "lengths_N": torch.tensor([1, 7, 2, 4]) if baseline == "length_weighted" else None,
+    }
     moved = group_advantages(rewards + 2.0**30, torch.zeros(4).long(), **settings)
     still = group_advantages(rewards, torch.zeros(4).long(), **settings)
     assert moved.tolist() == pytest.approx(still.tolist(), rel=1e-6)
@@ -181,8 +213,11 @@ def test_gpg_is_the_oracles(masked):
     for seed in range(3):
         rewards, groups, trained, _ = nasty(seed)
         trained = trained if masked else None
-        found = gpg_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups),
-                               trained_N=None if trained is None else torch.tensor(trained))
+        found = gpg_advantages(
+            torch.tensor(rewards, dtype=torch.float64),
+            torch.tensor(groups),
+            trained_N=None if trained is None else torch.tensor(trained),
+        )
         assert found.tolist() == pytest.approx(oracle.gpg(rewards, groups, trained=trained), rel=1e-8, abs=1e-9)
 
 
@@ -228,16 +263,22 @@ def test_gdpo_is_the_oracles(masked):
         components = [[reward, rng.choice((0.0, 1.0)), rng.gauss(0, 3)] for reward in rewards]
         weights = [1.0, 0.5, -0.25]
         trained = trained if masked else None
-        found = gdpo_advantages(torch.tensor(components, dtype=torch.float64), torch.tensor(groups),
-                                torch.tensor(weights), trained_N=None if trained is None else torch.tensor(trained))
-        assert found.tolist() == pytest.approx(oracle.gdpo(components, groups, weights, trained=trained), rel=1e-8,
-                                               abs=1e-9)
+        found = gdpo_advantages(
+            torch.tensor(components, dtype=torch.float64),
+            torch.tensor(groups),
+            torch.tensor(weights),
+            trained_N=None if trained is None else torch.tensor(trained),
+        )
+        assert found.tolist() == pytest.approx(
+            oracle.gdpo(components, groups, weights, trained=trained), rel=1e-8, abs=1e-9
+        )
 
 
 def test_gdpo_leaves_components_out_that_were_not_scored():
     nan = math.nan
-    components = torch.tensor([[1.0, nan], [3.0, 2.0], [nan, 4.0], [nan, nan], [5.0, 0.0], [5.0, nan]],
-                              dtype=torch.float64)
+    components = torch.tensor(
+        [[1.0, nan], [3.0, 2.0], [nan, 4.0], [nan, nan], [5.0, 0.0], [5.0, nan]], dtype=torch.float64
+    )
     groups, weights = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([1.0, 0.5])
     # In group 0: (1, 3) and (2, 4) are +-1 around their means with deviation sqrt 2; in group 1 nothing differs.
     z = 1 / (math.sqrt(2) + 1e-4)
@@ -268,46 +309,127 @@ def test_gdpo_tells_answers_apart_whose_sums_are_equal():
 # ---- numbers of other systems ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("settings", "rewards", "groups", "advantages"), [
-    # NeMo-RL 7ea279ab, leave-one-out baseline and normalisation: pairs are never divided
-    ({"baseline": "leave_one_out", "scale": "leave_one_out_std", "epsilon": 1e-6},
-     [1.7841796875, 0.919921875, 0.4619140625, -1.0810546875, -0.7900390625, 1.3349609375], [2, 2, 0, 1, 0, 1],
-     [0.8642578125, -0.8642578125, 1.251953125, -2.416015625, -1.251953125, 2.416015625]),
-    ({"baseline": "leave_one_out", "scale": "leave_one_out_std", "epsilon": 1e-6},
-     [-0.259765625, 0.0458984375, 1.1083984375, 0.4599609375, -0.236328125, 1.330078125, 0.400390625, -0.615234375,
-      0.4384765625, 0.4140625], [2, 1, 1, 3, 2, 0, 0, 0, 0, 1],
-     [-0.0234375, -1.456975139961903, 3.3742180715248833, 0.0, 0.0234375, 2.100713208249867, 0.016379964874960615,
-      -2.543621574250238, 0.06858538917566523, -0.2170710942681839]),
-    # PipelineRL 58d39345: leave-one-out baseline, deviation of the whole group
-    ({"baseline": "leave_one_out"}, [1.1826171875, 0.267578125, 0.134765625, 0.3486328125, 0.25, 0.25, 0.25,
-                                     0.4541015625], [0, 0, 0, 0, 1, 1, 1, 2],
-     [1.9647499656190714, -0.6064381877120317, -0.9796309186117437, -0.3786808592952959, 0.0, 0.0, 0.0, 0.0]),
-    # TRL 1.16.0, scale_rewards "group"
-    ({}, [0.5, 0.5, 0.5, 0.5, -0.80078125, -0.134765625, 1.0263671875, -1.4169921875], [0, 0, 0, 0, 1, 1, 1, 1],
-     [0.0, 0.0, 0.0, 0.0, -0.4486500374670727, 0.18814356409909502, 1.2983306495275018, -1.0378241761595242]),
-    # NousResearch torchtitan, distributed_reward_norm on two ranks: the population deviation
-    ({"ddof": 0, "epsilon": 1e-8}, [-0.0927734375, 0.1728515625, 1.3095703125, -0.728515625, -1.1669921875,
-                                    0.865234375, -0.92578125, 1.51171875], [0, 1, 0, 1, 2, 2, 0, 1],
-     [-0.20574614604373934, -0.15845128820166682, 1.3145872967631718, -1.137807576215987, -0.9999999901585778,
-      0.9999999901585778, -1.1088411507194322, 1.296258864417654]),
-    # verl 1dda039b, rloo_vectorized: a singleton gets 0
-    ({"baseline": "leave_one_out", "scale": "none"},
-     [-0.1767578125, -1.6748046875, 0.4755859375, 0.26171875, 0.5224609375, 0.7138671875, 0.6904296875, 1.4765625,
-      0.1201171875, 1.3076171875], [1, 0, 3, 2, 1, 1, 0, 2, 0, 0],
-     [-0.794921875, -2.380859375, 0.0, -1.21484375, 0.25390625, 0.541015625, 0.7727864583333334, 1.21484375,
-      0.012369791666666666, 1.595703125]),
-])
+@pytest.mark.parametrize(
+    ("settings", "rewards", "groups", "advantages"),
+    [
+        # NeMo-RL 7ea279ab, leave-one-out baseline and normalisation: pairs are never divided
+        (
+            {"baseline": "leave_one_out", "scale": "leave_one_out_std", "epsilon": 1e-6},
+            [1.7841796875, 0.919921875, 0.4619140625, -1.0810546875, -0.7900390625, 1.3349609375],
+            [2, 2, 0, 1, 0, 1],
+            [0.8642578125, -0.8642578125, 1.251953125, -2.416015625, -1.251953125, 2.416015625],
+        ),
+        (
+            {"baseline": "leave_one_out", "scale": "leave_one_out_std", "epsilon": 1e-6},
+            [
+                -0.259765625,
+                0.0458984375,
+                1.1083984375,
+                0.4599609375,
+                -0.236328125,
+                1.330078125,
+                0.400390625,
+                -0.615234375,
+                0.4384765625,
+                0.4140625,
+            ],
+            [2, 1, 1, 3, 2, 0, 0, 0, 0, 1],
+            [
+                -0.0234375,
+                -1.456975139961903,
+                3.3742180715248833,
+                0.0,
+                0.0234375,
+                2.100713208249867,
+                0.016379964874960615,
+                -2.543621574250238,
+                0.06858538917566523,
+                -0.2170710942681839,
+            ],
+        ),
+        # PipelineRL 58d39345: leave-one-out baseline, deviation of the whole group
+        (
+            {"baseline": "leave_one_out"},
+            [1.1826171875, 0.267578125, 0.134765625, 0.3486328125, 0.25, 0.25, 0.25, 0.4541015625],
+            [0, 0, 0, 0, 1, 1, 1, 2],
+            [1.9647499656190714, -0.6064381877120317, -0.9796309186117437, -0.3786808592952959, 0.0, 0.0, 0.0, 0.0],
+        ),
+        # TRL 1.16.0, scale_rewards "group"
+        (
+            {},
+            [0.5, 0.5, 0.5, 0.5, -0.80078125, -0.134765625, 1.0263671875, -1.4169921875],
+            [0, 0, 0, 0, 1, 1, 1, 1],
+            [0.0, 0.0, 0.0, 0.0, -0.4486500374670727, 0.18814356409909502, 1.2983306495275018, -1.0378241761595242],
+        ),
+        # NousResearch torchtitan, distributed_reward_norm on two ranks: the population deviation
+        (
+            {"ddof": 0, "epsilon": 1e-8},
+            [
+                -0.0927734375,
+                0.1728515625,
+                1.3095703125,
+                -0.728515625,
+                -1.1669921875,
+                0.865234375,
+                -0.92578125,
+                1.51171875,
+            ],
+            [0, 1, 0, 1, 2, 2, 0, 1],
+            [
+                -0.20574614604373934,
+                -0.15845128820166682,
+                1.3145872967631718,
+                -1.137807576215987,
+                -0.9999999901585778,
+                0.9999999901585778,
+                -1.1088411507194322,
+                1.296258864417654,
+            ],
+        ),
+        # verl 1dda039b, rloo_vectorized: a singleton gets 0
+        (
+            {"baseline": "leave_one_out", "scale": "none"},
+            [
+                -0.1767578125,
+                -1.6748046875,
+                0.4755859375,
+                0.26171875,
+                0.5224609375,
+                0.7138671875,
+                0.6904296875,
+                1.4765625,
+                0.1201171875,
+                1.3076171875,
+            ],
+            [1, 0, 3, 2, 1, 1, 0, 2, 0, 0],
+            [
+                -0.794921875,
+                -2.380859375,
+                0.0,
+                -1.21484375,
+                0.25390625,
+                0.541015625,
+                0.7727864583333334,
+                1.21484375,
+                0.012369791666666666,
+                1.595703125,
+            ],
+        ),
+    ],
+)
 def test_advantages_are_those_of_other_systems(settings, rewards, groups, advantages):
     found = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), **settings)
     assert found.tolist() == pytest.approx(advantages, rel=1e-12, abs=1e-13)
 
 
 def test_verls_grpo_gives_a_singleton_its_bare_reward():
-    found = group_advantages(torch.tensor([0.5], dtype=torch.float64), torch.tensor([3]), epsilon=1e-6,
-                             singleton="reward")
+    found = group_advantages(
+        torch.tensor([0.5], dtype=torch.float64), torch.tensor([3]), epsilon=1e-6, singleton="reward"
+    )
     assert found.item() == pytest.approx(0.5 / (1 + 1e-6), rel=1e-15)
-    assert math.isclose(group_advantages(torch.tensor([0.5]), torch.tensor([3]), scale="none",
-                                         singleton="reward").item(), 0.5)
+    assert math.isclose(
+        group_advantages(torch.tensor([0.5]), torch.tensor([3]), scale="none", singleton="reward").item(), 0.5
+    )
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])

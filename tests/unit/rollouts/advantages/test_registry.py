@@ -20,24 +20,35 @@ LENGTHS, TRAINED = [2, 1, 0, 2, 1], [True, True, False, True, True]
 def inputs(**more):
     g = torch.Generator().manual_seed(1)
     noise = torch.rand(2, len(IDS), generator=g, dtype=torch.float64)
-    fields = {"penalties_T": None, "values_T": noise[1],
-              "components_NK": torch.tensor([[r, (n % 2) / 3] for n, r in enumerate(REWARDS)], dtype=torch.float64),
-              "baselines_N": torch.tensor([0.5, 0.0, 1.0, -0.5, 0.25], dtype=torch.float64),
-              "old_logprobs_T": -noise[0] - 0.1, "squared_probabilities_T": noise[1]}
+    fields = {
+        "penalties_T": None,
+        "values_T": noise[1],
+        "components_NK": torch.tensor([[r, (n % 2) / 3] for n, r in enumerate(REWARDS)], dtype=torch.float64),
+        "baselines_N": torch.tensor([0.5, 0.0, 1.0, -0.5, 0.25], dtype=torch.float64),
+        "old_logprobs_T": -noise[0] - 0.1,
+        "squared_probabilities_T": noise[1],
+    }
     if more.pop("penalised", False):
         fields["penalties_T"] = torch.where(MASK, noise[0], float("nan"))
-    return AdvantageInputs(IDS, MASK, torch.tensor(REWARDS, dtype=torch.float64), torch.tensor(GROUPS),
-                           **(fields | more))
+    return AdvantageInputs(
+        IDS, MASK, torch.tensor(REWARDS, dtype=torch.float64), torch.tensor(GROUPS), **(fields | more)
+    )
 
 
 def on_tokens(values):
     return [values[int(n)] if m else 0.0 for n, m in zip(IDS, MASK, strict=True)]
 
 
-@pytest.mark.parametrize(("name", "settings"), [
-    ("grpo", {}), ("dr_grpo", {"scale": "none"}), ("rloo", {"baseline": "leave_one_out", "scale": "none"}),
-    ("leave_one_out", {"baseline": "leave_one_out", "scale": "leave_one_out_std", "epsilon": 1e-6}),
-    ("opo", {"baseline": "length_weighted", "scale": "none"})])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("grpo", {}),
+        ("dr_grpo", {"scale": "none"}),
+        ("rloo", {"baseline": "leave_one_out", "scale": "none"}),
+        ("leave_one_out", {"baseline": "leave_one_out", "scale": "leave_one_out_std", "epsilon": 1e-6}),
+        ("opo", {"baseline": "length_weighted", "scale": "none"}),
+    ],
+)
 @pytest.mark.parametrize("masked_in_baseline", [False, True])
 def test_group_estimators_by_name(name, settings, masked_in_baseline):
     trained = None if masked_in_baseline else TRAINED
@@ -49,8 +60,10 @@ def test_group_estimators_by_name(name, settings, masked_in_baseline):
 
 
 def test_a_masked_document_in_the_baseline_is_a_choice_that_moves_the_others():
-    alone, polluted = (estimate_advantages("dr_grpo", inputs(), masked_in_baseline=choice).advantages_T[1].item()
-                       for choice in (False, True))
+    alone, polluted = (
+        estimate_advantages("dr_grpo", inputs(), masked_in_baseline=choice).advantages_T[1].item()
+        for choice in (False, True)
+    )
     assert alone == pytest.approx(0.375)
     assert polluted == pytest.approx(1.0 + 48.75 / 3)
 
@@ -80,8 +93,9 @@ def test_reinforce_plus_plus_whitens_returns_over_all_tokens(penalised):
 
 def test_reinforce_plus_plus_with_a_group_baseline_centres_first():
     expected = on_tokens(oracle.group(REWARDS, GROUPS, scale="none", trained=TRAINED))
-    whitened = iter(oracle.whitened([a for a, m in zip(expected, MASK, strict=True) if m], ddof=1, epsilon=1e-8,
-                                    form="add"))
+    whitened = iter(
+        oracle.whitened([a for a, m in zip(expected, MASK, strict=True) if m], ddof=1, epsilon=1e-8, form="add")
+    )
     found = estimate_advantages("reinforce_plus_plus_baseline", inputs()).advantages_T.tolist()
     assert found == pytest.approx([next(whitened) if m else 0.0 for m in MASK], rel=1e-12)
 
@@ -89,8 +103,9 @@ def test_reinforce_plus_plus_with_a_group_baseline_centres_first():
 def test_verls_reinforce_plus_plus_baseline():
     """verl 1dda039b: group means off, then the mean and the unbiased deviation of all trained tokens."""
     ids = torch.tensor([0, 1, 1, 2, 3])
-    given = AdvantageInputs(ids, torch.ones(5).bool(), torch.tensor([1.0, 0.0, 1.0, 1.0]).double(),
-                            torch.tensor([0, 0, 1, 1]))
+    given = AdvantageInputs(
+        ids, torch.ones(5).bool(), torch.tensor([1.0, 0.0, 1.0, 1.0]).double(), torch.tensor([0, 0, 1, 1])
+    )
     found = estimate_advantages("reinforce_plus_plus_baseline", given).advantages_T
     tokens = torch.tensor([0.5, -0.5, -0.5, 0.0, 0.0], dtype=torch.float64)
     expected = (tokens - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
@@ -132,10 +147,17 @@ def test_every_estimator_gives_finite_numbers_and_exact_zeros_where_nothing_trai
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_step_in_which_nothing_trains_has_no_advantages(name):
-    nothing = AdvantageInputs(torch.tensor([0, 0, -1]), torch.zeros(3).bool(), torch.tensor([float("nan")]).double(),
-                              torch.tensor([0]), values_T=torch.zeros(3), components_NK=torch.zeros(1, 2),
-                              baselines_N=torch.zeros(1), old_logprobs_T=torch.zeros(3),
-                              squared_probabilities_T=torch.zeros(3))
+    nothing = AdvantageInputs(
+        torch.tensor([0, 0, -1]),
+        torch.zeros(3).bool(),
+        torch.tensor([float("nan")]).double(),
+        torch.tensor([0]),
+        values_T=torch.zeros(3),
+        components_NK=torch.zeros(1, 2),
+        baselines_N=torch.zeros(1),
+        old_logprobs_T=torch.zeros(3),
+        squared_probabilities_T=torch.zeros(3),
+    )
     assert estimate_advantages(name, nothing).advantages_T.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -145,8 +167,17 @@ def test_whitened_gae_by_name():
 
 
 def test_a_batch_gives_its_own_fields_and_takes_its_advantages_back():
-    documents = [{"tokens": [1] * 3, "loss_mask": [0, 1, 1], "advantages": 0.0, "old_logprobs": [0.0] * 3,
-                  "reward": reward, "group_id": 4} for reward in (1.0, 0.0)]
+    documents = [
+        {
+            "tokens": [1] * 3,
+            "loss_mask": [0, 1, 1],
+            "advantages": 0.0,
+            "old_logprobs": [0.0] * 3,
+            "reward": reward,
+            "group_id": 4,
+        }
+        for reward in (1.0, 0.0)
+    ]
     batch = RolloutBatch.from_documents(documents)
     found = estimate_advantages("dr_grpo", AdvantageInputs.of(batch.pad_to(8))).advantages_T
     assert found.tolist() == [0.0, 0.5, 0.5, 0.0, -0.5, -0.5, 0.0, 0.0]
@@ -170,8 +201,12 @@ def test_what_cannot_be_is_refused_in_words():
 
 def test_gpg_makes_up_for_groups_that_say_nothing():
     ids_T = torch.arange(6)
-    step = AdvantageInputs(ids_T, torch.tensor([1, 1, 1, 1, 1, 0]).bool(),
-                           torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0]), torch.tensor([5, 5, 5, 8, 8, 8]))
+    step = AdvantageInputs(
+        ids_T,
+        torch.tensor([1, 1, 1, 1, 1, 0]).bool(),
+        torch.tensor([1.0, 0.0, 0.5, 1.0, 1.0, 0.0]),
+        torch.tensor([5, 5, 5, 8, 8, 8]),
+    )
     alpha = 5 / 3  # five answers train, three of them in the group of unequal rewards
     expected = [0.5 * alpha, -0.5 * alpha, 0.0, 0.0, 0.0, 0.0]
     assert estimate_advantages("gpg", step).advantages_T.tolist() == pytest.approx(expected)
@@ -203,29 +238,51 @@ def test_estimators_of_tokens_by_name():
     for n, baseline in enumerate(given.baselines_N.tolist()):
         here = MASK & (n == IDS)
         assert remax.advantages_T[here].tolist() == pytest.approx([REWARDS[n] - baseline] * LENGTHS[n])
-    plain, weighed = (estimate_advantages("optimal_token_baseline", replace(given, correction_weights_T=weights),
-                                          aligned="trained", zero_tail=False).advantages_T
-                      for weights in (None, torch.linspace(0.5, 1.5, len(IDS)).double()))
+    plain, weighed = (
+        estimate_advantages(
+            "optimal_token_baseline", replace(given, correction_weights_T=weights), aligned="trained", zero_tail=False
+        ).advantages_T
+        for weights in (None, torch.linspace(0.5, 1.5, len(IDS)).double())
+    )
     assert not torch.equal(plain, weighed)
     assert estimate_advantages("pass_at_k", given, scale="none").advantages_T[MASK].tolist() == pytest.approx(
-        [0.75, 0.75, 0.0, 0.5, 0.5, 0.0])
+        [0.75, 0.75, 0.0, 0.5, 0.5, 0.0]
+    )
 
 
 def test_grpo_whitened_over_tokens():
     grouped = estimate_advantages("grpo", inputs(), epsilon=1e-6).advantages_T[MASK]
     found = estimate_advantages("grpo_whitened", inputs()).advantages_T[MASK]
-    torch.testing.assert_close(found, (grouped - grouped.mean()) / (grouped.var() + 1e-8).sqrt(), rtol=1e-12,
-                               atol=1e-14)
+    torch.testing.assert_close(
+        found, (grouped - grouped.mean()) / (grouped.var() + 1e-8).sqrt(), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_a_batch_brings_what_token_baselines_need():
-    documents = [{"tokens": [1] * 3, "loss_mask": [0, 1, 1], "advantages": 0.0, "old_logprobs": [-0.5] * 3,
-                  "reward": reward, "group_id": 4} for reward in (1.0, 0.0)]
+    documents = [
+        {
+            "tokens": [1] * 3,
+            "loss_mask": [0, 1, 1],
+            "advantages": 0.0,
+            "old_logprobs": [-0.5] * 3,
+            "reward": reward,
+            "group_id": 4,
+        }
+        for reward in (1.0, 0.0)
+    ]
     batch = RolloutBatch.from_documents(documents)
-    kept = {"baselines": Extension(torch.tensor([0.25, 0.5]), "document", "reward", "of the greedy answer"),
-            "squared_probabilities": Extension(torch.full((6,), 0.5), "token", "1", "sum of squared probabilities")}
+    kept = {
+        "baselines": Extension(torch.tensor([0.25, 0.5]), "document", "reward", "of the greedy answer"),
+        "squared_probabilities": Extension(torch.full((6,), 0.5), "token", "1", "sum of squared probabilities"),
+    }
     batch = replace(batch, extensions=kept)
     assert estimate_advantages("remax", AdvantageInputs.of(batch)).advantages_T.tolist() == [
-        0.0, 0.75, 0.75, 0.0, -0.5, -0.5]
+        0.0,
+        0.75,
+        0.75,
+        0.0,
+        -0.5,
+        -0.5,
+    ]
     found = estimate_advantages("optimal_token_baseline", AdvantageInputs.of(batch)).advantages_T
     assert found.tolist() == pytest.approx([0.0, 0.5, 0.5, 0.0, -0.5, -0.5])

@@ -26,8 +26,12 @@ def problem(seed):
     ids = [n for n, mask in enumerate(MASKS) for _ in mask] + [-1, -1]
     mask = [m for one in MASKS for m in one] + [0, 0]
     numbers = [[rng.gauss(0, 1) if m else float("nan") for m in mask] for _ in range(2)]
-    return (torch.tensor(ids), torch.tensor(mask).bool(), torch.tensor([rng.gauss(0, 1) for _ in MASKS]).double(),
-            *(torch.tensor(n, dtype=torch.float64) for n in numbers))
+    return (
+        torch.tensor(ids),
+        torch.tensor(mask).bool(),
+        torch.tensor([rng.gauss(0, 1) for _ in MASKS]).double(),
+        *(torch.tensor(n, dtype=torch.float64) for n in numbers),
+    )
 
 
 def by_document(ids, mask, values):
@@ -46,7 +50,8 @@ def test_the_reward_stands_on_the_last_trained_token_less_its_penalty():
         expected.append([-p + (reward if t == len(one) - 1 else 0.0) for t, p in enumerate(one)])
     assert token_rewards(rewards, ids, mask, penalties).tolist() == pytest.approx(laid(ids, mask, expected))
     assert token_rewards(rewards, ids, mask).sum().item() == pytest.approx(
-        sum(rewards[n].item() for n, one in enumerate(MASKS) if any(one)))
+        sum(rewards[n].item() for n, one in enumerate(MASKS) if any(one))
+    )
 
 
 def test_a_document_without_a_reward_is_refused():
@@ -63,9 +68,16 @@ def test_returns_are_discounted_sums_over_trained_tokens(discount):
     assert found.tolist() == pytest.approx(laid(ids, mask, expected), rel=1e-12, abs=1e-14)
 
 
-@pytest.mark.parametrize("settings", [
-    {}, {"discount": 0.9, "policy_lambda": 0.8}, {"policy_lambda": 0.0}, {"policy_lambda": 1.0, "value_lambda": 0.5},
-    {"value_lambda": 1.0, "length_adaptive_alpha": 0.05, "discount": 0.99}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"discount": 0.9, "policy_lambda": 0.8},
+        {"policy_lambda": 0.0},
+        {"policy_lambda": 1.0, "value_lambda": 0.5},
+        {"value_lambda": 1.0, "length_adaptive_alpha": 0.05, "discount": 0.99},
+    ],
+)
 def test_gae_is_the_sum_over_all_steps_to_come(settings):
     ids, mask, rewards, penalties, values = problem(2)
     given = token_rewards(rewards, ids, mask, penalties)
@@ -91,20 +103,41 @@ def test_a_critic_with_lambda_one_is_taught_the_plain_return_whatever_the_policy
 
 def test_nemo_rls_decoupled_gae_over_interrupted_masks():
     """NeMo-RL 7ea279ab, lambda 0.95 for the policy and 1 for the critic: two rows, the second without training."""
-    values = torch.tensor([0.0302734375, 1.1083984375, -1.087890625, -0.2041015625, -1.0068359375, 2.134765625,
-                           -1.22265625, 0.6787109375, -0.125, -0.8759765625], dtype=torch.float64)
+    values = torch.tensor(
+        [
+            0.0302734375,
+            1.1083984375,
+            -1.087890625,
+            -0.2041015625,
+            -1.0068359375,
+            2.134765625,
+            -1.22265625,
+            0.6787109375,
+            -0.125,
+            -0.8759765625,
+        ],
+        dtype=torch.float64,
+    )
     mask = torch.tensor([0, 1, 0, 1, 1, 0, 1, 0, 0, 0]).bool()
     ids = torch.tensor([0] * 9 + [1])
     rewards = token_rewards(torch.tensor([0.1435546875, -0.1552734375]).double(), ids, mask)
     advantages, returns = gae(rewards, values, ids, mask, policy_lambda=0.95, value_lambda=1.0)
-    assert advantages.tolist() == pytest.approx([0.0, -1.0985203857421877, 0.0, 0.2252416992187498, 1.082080078125, 0.0,
-                                                 1.3662109375, 0.0, 0.0, 0.0], rel=1e-14)
+    assert advantages.tolist() == pytest.approx(
+        [0.0, -1.0985203857421877, 0.0, 0.2252416992187498, 1.082080078125, 0.0, 1.3662109375, 0.0, 0.0, 0.0], rel=1e-14
+    )
     assert returns[mask].tolist() == pytest.approx([0.1435546875] * 4, rel=1e-14)
 
 
-@pytest.mark.parametrize("settings", [{"discount": 1.5}, {"policy_lambda": -0.1}, {"value_lambda": 2.0},
-                                      {"length_adaptive_alpha": 0.05}, {"length_adaptive_alpha": 0.0,
-                                                                        "value_lambda": 1.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"discount": 1.5},
+        {"policy_lambda": -0.1},
+        {"value_lambda": 2.0},
+        {"length_adaptive_alpha": 0.05},
+        {"length_adaptive_alpha": 0.0, "value_lambda": 1.0},
+    ],
+)
 def test_settings_of_gae_that_mean_nothing_are_refused(settings):
     ids, mask, _, _, values = problem(0)
     with pytest.raises(SpecError, match=r"between 0 and 1|alpha is positive"):

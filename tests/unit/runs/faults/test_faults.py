@@ -72,8 +72,9 @@ def test_a_seam_may_be_a_method_of_a_class_anywhere(invented):
     assert Policy.head_arguments is right
 
 
-@pytest.mark.parametrize("seam", ["workbench.runs.step:ShardPlan.make",
-                                  "workbench.sharding.collectives:_SumSum.backward"])
+@pytest.mark.parametrize(
+    "seam", ["workbench.runs.step:ShardPlan.make", "workbench.sharding.collectives:_SumSum.backward"]
+)
 def test_class_methods_and_static_methods_stay_what_they_are(seam, invented):
     owner = at(seam.rpartition(".")[0])
     held = vars(owner)[seam.rpartition(".")[2]]
@@ -85,9 +86,14 @@ def test_class_methods_and_static_methods_stay_what_they_are(seam, invented):
     assert vars(owner)[seam.rpartition(".")[2]] is held
 
 
-@pytest.mark.parametrize(("seam", "found"), [("no_such_function", "found: nothing of that name"),
-                                             ("workbench.sharding.mesh:Mesh.is_first", "found: property"),
-                                             ("PADDING", "found: int")])
+@pytest.mark.parametrize(
+    ("seam", "found"),
+    [
+        ("no_such_function", "found: nothing of that name"),
+        ("workbench.sharding.mesh:Mesh.is_first", "found: property"),
+        ("PADDING", "found: int"),
+    ],
+)
 def test_a_seam_that_is_no_function_is_refused_and_stays(seam, found, invented):
     invented(seam)
     held = Mesh.is_first

@@ -14,8 +14,10 @@ def block(queries, keys, window=None, documents=STRETCHES):
 
 
 def written_out(made):
-    return [[sees(at, key, STRETCHES, made.window) for key in made.key_positions_k.tolist()]
-            for at in made.query_positions_q.tolist()]
+    return [
+        [sees(at, key, STRETCHES, made.window) for key in made.key_positions_k.tolist()]
+        for at in made.query_positions_q.tolist()
+    ]
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 12])

@@ -8,8 +8,9 @@ from workbench.sharding.attention import gathered
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("cp", "heads", "window"), [(1, (4, 2), None), (2, (4, 2), 3), (4, (4, 2), None),
-                                                     (4, (4, 4), 1), (4, (4, 1), 7)])
+@pytest.mark.parametrize(
+    ("cp", "heads", "window"), [(1, (4, 2), None), (2, (4, 2), 3), (4, (4, 2), None), (4, (4, 4), 1), (4, (4, 1), 7)]
+)
 def test_output_and_gradients_are_the_oracles(order, cp, heads, window):
     assert_right(by_ranks(order, cp, "gathered", heads, window=window), heads, window)
 

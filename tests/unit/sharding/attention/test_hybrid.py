@@ -7,8 +7,10 @@ from workbench.sharding.attention import ring
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("inner", "heads", "window"), [(2, (4, 2), None), (2, (4, 1), 3), (2, (4, 4), 12),
-                                                        (4, (4, 2), None), (1, (4, 2), 7)])
+@pytest.mark.parametrize(
+    ("inner", "heads", "window"),
+    [(2, (4, 2), None), (2, (4, 1), 3), (2, (4, 4), 12), (4, (4, 2), None), (1, (4, 2), 7)],
+)
 def test_output_and_gradients_are_the_oracles(order, inner, heads, window):
     assert_right(by_ranks(order, 4, "hybrid", heads, inner=inner, window=window), heads, window)
 

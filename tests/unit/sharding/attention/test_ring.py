@@ -14,8 +14,9 @@ from workbench.sharding.attention.shard import AttentionShard
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("cp", "heads", "window"), [(1, (4, 2), None), (2, (4, 2), 3), (4, (4, 2), None),
-                                                     (4, (4, 4), 1), (4, (4, 1), 7)])
+@pytest.mark.parametrize(
+    ("cp", "heads", "window"), [(1, (4, 2), None), (2, (4, 2), 3), (4, (4, 2), None), (4, (4, 4), 1), (4, (4, 1), 7)]
+)
 def test_output_and_gradients_are_the_oracles(order, cp, heads, window):
     assert_right(by_ranks(order, cp, "ring", heads, window=window), heads, window)
 
@@ -34,8 +35,9 @@ def test_merging_is_attention_over_both_sets_of_keys_also_where_one_or_both_are_
     share = 1 / (1 + torch.exp(torch.tensor(-1.5, dtype=torch.float64)))
     right = torch.stack([share * out[0] + (1 - share) * other[0], other[1], out[2], torch.zeros(3).double()])
     torch.testing.assert_close(merged, right, rtol=0, atol=1e-15)
-    torch.testing.assert_close(both, torch.stack([0.5 - share.log(), *torch.tensor([0.25, 2.0, nothing])]).double(),
-                               rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        both, torch.stack([0.5 - share.log(), *torch.tensor([0.25, 2.0, nothing])]).double(), rtol=0, atol=1e-15
+    )
 
 
 def rms(errors):

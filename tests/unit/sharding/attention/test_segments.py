@@ -32,8 +32,10 @@ def seen_by_calls(its):
 
 def seen_by_rule(its, documents):
     keys = its.key_positions_k.tolist()
-    return torch.tensor([[sees(at, key, documents, its.window) for key in keys]
-                         for at in its.query_positions_q.tolist()], dtype=torch.int64).view(its.shape)
+    return torch.tensor(
+        [[sees(at, key, documents, its.window) for key in keys] for at in its.query_positions_q.tolist()],
+        dtype=torch.int64,
+    ).view(its.shape)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
@@ -52,8 +54,12 @@ def test_any_queries_against_any_keys_in_any_order(data):
     lengths = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=5))
     documents = [number for number, length in enumerate(lengths) for _ in range(length)]
     places = st.lists(st.sampled_from(range(len(documents))), unique=True)
-    its = block(torch.tensor(data.draw(places), dtype=torch.int64), torch.tensor(data.draw(places), dtype=torch.int64),
-                documents, data.draw(st.one_of(st.none(), st.integers(1, 5))))
+    its = block(
+        torch.tensor(data.draw(places), dtype=torch.int64),
+        torch.tensor(data.draw(places), dtype=torch.int64),
+        documents,
+        data.draw(st.one_of(st.none(), st.integers(1, 5))),
+    )
     torch.testing.assert_close(seen_by_calls(its), seen_by_rule(its, documents), rtol=0, atol=0)
 
 
@@ -93,7 +99,7 @@ def test_a_window_that_cuts_is_the_width_at_the_last_query():
 
 def test_keys_in_the_order_of_the_row_are_taken_where_they_lie():
     its = block([3, 4, 7, 8], range(10), [0] * 2 + [1] * 4 + [2] * 4)
-    call, = find_calls(its)
+    (call,) = find_calls(its)
     assert (call.query_rows, call.key_rows, call.repeats) == (slice(0, 4), slice(0, 10), False)
     assert call.query_starts.tolist() == [0, 0, 2, 2, 4, 4]
     assert call.key_starts.tolist() == [0, 2, 5, 6, 9, 10]
@@ -101,7 +107,7 @@ def test_keys_in_the_order_of_the_row_are_taken_where_they_lie():
 
 def test_keys_that_nobody_sees_are_laid_out_in_pieces_no_longer_than_what_is_seen_or_512():
     its = block([1000, 1001], range(1600), [0] * 1000 + [1] * 600)
-    call, = find_calls(its)
+    (call,) = find_calls(its)
     assert call.key_starts.diff().tolist() == [512, 488, 2, 512, 86]
     assert call.query_starts.diff().tolist() == [0, 0, 2, 0, 0]
 
@@ -109,7 +115,7 @@ def test_keys_that_nobody_sees_are_laid_out_in_pieces_no_longer_than_what_is_see
 def test_keys_in_another_order_are_gathered_and_repeats_are_told():
     head_and_tail = [0, 1, 6, 7]
     its = block(head_and_tail, [0, 1, 6, 7, 2, 3, 4, 5], [0] * 8)
-    call, = find_calls(its)
+    (call,) = find_calls(its)
     assert call.key_rows.tolist() == [0, 1, 0, 1, 4, 5, 6, 7, 2, 3]
     assert call.repeats
     assert call.query_starts.tolist() == [0, 2, 4]
@@ -117,7 +123,7 @@ def test_keys_in_another_order_are_gathered_and_repeats_are_told():
 
 def test_queries_that_see_nothing_stand_in_no_call():
     its = block([0, 5, 1, 6], [4, 5, 6], [0] * 4 + [1] * 4)
-    call, = find_calls(its)
+    (call,) = find_calls(its)
     assert call.query_rows.tolist() == [1, 3]
     assert find_calls(block([0, 1], [4, 5], [0] * 6)) == []
 

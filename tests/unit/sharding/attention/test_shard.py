@@ -15,9 +15,14 @@ IDS = torch.tensor(DOCUMENTS)
 
 
 def shard(order, algorithm, rank, *, cp=4, inner=1):
-    return AttentionShard.make(plan(order, cp), IDS, Axis("cp", cp, rank), algorithm=algorithm,
-                               inner=Axis("cp_inner", inner, rank % inner),
-                               outer=Axis("cp_outer", cp // inner, rank // inner))
+    return AttentionShard.make(
+        plan(order, cp),
+        IDS,
+        Axis("cp", cp, rank),
+        algorithm=algorithm,
+        inner=Axis("cp_inner", inner, rank % inner),
+        outer=Axis("cp_outer", cp // inner, rank // inner),
+    )
 
 
 def test_stretches_of_padding_are_documents_of_their_own():
@@ -30,7 +35,11 @@ def test_a_zigzag_shard_sees_by_place_and_not_by_local_row():
     made = AttentionShard.make(lay, documents, Axis("cp", 2, 1))
     # Rank 1 holds 2, 3, 4, 5; keys arrive as 0, 1, 6, 7, 2, 3, 4, 5.
     assert made.block().allowed_qk.int().tolist() == [
-        [1, 1, 0, 0, 1, 0, 0, 0], [1, 1, 0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1, 1]]
+        [1, 1, 0, 0, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 1, 0, 0],
+        [1, 1, 0, 0, 1, 1, 1, 0],
+        [1, 1, 0, 0, 1, 1, 1, 1],
+    ]
     assert made.block(0).allowed_qk.int().tolist() == [[1, 1, 0, 0]] * 4
     assert made.block(window=3).allowed_qk.sum(1).tolist() == [3] * 4
 
@@ -68,11 +77,17 @@ def test_on_one_rank_every_algorithm_is_attention_over_the_row():
         assert torch.equal(made.block().allowed_qk, made.block(0).allowed_qk)
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    ({"algorithm": "tree"}, "one of gathered, ring, ulysses, hybrid"),
-    ({"algorithm": "hybrid"}, "no axes of neighbours"),
-    ({"algorithm": "hybrid", "inner": Axis("cp_inner", 2), "outer": Axis("cp_outer", 4)}, "cp is inner times outer"),
-])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"algorithm": "tree"}, "one of gathered, ring, ulysses, hybrid"),
+        ({"algorithm": "hybrid"}, "no axes of neighbours"),
+        (
+            {"algorithm": "hybrid", "inner": Axis("cp_inner", 2), "outer": Axis("cp_outer", 4)},
+            "cp is inner times outer",
+        ),
+    ],
+)
 def test_what_cannot_be_is_refused_in_words(given, words):
     with pytest.raises(ShardingError, match=words):
         AttentionShard.make(plan("zigzag", 4), IDS, Axis("cp", 4, 0), **given)

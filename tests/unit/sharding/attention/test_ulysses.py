@@ -10,8 +10,10 @@ from workbench.sharding.mesh import Axis
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("cp", "heads", "window"), [(1, (4, 2), None), (2, (4, 2), 3), (4, (4, 2), None),
-                                                     (4, (4, 4), 1), (4, (4, 1), 7), (4, (8, 4), None)])
+@pytest.mark.parametrize(
+    ("cp", "heads", "window"),
+    [(1, (4, 2), None), (2, (4, 2), 3), (4, (4, 2), None), (4, (4, 4), 1), (4, (4, 1), 7), (4, (8, 4), None)],
+)
 def test_output_and_gradients_are_the_oracles(order, cp, heads, window):
     assert_right(by_ranks(order, cp, "ulysses", heads, window=window), heads, window)
 
@@ -29,7 +31,7 @@ def test_the_oracle_sees_copies_of_a_key_head_whose_gradients_are_not_summed(mon
 
         @staticmethod
         def backward(ctx, d_heads):
-            return d_heads[:, ::ctx.copies], None
+            return d_heads[:, :: ctx.copies], None
 
     monkeypatch.setattr(ulysses, "repeated", FirstCopyOnly.apply)
     with pytest.raises(AssertionError, match="key: "):
@@ -45,8 +47,9 @@ def test_the_oracle_sees_tokens_that_are_not_put_back(monkeypatch):
         assert_right(by_ranks("contiguous", 2, "ulysses", (4, 2)), (4, 2))
 
 
-@pytest.mark.parametrize(("queries", "keys", "ranks", "copies"),
-                         [(8, 4, 2, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 1, 8, 8)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "ranks", "copies"), [(8, 4, 2, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 1, 8, 8)]
+)
 def test_key_heads_are_repeated_until_every_rank_has_one(queries, keys, ranks, copies):
     assert ulysses.check_heads(queries, keys, Axis("cp", ranks)) == copies
 

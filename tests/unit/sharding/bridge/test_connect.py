@@ -30,6 +30,7 @@ def test_the_trainers_cp_group_is_used_and_none_is_made():
 
 def test_two_encoders_bring_their_gradients_home_through_one_model():
     """Vision tp2 x dp2 and audio dp4 into cp2 x dp2: each loss term weighs one of them, and each gets its own back."""
+
     def of_rank(groups):
         bridges = [connect(encoder, DESTINATION, groups, order="zigzag") for encoder in (SOURCE, grid((1, 1, 4)))]
         partition = SequencePartition(groups.get(DESTINATION, "cp"))
@@ -41,24 +42,34 @@ def test_two_encoders_bring_their_gradients_home_through_one_model():
     assert on_ranks(of_rank) == [([[2.0], [3.0]], ["equal", "fan-in"])] * 4
 
 
-@pytest.mark.parametrize(("way", "said"), [
-    ((SOURCE, DESTINATION, {}), "Bridge(tp2 x dp2 -> cp2 x dp2: equal, whole sequences)"),
-    ((SOURCE, DESTINATION, {"delivery": "sharded", "order": "zigzag"}), "Bridge(tp2 x dp2 -> cp2 x dp2: general "
-     "(shards are delivered, not whole sequences), sharded sequences)"),
-    ((DESTINATION, SOURCE, {"source_order": "zigzag"}), "Bridge(cp2 x dp2 -> tp2 x dp2: general (I3: the source shards "
-     "its sequence, cp=2), whole sequences)"),
-])
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ((SOURCE, DESTINATION, {}), "Bridge(tp2 x dp2 -> cp2 x dp2: equal, whole sequences)"),
+        (
+            (SOURCE, DESTINATION, {"delivery": "sharded", "order": "zigzag"}),
+            "Bridge(tp2 x dp2 -> cp2 x dp2: general (shards are delivered, not whole sequences), sharded sequences)",
+        ),
+        (
+            (DESTINATION, SOURCE, {"source_order": "zigzag"}),
+            "Bridge(cp2 x dp2 -> tp2 x dp2: general (I3: the source shards its sequence, cp=2), whole sequences)",
+        ),
+    ],
+)
 def test_the_general_path_says_why(way, said):
     source, destination, more = way
     assert set(on_ranks(lambda groups: repr(connect(source, destination, groups, **more)))) == {said}
 
 
-@pytest.mark.parametrize(("given", "words"), [
-    (lambda groups: {"layout": "hsb"}, r"layout 'hsb' \(I10\)\n  do|layout 'hsb' \(I10\)"),
-    (lambda groups: {"delivery": "sharded"}, "no order"),
-    (lambda groups: {"cp": groups.make(DESTINATION, "dp")}, r"cp group \(I6\)\n  found: ranks .*0, 2"),
-    (lambda groups: {"cp": Axis("cp")}, r"cp group \(I6\)\n  found: ranks .0,. on rank 0"),
-])
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (lambda groups: {"layout": "hsb"}, r"layout 'hsb' \(I10\)\n  do|layout 'hsb' \(I10\)"),
+        (lambda groups: {"delivery": "sharded"}, "no order"),
+        (lambda groups: {"cp": groups.make(DESTINATION, "dp")}, r"cp group \(I6\)\n  found: ranks .*0, 2"),
+        (lambda groups: {"cp": Axis("cp")}, r"cp group \(I6\)\n  found: ranks .0,. on rank 0"),
+    ],
+)
 def test_what_cannot_be_connected_is_refused_by_name(given, words):
     with pytest.raises(ShardingError, match=words):
         on_ranks(lambda groups: connect(SOURCE, DESTINATION, groups, **given(groups)))
@@ -69,15 +80,22 @@ def test_grids_larger_than_the_job_are_refused():
         on_ranks(lambda groups: connect(grid((2, 1, 4)), grid((2, 1, 4)), groups))
 
 
-@pytest.mark.parametrize(("bring", "kind", "words"), [
-    (lambda rank: (torch.zeros(2, 4), [2, 2]), ShapeError, r"\[b, s, h\] of floating point"),
-    (lambda rank: (torch.zeros(2, 4, 1).long(), [2, 2]), ShapeError, "int64"),
-    (lambda rank: (torch.zeros(2, 4, 1), [2, 3]), ShapeError, "2 samples on dp rank 1\n  rule: 3, as was said of it"),
-    (lambda rank: (torch.zeros(2, 4, 1), [2]), ShardingError, "one for each of the 2 dp ranks"),
-    (lambda rank: (torch.zeros(2, 5, 1), [2, 2]), ShardingError, "zigzag order of 5 tokens over cp=2"),
-    (lambda rank: (torch.zeros(1 + rank, 4, 1), None), ShardingError, "rank 1 brings 2 samples of 4 tokens"),
-    (lambda rank: (torch.zeros(2, 4 + rank // 2, 1), None), ShardingError, r"all sequences have one length \(I9\)"),
-])
+@pytest.mark.parametrize(
+    ("bring", "kind", "words"),
+    [
+        (lambda rank: (torch.zeros(2, 4), [2, 2]), ShapeError, r"\[b, s, h\] of floating point"),
+        (lambda rank: (torch.zeros(2, 4, 1).long(), [2, 2]), ShapeError, "int64"),
+        (
+            lambda rank: (torch.zeros(2, 4, 1), [2, 3]),
+            ShapeError,
+            "2 samples on dp rank 1\n  rule: 3, as was said of it",
+        ),
+        (lambda rank: (torch.zeros(2, 4, 1), [2]), ShardingError, "one for each of the 2 dp ranks"),
+        (lambda rank: (torch.zeros(2, 5, 1), [2, 2]), ShardingError, "zigzag order of 5 tokens over cp=2"),
+        (lambda rank: (torch.zeros(1 + rank, 4, 1), None), ShardingError, "rank 1 brings 2 samples of 4 tokens"),
+        (lambda rank: (torch.zeros(2, 4 + rank // 2, 1), None), ShardingError, r"all sequences have one length \(I9\)"),
+    ],
+)
 def test_what_cannot_cross_is_refused(bring, kind, words):
     def of_rank(groups):
         values, samples = bring(groups.rank)
@@ -100,10 +118,19 @@ def halved_on_one_tp_rank(groups, order="zigzag", scale=lambda rank: 1.0, grow=l
     (grow(groups.rank) * out).sum().backward()
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    ({"scale": lambda rank: 1.0 + (rank == 1)}, r"values at the source\n  found: rank\(s\) \[1\] differ from rank 0"),
-    ({"grow": lambda rank: 1.0 - 0.5 * (rank == 3)}, r"gradients at the destination\n  found: rank\(s\) \[3\] differ"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            {"scale": lambda rank: 1.0 + (rank == 1)},
+            r"values at the source\n  found: rank\(s\) \[1\] differ from rank 0",
+        ),
+        (
+            {"grow": lambda rank: 1.0 - 0.5 * (rank == 3)},
+            r"gradients at the destination\n  found: rank\(s\) \[3\] differ",
+        ),
+    ],
+)
 def test_replicas_that_differ_are_named_when_asked(wrong, words):
     with pytest.raises(ShardingError, match=words):
         on_ranks(lambda groups: halved_on_one_tp_rank(groups, **wrong))
@@ -145,8 +172,10 @@ def test_micro_batches_add_up():
     assert on_ranks(of_rank) == [(True, (True, "equal"))] * 4
 
 
-@pytest.mark.parametrize(("order", "delivery", "names"), [
-    ("zigzag", "whole", {"gather_equal"}), (None, "whole", {"all_sum"}), ("zigzag", "sharded", {"exchange_rows"})])
+@pytest.mark.parametrize(
+    ("order", "delivery", "names"),
+    [("zigzag", "whole", {"gather_equal"}), (None, "whole", {"all_sum"}), ("zigzag", "sharded", {"exchange_rows"})],
+)
 def test_a_record_of_collectives_names_the_line_that_crosses(order, delivery, names, tmp_path):
     def of_rank(groups):
         bridge = connect(SOURCE, DESTINATION, groups, order=order, delivery=delivery)

@@ -13,6 +13,7 @@ from workbench.sharding.simulated import simulate
 
 def crossed(crossing, values, gradients, **more):
     """What each simulated rank got, and its gradient."""
+
     def of_rank(mesh):
         own = values[mesh["dp"].rank].clone().requires_grad_()
         out = crossing.cross(own, mesh["dp"], **more)
@@ -48,9 +49,10 @@ def test_backward_is_the_adjoint_of_forward():
 
 def test_each_distinct_token_travels_once_and_none_to_itself():
     """Rank 0 holds both tokens; rank 1 wants one of them three times, rank 2 both, rank 0 one."""
-    crossing = Crossing.make(Side((Share((0,), tokens([0, 1])), Share((1, 2), tokens([])))),
-                             Side((Share((0,), tokens([1])), Share((1,), tokens([0, 0, 0])),
-                                   Share((2,), tokens([0, 1])))))
+    crossing = Crossing.make(
+        Side((Share((0,), tokens([0, 1])), Share((1, 2), tokens([])))),
+        Side((Share((0,), tokens([1])), Share((1,), tokens([0, 0, 0])), Share((2,), tokens([0, 1])))),
+    )
     assert crossing.forward_RR.tolist() == [[1, 1, 2], [0, 0, 0], [0, 0, 0]]
     assert crossing.backward_RR.tolist() == crossing.forward_RR.T.tolist()
     assert repr(crossing) == "Crossing(3 ranks, 2 tokens; between ranks 3 rows forward, 3 backward)"
@@ -58,8 +60,10 @@ def test_each_distinct_token_travels_once_and_none_to_itself():
 
 def test_replicas_share_the_work():
     """Four ranks that ask two replicas: two each."""
-    crossing = Crossing.make(Side((Share((0, 1), tokens([0])), Share((2, 3, 4, 5), tokens([])))),
-                             Side((Share((0, 1), tokens([])), Share((2, 3, 4, 5), tokens([0])))))
+    crossing = Crossing.make(
+        Side((Share((0, 1), tokens([0])), Share((2, 3, 4, 5), tokens([])))),
+        Side((Share((0, 1), tokens([])), Share((2, 3, 4, 5), tokens([0])))),
+    )
     assert crossing.forward_RR[:2].sum(1).tolist() == [2, 2]
     assert crossing.backward_RR[2:].sum(1).tolist() == [1, 1, 0, 0]
 
@@ -67,8 +71,10 @@ def test_replicas_share_the_work():
 def test_gradients_of_several_consumers_are_summed_in_float32():
     """1 + 8 * 2^-9 in bfloat16 one after another stays 1; summed first and rounded once it is 1 + 2^-6."""
     size = 9
-    crossing = Crossing.make(Side((Share((0,), tokens([0])), Share(tuple(range(1, size)), tokens([])))),
-                             Side(tuple(Share((rank,), tokens([0])) for rank in range(size))))
+    crossing = Crossing.make(
+        Side((Share((0,), tokens([0])), Share(tuple(range(1, size)), tokens([])))),
+        Side(tuple(Share((rank,), tokens([0])) for rank in range(size))),
+    )
     values = [torch.ones(1 if rank == 0 else 0, 1, dtype=torch.bfloat16) for rank in range(size)]
     gradients = [torch.full((1, 1), 1.0 if rank == 0 else 2.0**-9, dtype=torch.bfloat16) for rank in range(size)]
     _, back = crossed(crossing, values, gradients)
@@ -77,8 +83,10 @@ def test_gradients_of_several_consumers_are_summed_in_float32():
 
 
 def test_a_rank_without_an_encoder_takes_part_in_backward():
-    crossing = Crossing.make(Side((Share((0,), tokens([0])), Share((1,), tokens([])))),
-                             Side((Share((0,), tokens([])), Share((1,), tokens([0])))))
+    crossing = Crossing.make(
+        Side((Share((0,), tokens([0])), Share((1,), tokens([])))),
+        Side((Share((0,), tokens([])), Share((1,), tokens([0])))),
+    )
 
     def of_rank(mesh):
         rank = mesh["dp"].rank
@@ -95,23 +103,30 @@ def test_without_gradients_nothing_is_kept():
     source, destination = random_sides(3)
     crossing, values = Crossing.make(source, destination), rows(source, torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert not any(simulate(lambda mesh: crossing.cross(values[mesh["dp"].rank], mesh["dp"]).requires_grad,
-                                dp=len(values)))
+        assert not any(
+            simulate(lambda mesh: crossing.cross(values[mesh["dp"].rank], mesh["dp"]).requires_grad, dp=len(values))
+        )
 
 
 ONE = Side((Share((0,), tokens([0, 1])),))
 
 
-@pytest.mark.parametrize(("source", "destination", "words"), [
-    (ONE, Side((Share((0, 1), tokens([0, 1])),)), "1 and 2 ranks"),
-    (ONE, Side((Share((0,), tokens([0, 1, 2])),)), r"token 2 on ranks \(0,\)\n  found: nobody who holds it"),
-    (ONE, Side((Share((0,), tokens([0])),)), "source of a bridge: token 1\n  found: nobody who answers"),
-    (ONE, Side((Share((0,), tokens([0, 1]), torch.tensor([True, False])),)), "source of a bridge: token 1"),
-    (Side((Share((0,), tokens([0])), Share((1,), tokens([0])))), Side((Share((0, 1), tokens([0])),)),
-     "token 0\n  found: two rows that are it"),
-    (Side((Share((0,), tokens([0, 0])),)), ONE, "token 0\n  found: two rows that are it"),
-    (Side((Share((0,), tokens([0, 2])),)), Side((Share((0,), tokens([0, 1, 2])),)), "token 1 on ranks"),
-])
+@pytest.mark.parametrize(
+    ("source", "destination", "words"),
+    [
+        (ONE, Side((Share((0, 1), tokens([0, 1])),)), "1 and 2 ranks"),
+        (ONE, Side((Share((0,), tokens([0, 1, 2])),)), r"token 2 on ranks \(0,\)\n  found: nobody who holds it"),
+        (ONE, Side((Share((0,), tokens([0])),)), "source of a bridge: token 1\n  found: nobody who answers"),
+        (ONE, Side((Share((0,), tokens([0, 1]), torch.tensor([True, False])),)), "source of a bridge: token 1"),
+        (
+            Side((Share((0,), tokens([0])), Share((1,), tokens([0])))),
+            Side((Share((0, 1), tokens([0])),)),
+            "token 0\n  found: two rows that are it",
+        ),
+        (Side((Share((0,), tokens([0, 0])),)), ONE, "token 0\n  found: two rows that are it"),
+        (Side((Share((0,), tokens([0, 2])),)), Side((Share((0,), tokens([0, 1, 2])),)), "token 1 on ranks"),
+    ],
+)
 def test_lost_and_doubled_tokens_are_refused(source, destination, words):
     with pytest.raises(ShardingError, match=words):
         Crossing.make(source, destination)

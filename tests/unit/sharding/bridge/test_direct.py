@@ -39,7 +39,8 @@ def test_it_is_what_the_general_path_says_where_every_cp_rank_uses_every_token(l
     for source, destination in FAST[::2]:
         ranks = source[0] * source[1] * source[2]
         for out, gradient, same_out, same_gradient in simulate(
-                lambda mesh, s=source, d=destination: both_ways(mesh, s, d, layout), dp=ranks):
+            lambda mesh, s=source, d=destination: both_ways(mesh, s, d, layout), dp=ranks
+        ):
             assert torch.equal(out, same_out), (source, destination)
             assert torch.equal(gradient, same_gradient), (source, destination)
 

@@ -20,12 +20,12 @@ def on_ranks(function, ranks=8):
 def test_an_axis_has_the_ranks_of_its_line():
     def sums(groups):
         axis = groups.make(GRID, "cp")
-        return tuple(axis.ranks), axis.rank, float(all_sum(torch.tensor(10.0 ** groups.rank), axis))
+        return tuple(axis.ranks), axis.rank, float(all_sum(torch.tensor(10.0**groups.rank), axis))
 
     found = on_ranks(sums)
     for rank, (ranks, place, total) in enumerate(found):
         assert (ranks, place) == (GRID.lines("cp")[[0, 1, 0, 1, 2, 3, 2, 3][rank]], rank // 2 % 2)
-        assert total == sum(10.0 ** other for other in ranks)
+        assert total == sum(10.0**other for other in ranks)
 
 
 def test_the_mesh_of_a_grid_is_the_mesh_that_make_mesh_lays():
@@ -69,14 +69,17 @@ def after_destroy(groups):
     groups.get(GRID, "cp")
 
 
-@pytest.mark.parametrize(("wrong", "words"), [
-    (twice, "made before"),
-    (lambda groups: groups.get(GRID, "cp"), r"groups.make\(grid, 'cp'\) on every rank"),
-    (after_destroy, "the cp group of"),
-    (lambda groups: groups.make(Grid.of(tp=2, dp=5), "tp"), r"a job of 8 rank\(s\)"),
-    (lambda groups: groups.make_lines("odd", [(0, 1), (1, 2)]), "in at most one of them"),
-    (lambda groups: groups.mesh(Grid.of(dp=4)), "the place of rank"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (twice, "made before"),
+        (lambda groups: groups.get(GRID, "cp"), r"groups.make\(grid, 'cp'\) on every rank"),
+        (after_destroy, "the cp group of"),
+        (lambda groups: groups.make(Grid.of(tp=2, dp=5), "tp"), r"a job of 8 rank\(s\)"),
+        (lambda groups: groups.make_lines("odd", [(0, 1), (1, 2)]), "in at most one of them"),
+        (lambda groups: groups.mesh(Grid.of(dp=4)), "the place of rank"),
+    ],
+)
 def test_mistakes_are_refused_in_words(wrong, words):
     with pytest.raises(ShardingError, match=words):
         on_ranks(wrong)

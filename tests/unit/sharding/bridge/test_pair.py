@@ -10,13 +10,16 @@ from workbench.sharding.bridge.grid import Grid
 from workbench.sharding.bridge.pair import GridPair, least_samples
 
 
-@pytest.mark.parametrize(("source", "destination", "path", "why"), [
-    (Grid.of(tp=2, dp=4), Grid.of(tp=2, cp=2, dp=2), "fan-in", ""),
-    (Grid.of(tp=4, dp=2), Grid.of(cp=2, dp=4), "fan-out", ""),
-    (Grid.of(tp=2, dp=2), Grid.of(cp=2, dp=2), "equal", ""),
-    (Grid.of(cp=2, dp=2), Grid.of(tp=2, dp=2), "general", "I3: the source shards its sequence, cp=2"),
-    (Grid.of(tp=2, dp=3), Grid.of(tp=3, dp=2), "general", "I4: dp=3 and dp=2 do not divide"),
-])
+@pytest.mark.parametrize(
+    ("source", "destination", "path", "why"),
+    [
+        (Grid.of(tp=2, dp=4), Grid.of(tp=2, cp=2, dp=2), "fan-in", ""),
+        (Grid.of(tp=4, dp=2), Grid.of(cp=2, dp=4), "fan-out", ""),
+        (Grid.of(tp=2, dp=2), Grid.of(cp=2, dp=2), "equal", ""),
+        (Grid.of(cp=2, dp=2), Grid.of(tp=2, dp=2), "general", "I3: the source shards its sequence, cp=2"),
+        (Grid.of(tp=2, dp=3), Grid.of(tp=3, dp=2), "general", "I4: dp=3 and dp=2 do not divide"),
+    ],
+)
 def test_the_path_is_named(source, destination, path, why):
     pair = GridPair(source, destination)
     assert (pair.path, pair.why_general) == (path, why)
@@ -61,7 +64,7 @@ def test_only_dp_that_is_not_slowest_is_not_nested():
                 if words := refusal(Grid.of(tp=tp, dp=dp), Grid(names, order)):
                     assert "nesting (I5)" in words
                     refused.add(names)
-                    assert any(sizes[name] > 1 for name in names[names.index("dp") + 1:])
+                    assert any(sizes[name] > 1 for name in names[names.index("dp") + 1 :])
     assert refused == {names for names in itertools.permutations(("tp", "cp", "dp")) if names[-1] != "dp"}
 
 

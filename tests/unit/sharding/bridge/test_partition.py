@@ -43,14 +43,19 @@ def test_tp_ranks_get_stretches_and_the_gradient_of_all_of_them():
         assert torch.equal(gradient[0, :, 0], wanted)
 
 
-@pytest.mark.parametrize(("tokens", "sizes", "words"), [
-    (6, {"cp": 2}, "6 tokens over cp=2"),
-    (12, {"cp": 2, "tp": 4}, r"12 tokens over cp=2 and tp=4 \(I13\)\n  found: 6 tokens on a cp rank"),
-])
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "words"),
+    [
+        (6, {"cp": 2}, "6 tokens over cp=2"),
+        (12, {"cp": 2, "tp": 4}, r"12 tokens over cp=2 and tp=4 \(I13\)\n  found: 6 tokens on a cp rank"),
+    ],
+)
 def test_lengths_that_do_not_divide_are_refused(tokens, sizes, words):
     with pytest.raises(ShardingError, match=words):
-        simulate(lambda mesh: SequencePartition(mesh["cp"], "zigzag", mesh["tp"]).split(torch.zeros(1, tokens), dim=1),
-                 **sizes)
+        simulate(
+            lambda mesh: SequencePartition(mesh["cp"], "zigzag", mesh["tp"]).split(torch.zeros(1, tokens), dim=1),
+            **sizes,
+        )
 
 
 def test_a_sequence_of_one_rank_is_as_it_was():

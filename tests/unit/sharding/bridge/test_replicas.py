@@ -9,8 +9,11 @@ from workbench.sharding.bridge.sides import Share, Side
 from workbench.sharding.simulated import simulate
 
 SIDE = Side((Share((0, 2), torch.tensor([0, 1])), Share((1,), torch.tensor([0, -1]), torch.tensor([True, False]))))
-HELD = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0], [5.0, 5.0]]),
-        torch.tensor([[1.0, 2.0], [3.0, 4.0]])]
+HELD = [
+    torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+    torch.tensor([[1.0, 0.0], [5.0, 5.0]]),
+    torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+]
 
 
 def held(changed=None, to=None):
@@ -27,13 +30,16 @@ def test_replicas_may_differ_by_rounding_and_padding_may_be_anything():
     assert held(2, HELD[2] * (1 + 1e-6)) == [True] * 3
 
 
-@pytest.mark.parametrize(("changed", "to", "words"), [
-    (2, HELD[2] / 2, r"rank\(s\) \[2\] differ from rank 0"),
-    (2, HELD[2].flip(0), r"rank\(s\) \[2\] differ from rank 0"),
-    (2, HELD[2] * float("nan"), r"rank\(s\) \[2\] differ from rank 0"),
-    (1, torch.zeros(2, 3), "rows of 2 and 3 numbers"),
-    (1, torch.zeros(2, 2, dtype=torch.bfloat16), r"in 2 precision\(s\)"),
-])
+@pytest.mark.parametrize(
+    ("changed", "to", "words"),
+    [
+        (2, HELD[2] / 2, r"rank\(s\) \[2\] differ from rank 0"),
+        (2, HELD[2].flip(0), r"rank\(s\) \[2\] differ from rank 0"),
+        (2, HELD[2] * float("nan"), r"rank\(s\) \[2\] differ from rank 0"),
+        (1, torch.zeros(2, 3), "rows of 2 and 3 numbers"),
+        (1, torch.zeros(2, 2, dtype=torch.bfloat16), r"in 2 precision\(s\)"),
+    ],
+)
 def test_what_differs_is_named(changed, to, words):
     with pytest.raises(ShardingError, match=words):
         held(changed, to)

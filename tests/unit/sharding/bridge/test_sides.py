@@ -28,7 +28,11 @@ def test_what_grids_deal():
     replicas = sharded(grid, lambda dp, cp, tp: tokens(10 * cp + tp))
     assert held(replicas) == [((0, 1), [0]), ((2, 3), [10])]
     assert held(sharded(grid, lambda dp, cp, tp: tokens(10 * cp + tp), over_tp=True)) == [
-        ((0,), [0]), ((1,), [1]), ((2,), [10]), ((3,), [11])]
+        ((0,), [0]),
+        ((1,), [1]),
+        ((2,), [10]),
+        ((3,), [11]),
+    ]
     both = whole(grid, lambda dp: tokens(3, -1, 4), lambda dp, cp: torch.tensor([cp == 0, True, cp == 1]))
     assert held(both) == [((0, 1), [3, -1, 4]), ((2, 3), [3, -1, 4])]
     assert [share.answered_t.tolist() for share in both.shares] == [[True, False, False], [False, False, True]]

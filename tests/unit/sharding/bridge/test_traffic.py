@@ -12,14 +12,17 @@ from workbench.sharding.bridge.traffic import Traffic
 FAN_IN, FAN_OUT = GridPair(grid((2, 1, 4)), grid((2, 2, 2))), GridPair(grid((4, 1, 2)), grid((1, 2, 4)))
 
 
-@pytest.mark.parametrize(("pair", "how", "forward", "backward"), [
-    # one sample of 8 tokens a source rank; of 2 samples at the destination, each cp rank answers for 4 tokens
-    (FAN_IN, Delivery(order="zigzag"), 8, 2 * 4),
-    (FAN_IN, Delivery(), 8, 2 * 8),
-    # in a fan-out the source holds 2 samples, the destination 1: half of it over cp, then a whole one from a sibling
-    (FAN_OUT, Delivery(order="zigzag"), 0, 4 + 8),
-    (FAN_OUT, Delivery(), 0, 8 + 8),
-])
+@pytest.mark.parametrize(
+    ("pair", "how", "forward", "backward"),
+    [
+        # one sample of 8 tokens a source rank; of 2 samples at the destination, each cp rank answers for 4 tokens
+        (FAN_IN, Delivery(order="zigzag"), 8, 2 * 4),
+        (FAN_IN, Delivery(), 8, 2 * 8),
+        # in a fan-out the source holds 2 samples, the destination 1: half of it over cp, then a whole one of a sibling
+        (FAN_OUT, Delivery(order="zigzag"), 0, 4 + 8),
+        (FAN_OUT, Delivery(), 0, 8 + 8),
+    ],
+)
 def test_bytes_of_the_fast_path(pair, how, forward, backward):
     traffic = Traffic.of(pair, how, tokens=8)
     assert [traffic.received_bytes(way, 10) for way in ("forward", "backward")] == [10 * forward, 10 * backward]
@@ -64,8 +67,9 @@ def test_the_drawing_says_who_holds_what_and_who_sends():
     ]
     wide = Traffic.of(GridPair(grid((1, 1, 2)), grid((1, 2, 1))), Delivery("sharded", "zigzag"), tokens=40000)
     assert "   0         20000" in wide.drawing()
-    assert repr(traffic) == ("Traffic(dp2 -> cp2: general (shards are delivered, not whole sequences); 1 samples of 4 "
-                             "tokens)")
+    assert repr(traffic) == (
+        "Traffic(dp2 -> cp2: general (shards are delivered, not whole sequences); 1 samples of 4 tokens)"
+    )
 
 
 def test_long_shares_are_cut_short():

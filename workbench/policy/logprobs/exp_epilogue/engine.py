@@ -86,8 +86,12 @@ class ExpEpilogueEngine:
     def __init__(self, head: Head, *, tile: Tile | None = None) -> None:
         weight_VD = head.weight_VD
         if why := refusal(weight_VD.dtype, weight_VD.device):
-            raise SpecError("token_logprobs: implementation 'triton'", found=why, rule=f"one of {DTYPES} on CUDA",
-                            fix="choose implementation='chunked', which needs nothing but torch")
+            raise SpecError(
+                "token_logprobs: implementation 'triton'",
+                found=why,
+                rule=f"one of {DTYPES} on CUDA",
+                fix="choose implementation='chunked', which needs nothing but torch",
+            )
         self.head = head
         self._tile = tile or choose_tile(weight_VD.shape[1], weight_VD.dtype, weight_VD.device)
         self._weight_VD = _aligned(weight_VD[: head.valid])
@@ -98,8 +102,9 @@ class ExpEpilogueEngine:
         """The exponentials of so many rows, and their sums."""
         return rows * (self._stride * self._kept_dtype.itemsize + 16)
 
-    def forward(self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str],
-                keep: Keep) -> Chunk:
+    def forward(
+        self, hidden_CD: Tensor, targets_C: Tensor, temperature: float | Tensor, *, wanted: frozenset[str], keep: Keep
+    ) -> Chunk:
         """See `engine.Engine.forward`."""
         with self._on_device():
             hidden_CD = _aligned(hidden_CD)
@@ -122,13 +127,14 @@ class ExpEpilogueEngine:
                 hidden_gradient_CD = into.hidden_TD[rows]
                 torch.mm(gradient_CV, self._weight_VD, out=hidden_gradient_CD)
                 depth = hidden_CD.shape[1]
-                kernels.scale_rows[(len(hidden_CD),)](hidden_gradient_CD, scales_C, depth, *hidden_gradient_CD.stride(),
-                                                      BLOCK=_block(depth))
+                kernels.scale_rows[(len(hidden_CD),)](
+                    hidden_gradient_CD, scales_C, depth, *hidden_gradient_CD.stride(), BLOCK=_block(depth)
+                )
                 note_product(len(hidden_CD))
             if into.weight_VD is not None:
                 add_product_(into.weight_VD[: head.valid], gradient_CV, scaled_CD, first=first)
                 if first:
-                    into.weight_VD[head.valid:].zero_()
+                    into.weight_VD[head.valid :].zero_()
                 note_product(len(hidden_CD))
             if into.bias_V is not None:
                 self._add_bias(gradient_CV, scales_C, into.bias_V, first=first)
@@ -171,14 +177,36 @@ class ExpEpilogueEngine:
         temperatures_C, one = self._temperatures(temperature)
         logits_C = torch.empty(rows, dtype=torch.float32, device=hidden_CD.device)
         kernels.target_logits[(rows,)](
-            hidden_CD, self._weight_VD, self._bias_V, targets_C, temperatures_C, logits_C, head.valid, depth,
-            hidden_CD.stride(0), self._weight_VD.stride(0), head.first_token, head.logit_scale, self._soft_cap, one,
-            BIAS=self._bias_V is not None, CAP=head.soft_cap is not None, PER_ROW=temperatures_C is not None,
-            BLOCK=_block(depth))
+            hidden_CD,
+            self._weight_VD,
+            self._bias_V,
+            targets_C,
+            temperatures_C,
+            logits_C,
+            head.valid,
+            depth,
+            hidden_CD.stride(0),
+            self._weight_VD.stride(0),
+            head.first_token,
+            head.logit_scale,
+            self._soft_cap,
+            one,
+            BIAS=self._bias_V is not None,
+            CAP=head.soft_cap is not None,
+            PER_ROW=temperatures_C is not None,
+            BLOCK=_block(depth),
+        )
         return all_sum(logits_C, head.axis) if head.axis is not None and head.is_split else logits_C
 
-    def _exponentials(self, hidden_CD: Tensor, shifts_C: Tensor, temperature: float | Tensor,
-                      exponentials_CV: Tensor | None, wanted: frozenset[str], exponents: bool) -> Tensor:
+    def _exponentials(
+        self,
+        hidden_CD: Tensor,
+        shifts_C: Tensor,
+        temperature: float | Tensor,
+        exponentials_CV: Tensor | None,
+        wanted: frozenset[str],
+        exponents: bool,
+    ) -> Tensor:
         """S, and X and Q where wanted, over all ranks; exponentials where there is a place for them."""
         head, tile, (rows, depth) = self.head, self._tile, hidden_CD.shape
         temperatures_C, one = self._temperatures(temperature)
@@ -191,39 +219,105 @@ class ExpEpilogueEngine:
             store = exponentials_CV is not None
             hidden_tiles = TensorDescriptor.from_tensor(hidden_CD, [tile.rows, tile.depth])
             weight_tiles = TensorDescriptor.from_tensor(self._weight_VD, [tile.columns, tile.depth])
-            out_tiles = hidden_tiles if exponentials_CV is None else TensorDescriptor.from_tensor(
-                exponentials_CV, [tile.rows, tile.columns // 2])
+            out_tiles = (
+                hidden_tiles
+                if exponentials_CV is None
+                else TensorDescriptor.from_tensor(exponentials_CV, [tile.rows, tile.columns // 2])
+            )
             at_once = tile.per_processor * processors(hidden_CD.device)
             kernels.exp_product[(min(at_once, triton.cdiv(rows, tile.rows) * tiles),)](
-                hidden_tiles, weight_tiles, out_tiles, self._bias_V, shifts_C, temperatures_C, sums_FNC, rows,
-                head.valid, depth, head.logit_scale, self._soft_cap, one,
-                ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=tile.group, PROGRAMS=at_once,
-                PRECISION=tile.precision, STORE=store, EXPONENTS=exponents, ENTROPY=entropy, SQUARES=squares,
-                BIAS=self._bias_V is not None, CAP=head.soft_cap is not None, PER_ROW=temperatures_C is not None,
-                num_warps=tile.warps, num_stages=tile.stages)
+                hidden_tiles,
+                weight_tiles,
+                out_tiles,
+                self._bias_V,
+                shifts_C,
+                temperatures_C,
+                sums_FNC,
+                rows,
+                head.valid,
+                depth,
+                head.logit_scale,
+                self._soft_cap,
+                one,
+                ROWS=tile.rows,
+                COLUMNS=tile.columns,
+                DEPTH=tile.depth,
+                GROUP=tile.group,
+                PROGRAMS=at_once,
+                PRECISION=tile.precision,
+                STORE=store,
+                EXPONENTS=exponents,
+                ENTROPY=entropy,
+                SQUARES=squares,
+                BIAS=self._bias_V is not None,
+                CAP=head.soft_cap is not None,
+                PER_ROW=temperatures_C is not None,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
             kernels.add_tiles[(triton.cdiv(rows, 32), kinds)](sums_FNC, totals_FC, rows, tiles, ROWS=32, TILES=32)
         return all_sum(totals_FC, head.axis) if head.axis is not None and head.is_split else totals_FC
 
-    def _say(self, hidden_CD: Tensor, temperature: float | Tensor, totals_FC: Tensor, shifts_C: Tensor,
-             wanted: frozenset[str]) -> tuple[TokenLogprobs, Tensor]:
+    def _say(
+        self,
+        hidden_CD: Tensor,
+        temperature: float | Tensor,
+        totals_FC: Tensor,
+        shifts_C: Tensor,
+        wanted: frozenset[str],
+    ) -> tuple[TokenLogprobs, Tensor]:
         """What sums say; where they overflowed, what the logits say, unless other ranks hold some of them."""
         head, (rows, depth) = self.head, hidden_CD.shape
         entropy, squares = "entropy" in wanted, "mean_squared_logit" in wanted
-        logprobs_C, entropy_C, logsumexp_C, squares_C = torch.empty(4, rows, dtype=torch.float32,
-                                                                    device=shifts_C.device)
+        logprobs_C, entropy_C, logsumexp_C, squares_C = torch.empty(
+            4, rows, dtype=torch.float32, device=shifts_C.device
+        )
         overflowed_C = torch.empty(rows, dtype=torch.int8, device=shifts_C.device)
         kernels.say[(triton.cdiv(rows, 128),)](
-            totals_FC, shifts_C, logprobs_C, entropy_C, logsumexp_C, squares_C, overflowed_C, rows,
-            float(head.vocabulary), ENTROPY=entropy, SQUARES=squares, ROWS=128)
+            totals_FC,
+            shifts_C,
+            logprobs_C,
+            entropy_C,
+            logsumexp_C,
+            squares_C,
+            overflowed_C,
+            rows,
+            float(head.vocabulary),
+            ENTROPY=entropy,
+            SQUARES=squares,
+            ROWS=128,
+        )
         if not head.is_split:
             temperatures_C, one = self._temperatures(temperature)
             kernels.say_exactly[(triton.cdiv(rows, 8),)](
-                hidden_CD, self._weight_VD, self._bias_V, shifts_C, temperatures_C, overflowed_C, logprobs_C, entropy_C,
-                logsumexp_C, squares_C, rows, head.valid, float(head.vocabulary), depth, hidden_CD.stride(0),
-                self._weight_VD.stride(0), head.logit_scale, self._soft_cap, one,
-                ENTROPY=entropy, SQUARES=squares, BIAS=self._bias_V is not None, CAP=head.soft_cap is not None,
-                PER_ROW=temperatures_C is not None, ROWS=8, COLUMNS=64,
-                DEPTH=min(128, triton.next_power_of_2(depth)))
+                hidden_CD,
+                self._weight_VD,
+                self._bias_V,
+                shifts_C,
+                temperatures_C,
+                overflowed_C,
+                logprobs_C,
+                entropy_C,
+                logsumexp_C,
+                squares_C,
+                rows,
+                head.valid,
+                float(head.vocabulary),
+                depth,
+                hidden_CD.stride(0),
+                self._weight_VD.stride(0),
+                head.logit_scale,
+                self._soft_cap,
+                one,
+                ENTROPY=entropy,
+                SQUARES=squares,
+                BIAS=self._bias_V is not None,
+                CAP=head.soft_cap is not None,
+                PER_ROW=temperatures_C is not None,
+                ROWS=8,
+                COLUMNS=64,
+                DEPTH=min(128, triton.next_power_of_2(depth)),
+            )
         said = TokenLogprobs(logprobs_C, entropy_C if entropy else None, logsumexp_C, squares_C if squares else None)
         return said, overflowed_C.view(torch.bool)
 
@@ -233,31 +327,82 @@ class ExpEpilogueEngine:
         rows, depth = hidden_CD.shape
         temperatures_C, one = self._temperatures(chunk.temperature)
         logprob_C, entropy_C, logsumexp_C, squares_C = (
-            None if g_C is None else g_C.to(torch.float32).contiguous() for g_C in gradients)
+            None if g_C is None else g_C.to(torch.float32).contiguous() for g_C in gradients
+        )
         exponentials_CV = saved.exponentials_CV
         gradient_CV = exponentials_CV.view(hidden_CD.dtype)
         scaled_CD = torch.empty((rows, depth), dtype=hidden_CD.dtype, device=hidden_CD.device)
         scales_C = torch.empty_like(saved.shifts_C)
         stride, hidden_stride = exponentials_CV.stride(0), hidden_CD.stride(0)
-        by_pass = (entropy_C is not None or squares_C is not None or head.soft_cap is not None or saved.exponents
-                   or hidden_CD.dtype == torch.float16)
+        by_pass = (
+            entropy_C is not None
+            or squares_C is not None
+            or head.soft_cap is not None
+            or saved.exponents
+            or hidden_CD.dtype == torch.float16
+        )
         if by_pass and head.valid:
             kernels.write_gradient[(rows * triton.cdiv(head.valid, 4096),)](
-                exponentials_CV, gradient_CV, hidden_CD, scaled_CD, scales_C, saved.totals_FC, saved.shifts_C,
-                chunk.targets_C, temperatures_C, chunk.overflowed_C, logprob_C, logsumexp_C, entropy_C, squares_C,
-                rows, head.valid, float(head.vocabulary), depth, stride, hidden_stride, head.first_token,
-                head.logit_scale, self._soft_cap, one,
-                LOGPROB=logprob_C is not None, LOGSUMEXP=logsumexp_C is not None, ENTROPY=entropy_C is not None,
-                SQUARES=squares_C is not None, EXPONENTS=saved.exponents, CAP=head.soft_cap is not None,
-                PER_ROW=temperatures_C is not None, FAST=hidden_CD.is_cuda, BLOCK=4096,
-                DEPTH=_block(depth), num_warps=8)
+                exponentials_CV,
+                gradient_CV,
+                hidden_CD,
+                scaled_CD,
+                scales_C,
+                saved.totals_FC,
+                saved.shifts_C,
+                chunk.targets_C,
+                temperatures_C,
+                chunk.overflowed_C,
+                logprob_C,
+                logsumexp_C,
+                entropy_C,
+                squares_C,
+                rows,
+                head.valid,
+                float(head.vocabulary),
+                depth,
+                stride,
+                hidden_stride,
+                head.first_token,
+                head.logit_scale,
+                self._soft_cap,
+                one,
+                LOGPROB=logprob_C is not None,
+                LOGSUMEXP=logsumexp_C is not None,
+                ENTROPY=entropy_C is not None,
+                SQUARES=squares_C is not None,
+                EXPONENTS=saved.exponents,
+                CAP=head.soft_cap is not None,
+                PER_ROW=temperatures_C is not None,
+                FAST=hidden_CD.is_cuda,
+                BLOCK=4096,
+                DEPTH=_block(depth),
+                num_warps=8,
+            )
         else:
             kernels.fold_target[(rows,)](
-                exponentials_CV, hidden_CD, scaled_CD, scales_C, saved.totals_FC, chunk.targets_C, temperatures_C,
-                chunk.overflowed_C, logprob_C, logsumexp_C, head.valid, depth, stride, hidden_stride,
-                head.first_token, head.logit_scale, one,
-                LOGPROB=logprob_C is not None, LOGSUMEXP=logsumexp_C is not None,
-                PER_ROW=temperatures_C is not None, BLOCK=_block(depth))
+                exponentials_CV,
+                hidden_CD,
+                scaled_CD,
+                scales_C,
+                saved.totals_FC,
+                chunk.targets_C,
+                temperatures_C,
+                chunk.overflowed_C,
+                logprob_C,
+                logsumexp_C,
+                head.valid,
+                depth,
+                stride,
+                hidden_stride,
+                head.first_token,
+                head.logit_scale,
+                one,
+                LOGPROB=logprob_C is not None,
+                LOGSUMEXP=logsumexp_C is not None,
+                PER_ROW=temperatures_C is not None,
+                BLOCK=_block(depth),
+            )
         return gradient_CV, scaled_CD, scales_C
 
     def _add_bias(self, gradient_CV: Tensor, scales_C: Tensor, bias_V: Tensor, *, first: bool) -> None:
@@ -266,7 +411,8 @@ class ExpEpilogueEngine:
             bias_V[columns:].zero_()
         if columns:
             kernels.add_columns[(triton.cdiv(columns, 128),)](
-                gradient_CV, scales_C, bias_V, rows, columns, gradient_CV.stride(0), FIRST=first, ROWS=32, BLOCK=128)
+                gradient_CV, scales_C, bias_V, rows, columns, gradient_CV.stride(0), FIRST=first, ROWS=32, BLOCK=128
+            )
 
 
 def _block(depth: int) -> int:

@@ -54,9 +54,26 @@ def _logits(dots, bias, logit_scale, soft_cap, per_temperature, BIAS: tl.constex
 
 
 @triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=["targets", "temperatures"])
-def target_logits(hidden, weight, bias, targets, temperatures, out, columns, depth, hidden_stride, weight_stride,
-                  first_token, logit_scale, soft_cap, temperature,
-                  BIAS: tl.constexpr, CAP: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+def target_logits(
+    hidden,
+    weight,
+    bias,
+    targets,
+    temperatures,
+    out,
+    columns,
+    depth,
+    hidden_stride,
+    weight_stride,
+    first_token,
+    logit_scale,
+    soft_cap,
+    temperature,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """[C] logit of each row's target, in nats; 0 where another rank has it. One program for each row."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row) - first_token
@@ -79,9 +96,25 @@ def target_logits(hidden, weight, bias, targets, temperatures, out, columns, dep
 
 
 @triton.jit
-def _emit(dots, out, bias, shift, per_temperature, row, column, columns, logit_scale, soft_cap,
-          WIDTH: tl.constexpr, STORE: tl.constexpr, EXPONENTS: tl.constexpr, ENTROPY: tl.constexpr,
-          SQUARES: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr):
+def _emit(
+    dots,
+    out,
+    bias,
+    shift,
+    per_temperature,
+    row,
+    column,
+    columns,
+    logit_scale,
+    soft_cap,
+    WIDTH: tl.constexpr,
+    STORE: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+):
     """Exponentials of a tile of dot products, and their sums over its columns."""
     places = column + tl.arange(0, WIDTH)
     b = 0.0
@@ -107,12 +140,34 @@ def _emit(dots, out, bias, shift, per_temperature, row, column, columns, logit_s
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["temperatures"])
-def exp_product(hidden, weight, out, bias, shifts, temperatures, sums, rows, columns, depth, logit_scale, soft_cap,
-                temperature,
-                ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-                PROGRAMS: tl.constexpr, PRECISION: tl.constexpr, STORE: tl.constexpr, EXPONENTS: tl.constexpr,
-                ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
-                PER_ROW: tl.constexpr):
+def exp_product(
+    hidden,
+    weight,
+    out,
+    bias,
+    shifts,
+    temperatures,
+    sums,
+    rows,
+    columns,
+    depth,
+    logit_scale,
+    soft_cap,
+    temperature,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STORE: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    PER_ROW: tl.constexpr,
+):
     """Exponentials of shifted logits, [C, V], and the sums of every tile, [F, N, C]: S, X in bits, Q in bits^2.
 
     A fixed number of programs takes tiles in an order in which neighbours share operands: GROUP tiles of rows, then the
@@ -143,11 +198,43 @@ def exp_product(hidden, weight, out, bias, shifts, temperatures, sums, rows, col
         HALF: tl.constexpr = COLUMNS // 2
         left, right = tl.split(tl.permute(tl.reshape(dots, (ROWS, 2, HALF)), (0, 2, 1)))
         total, weighted, squares = _emit(
-            left, out, bias, shift, per_temperature, row, column, columns, logit_scale, soft_cap,
-            HALF, STORE, EXPONENTS, ENTROPY, SQUARES, BIAS, CAP)
+            left,
+            out,
+            bias,
+            shift,
+            per_temperature,
+            row,
+            column,
+            columns,
+            logit_scale,
+            soft_cap,
+            HALF,
+            STORE,
+            EXPONENTS,
+            ENTROPY,
+            SQUARES,
+            BIAS,
+            CAP,
+        )
         more, more_weighted, more_squares = _emit(
-            right, out, bias, shift, per_temperature, row, column + HALF, columns, logit_scale, soft_cap,
-            HALF, STORE, EXPONENTS, ENTROPY, SQUARES, BIAS, CAP)
+            right,
+            out,
+            bias,
+            shift,
+            per_temperature,
+            row,
+            column + HALF,
+            columns,
+            logit_scale,
+            soft_cap,
+            HALF,
+            STORE,
+            EXPONENTS,
+            ENTROPY,
+            SQUARES,
+            BIAS,
+            CAP,
+        )
         total += more
         weighted += more_weighted
         squares += more_squares
@@ -176,8 +263,20 @@ def add_tiles(sums, totals, rows, tiles, ROWS: tl.constexpr, TILES: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rows"])
-def say(totals, shifts, logprobs, entropy, logsumexp, mean_squares, overflowed, rows, vocabulary,
-        ENTROPY: tl.constexpr, SQUARES: tl.constexpr, ROWS: tl.constexpr):
+def say(
+    totals,
+    shifts,
+    logprobs,
+    entropy,
+    logsumexp,
+    mean_squares,
+    overflowed,
+    rows,
+    vocabulary,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """What each row's sums, over all ranks, say about it; zeros where they overflowed, NaN where they are NaN."""
     places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = places < rows
@@ -202,10 +301,35 @@ def say(totals, shifts, logprobs, entropy, logsumexp, mean_squares, overflowed, 
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["temperatures"])
-def say_exactly(hidden, weight, bias, shifts, temperatures, overflowed, logprobs, entropy, logsumexp, mean_squares,
-                rows, columns, vocabulary, depth, hidden_stride, weight_stride, logit_scale, soft_cap, temperature,
-                ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BIAS: tl.constexpr, CAP: tl.constexpr,
-                PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+def say_exactly(
+    hidden,
+    weight,
+    bias,
+    shifts,
+    temperatures,
+    overflowed,
+    logprobs,
+    entropy,
+    logsumexp,
+    mean_squares,
+    rows,
+    columns,
+    vocabulary,
+    depth,
+    hidden_stride,
+    weight_stride,
+    logit_scale,
+    soft_cap,
+    temperature,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """What rows that overflowed say, by their maximum: slow, row by row, and nothing to do where none did."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     flags = first + tl.arange(0, ROWS)
@@ -229,8 +353,11 @@ def say_exactly(hidden, weight, bias, shifts, temperatures, overflowed, logprobs
                     for start in range(0, depth, DEPTH):
                         deep = start + tl.arange(0, DEPTH)
                         h = tl.load(row + deep, mask=deep < depth, other=0.0).to(tl.float32)
-                        w = tl.load(weight + places.to(tl.int64)[:, None] * weight_stride + deep[None, :],
-                                    mask=inside[:, None] & (deep < depth)[None, :], other=0.0).to(tl.float32)
+                        w = tl.load(
+                            weight + places.to(tl.int64)[:, None] * weight_stride + deep[None, :],
+                            mask=inside[:, None] & (deep < depth)[None, :],
+                            other=0.0,
+                        ).to(tl.float32)
                         dots += tl.sum(w * h[None, :], 1)
                     b = 0.0
                     if BIAS:
@@ -270,11 +397,33 @@ def _scale_row(hidden, scaled, scales, row, scale, depth, hidden_stride, BLOCK: 
         tl.store(scaled + row * depth + places, product.to(scaled.dtype.element_ty), mask=places < depth)
 
 
-@triton.jit(do_not_specialize=["first_token"],
-            do_not_specialize_on_alignment=["targets", "temperatures", "logprob_gradients", "logsumexp_gradients"])
-def fold_target(exponentials, hidden, scaled, scales, totals, targets, temperatures, overflowed, logprob_gradients,
-                logsumexp_gradients, columns, depth, stride, hidden_stride, first_token, logit_scale, temperature,
-                LOGPROB: tl.constexpr, LOGSUMEXP: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["first_token"],
+    do_not_specialize_on_alignment=["targets", "temperatures", "logprob_gradients", "logsumexp_gradients"],
+)
+def fold_target(
+    exponentials,
+    hidden,
+    scaled,
+    scales,
+    totals,
+    targets,
+    temperatures,
+    overflowed,
+    logprob_gradients,
+    logsumexp_gradients,
+    columns,
+    depth,
+    stride,
+    hidden_stride,
+    first_token,
+    logit_scale,
+    temperature,
+    LOGPROB: tl.constexpr,
+    LOGSUMEXP: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Make of each row of exponentials its gradient, up to a scale, by changing one element.
 
     With k = g_logsumexp - g_logprob:  dz_v = (k / S) (E_v + 1[v = target] g_logprob S / k).
@@ -311,16 +460,53 @@ def fold_target(exponentials, hidden, scaled, scales, totals, targets, temperatu
     _scale_row(hidden, scaled, scales, row, scale, depth, hidden_stride, BLOCK)
 
 
-@triton.jit(do_not_specialize=["rows", "first_token"],
-            do_not_specialize_on_alignment=["targets", "temperatures", "logprob_gradients",
-                                            "logsumexp_gradients", "entropy_gradients", "square_gradients"])
-def write_gradient(exponentials, gradient, hidden, scaled, scales, totals, shifts, targets, temperatures, overflowed,
-                   logprob_gradients, logsumexp_gradients, entropy_gradients, square_gradients,
-                   rows, columns, vocabulary, depth, stride, hidden_stride, first_token, logit_scale, soft_cap,
-                   temperature,
-                   LOGPROB: tl.constexpr, LOGSUMEXP: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
-                   EXPONENTS: tl.constexpr, CAP: tl.constexpr, PER_ROW: tl.constexpr, FAST: tl.constexpr,
-                   BLOCK: tl.constexpr, DEPTH: tl.constexpr):
+@triton.jit(
+    do_not_specialize=["rows", "first_token"],
+    do_not_specialize_on_alignment=[
+        "targets",
+        "temperatures",
+        "logprob_gradients",
+        "logsumexp_gradients",
+        "entropy_gradients",
+        "square_gradients",
+    ],
+)
+def write_gradient(
+    exponentials,
+    gradient,
+    hidden,
+    scaled,
+    scales,
+    totals,
+    shifts,
+    targets,
+    temperatures,
+    overflowed,
+    logprob_gradients,
+    logsumexp_gradients,
+    entropy_gradients,
+    square_gradients,
+    rows,
+    columns,
+    vocabulary,
+    depth,
+    stride,
+    hidden_stride,
+    first_token,
+    logit_scale,
+    soft_cap,
+    temperature,
+    LOGPROB: tl.constexpr,
+    LOGSUMEXP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    SQUARES: tl.constexpr,
+    EXPONENTS: tl.constexpr,
+    CAP: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     """Write over each row of exponentials its gradient, up to a scale: one pass, where one element is not enough.
 
         dz_v = p_v (g_logsumexp - g_logprob - g_entropy (z_v - mean z)) + 1[v = target] g_logprob + 2 g_squares z_v / V
@@ -394,8 +580,9 @@ def scale_rows(gradient, scales, depth, stride, depth_stride, BLOCK: tl.constexp
 
 
 @triton.jit(do_not_specialize=["rows"])
-def add_columns(gradient, scales, out, rows, columns, stride, FIRST: tl.constexpr, ROWS: tl.constexpr,
-                BLOCK: tl.constexpr):
+def add_columns(
+    gradient, scales, out, rows, columns, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """[V] += sum over rows of scale * gradient: what a bias gets. One program for each block of columns."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -46,8 +46,18 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block,
-                 scale: float, delta: Tensor | None = None) -> Gradients:
+    def backward(
+        self,
+        d_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        scale: float,
+        delta: Tensor | None = None,
+    ) -> Gradients:
         """What the block adds to the gradients of query, key and value.
 
         Formula:  p = exp(s - lse); delta = rowsum(d_out * out); ds = p * (d_out v^T - delta) * scale;
@@ -81,14 +91,16 @@ def choose(name: str, query: Tensor, key: Tensor, block: Block) -> Kernel:
         ShardingError: no such kernel, or one that cannot.
     """
     scores = query.shape[1] * query.shape[2] * key.shape[2]
-    asked = [kernel for kernel in KERNELS
-             if name == kernel.name or (name == "auto" and scores >= kernel.least_scores)]
+    asked = [kernel for kernel in KERNELS if name == kernel.name or (name == "auto" and scores >= kernel.least_scores)]
     refusals = []
     for kernel in asked:
         why = kernel.refusal(query, key, block)
         if why is None:
             return kernel
         refusals.append(why)
-    raise ShardingError(f"attention kernel {name!r}", found="; ".join(refusals) or "no kernel of this name",
-                        rule=f"one of auto, {', '.join(kernel.name for kernel in KERNELS)}, which can compute this",
-                        fix="use layout.kernel auto, which takes the fastest that can")
+    raise ShardingError(
+        f"attention kernel {name!r}",
+        found="; ".join(refusals) or "no kernel of this name",
+        rule=f"one of auto, {', '.join(kernel.name for kernel in KERNELS)}, which can compute this",
+        fix="use layout.kernel auto, which takes the fastest that can",
+    )

@@ -23,10 +23,34 @@ MOST_CALLS = 8
 MOST_REPEATS = 8
 """Keys that may be gathered, as a multiple of those that there are."""
 
-_FORWARD = ("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
-            "return_debug_mask")
-_BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k",
-             "dropout_p", "is_causal", "rng_state", "unused")
+_FORWARD = (
+    "query",
+    "key",
+    "value",
+    "cum_seq_q",
+    "cum_seq_k",
+    "max_q",
+    "max_k",
+    "dropout_p",
+    "is_causal",
+    "return_debug_mask",
+)
+_BACKWARD = (
+    "grad_out",
+    "query",
+    "key",
+    "value",
+    "out",
+    "logsumexp",
+    "cum_seq_q",
+    "cum_seq_k",
+    "max_q",
+    "max_k",
+    "dropout_p",
+    "is_causal",
+    "rng_state",
+    "unused",
+)
 _OPTIONS = ("scale", "window_size_left", "window_size_right")
 
 
@@ -40,8 +64,9 @@ class Operators:
     @classmethod
     def of_torch(cls) -> Operators | None:
         """Those of this build of torch; None if it has none with arguments that are known here."""
-        found = [getattr(torch.ops.aten, name, None) for name in ("_flash_attention_forward",
-                                                                  "_flash_attention_backward")]
+        found = [
+            getattr(torch.ops.aten, name, None) for name in ("_flash_attention_forward", "_flash_attention_backward")
+        ]
         if None in found:
             return None
         operators = cls(*(operator.default for operator in found))
@@ -101,8 +126,18 @@ class FlashKernel:
                 _put(lse_Hq.T, call.query_rows, call_lse_Hq.T)
         return _heads(out_qHd), lse_Hq[None]
 
-    def backward(self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block,
-                 scale: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self,
+        d_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        scale: float,
+        delta: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`. ``delta`` is not used: the operator computes its own.
 
         Gradients have the query's dtype; those of keys and values that several calls or segments add to are float32.
@@ -111,29 +146,59 @@ class FlashKernel:
         query_qHd, key_kHd, value_kHd = _rows(query), _rows(key), _rows(value)
         d_out_qHd, out_qHd = _rows(d_out.to(query.dtype)), _rows(out.to(query.dtype))
         lse_Hq = lse[0].float()
-        found = [(call, *self._backward(call, d_out_qHd, query_qHd, key_kHd, value_kHd, out_qHd, lse_Hq, scale))
-                 for call in calls]
+        found = [
+            (call, *self._backward(call, d_out_qHd, query_qHd, key_kHd, value_kHd, out_qHd, lse_Hq, scale))
+            for call in calls
+        ]
         d_query = _heads(_joined([(call.query_rows, d_qHd) for call, d_qHd, _, _ in found], query_qHd, add=False))
         add = len(calls) > 1 or any(call.repeats for call in calls)
-        d_key, d_value = (_heads(_joined([(one[0].key_rows, one[which]) for one in found], key_kHd, add=add))
-                          for which in (2, 3))
+        d_key, d_value = (
+            _heads(_joined([(one[0].key_rows, one[which]) for one in found], key_kHd, add=add)) for which in (2, 3)
+        )
         return d_query, d_key, d_value
 
-    def _forward(self, call: Call, query_qHd: Tensor, key_kHd: Tensor, value_kHd: Tensor,
-                 scale: float) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, call: Call, query_qHd: Tensor, key_kHd: Tensor, value_kHd: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
         out_qHd, lse_Hq, *_ = self.operators.forward(
-            _take(query_qHd, call.query_rows), _take(key_kHd, call.key_rows), _take(value_kHd, call.key_rows),
-            *_lengths(call), *_mask(call), False, scale=scale, **_window(call))
+            _take(query_qHd, call.query_rows),
+            _take(key_kHd, call.key_rows),
+            _take(value_kHd, call.key_rows),
+            *_lengths(call),
+            *_mask(call),
+            False,
+            scale=scale,
+            **_window(call),
+        )
         return out_qHd, lse_Hq
 
-    def _backward(self, call: Call, d_out_qHd: Tensor, query_qHd: Tensor, key_kHd: Tensor, value_kHd: Tensor,
-                  out_qHd: Tensor, lse_Hq: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward(
+        self,
+        call: Call,
+        d_out_qHd: Tensor,
+        query_qHd: Tensor,
+        key_kHd: Tensor,
+        value_kHd: Tensor,
+        out_qHd: Tensor,
+        lse_Hq: Tensor,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         unused = torch.empty(2, dtype=torch.uint64, device=query_qHd.device)  # random state: there is no dropout
         rows = call.query_rows
         return self.operators.backward(
-            _take(d_out_qHd, rows), _take(query_qHd, rows), _take(key_kHd, call.key_rows),
-            _take(value_kHd, call.key_rows), _take(out_qHd, rows), _take(lse_Hq.T, rows).T.contiguous(),
-            *_lengths(call), *_mask(call), unused, unused, scale=scale, **_window(call))
+            _take(d_out_qHd, rows),
+            _take(query_qHd, rows),
+            _take(key_kHd, call.key_rows),
+            _take(value_kHd, call.key_rows),
+            _take(out_qHd, rows),
+            _take(lse_Hq.T, rows).T.contiguous(),
+            *_lengths(call),
+            *_mask(call),
+            unused,
+            unused,
+            scale=scale,
+            **_window(call),
+        )
 
 
 def _calls(block: Block, device: torch.device) -> list[Call]:
@@ -146,11 +211,15 @@ def _refused_block(block: Block) -> str | None:
         gathered = sum(segment.keys[1] - segment.keys[0] for segment in segments)
         masks = len({(segment.causal, segment.window) for segment in segments if segment.causal is not None})
         if masks > MOST_CALLS:
-            return (f"flash takes a call for each mask that this order of tokens and this window need: {masks}, of at "
-                    f"most {MOST_CALLS}")
+            return (
+                f"flash takes a call for each mask that this order of tokens and this window need: {masks}, of at "
+                f"most {MOST_CALLS}"
+            )
         if gathered > MOST_REPEATS * block.shape[1]:
-            return (f"flash would gather {gathered} keys of {block.shape[1]} for {len(segments)} stretches of queries, "
-                    f"and takes at most {MOST_REPEATS} times as many as there are; ring attention needs fewer")
+            return (
+                f"flash would gather {gathered} keys of {block.shape[1]} for {len(segments)} stretches of queries, "
+                f"and takes at most {MOST_REPEATS} times as many as there are; ring attention needs fewer"
+            )
         return None
 
     return block.once("flash", why)
@@ -168,8 +237,10 @@ def _mask(call: Call) -> tuple[float, bool]:
 
 def _window(call: Call) -> dict[str, int]:
     """Keys before and after the diagonal that are seen; -1: all."""
-    return {"window_size_left": -1 if call.window is None else call.window - 1,
-            "window_size_right": 0 if call.causal else -1}
+    return {
+        "window_size_left": -1 if call.window is None else call.window - 1,
+        "window_size_right": 0 if call.causal else -1,
+    }
 
 
 def _rows(heads: Tensor) -> Tensor:

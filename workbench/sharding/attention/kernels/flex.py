@@ -62,8 +62,18 @@ class FlexKernel:
         with torch.no_grad():
             return self.attend(query, key, value, block, scale)
 
-    def backward(self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block,
-                 scale: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self,
+        d_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        scale: float,
+        delta: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`. Costs a forward more; gradients of the query's dtype."""
         leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         with torch.enable_grad():
@@ -108,8 +118,9 @@ def block_mask(block: Block, device: torch.device) -> BlockMask:
     """A block as FlexAttention takes it."""
     some_mn, whole_mn = tiles(block)
     places_q, places_k, documents_q, documents_k = (
-        tensor.to(device, torch.int32) for tensor in (block.query_positions_q, block.key_positions_k,
-                                                      block.query_documents_q, block.key_documents_k))
+        tensor.to(device, torch.int32)
+        for tensor in (block.query_positions_q, block.key_positions_k, block.query_documents_q, block.key_documents_k)
+    )
     window = None if block.window is None else torch.tensor(block.window, dtype=torch.int32, device=device)
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -117,8 +128,9 @@ def block_mask(block: Block, device: torch.device) -> BlockMask:
         seen = (documents_q[query] == documents_k[key]) & (back >= 0)
         return seen if window is None else seen & (back < window)
 
-    return BlockMask.from_kv_blocks(*_listed(some_mn, device), *_listed(whole_mn, device), BLOCK_SIZE=TILE,
-                                    mask_mod=sees, seq_lengths=block.shape)
+    return BlockMask.from_kv_blocks(
+        *_listed(some_mn, device), *_listed(whole_mn, device), BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=block.shape
+    )
 
 
 def _listed(tiles_mn: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -131,9 +143,16 @@ def _listed(tiles_mn: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 def _attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
     mask = block.once(("flex", query.device), lambda: block_mask(block, query.device))
     with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
-        out, more = _compiled()(query, key, value, block_mask=mask, scale=scale,
-                                enable_gqa=key.shape[1] < query.shape[1], return_aux=AuxRequest(lse=True),
-                                kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
+        out, more = _compiled()(
+            query,
+            key,
+            value,
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=key.shape[1] < query.shape[1],
+            return_aux=AuxRequest(lse=True),
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+        )
     return out, more.lse
 
 

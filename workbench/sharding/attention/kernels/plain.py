@@ -46,8 +46,18 @@ class PlainKernel:
             lses.append(lse_hn.unflatten(1, (query_hgqd.shape[1], -1)))
         return _joined(outs), _joined(lses)
 
-    def backward(self, d_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block,
-                 scale: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self,
+        d_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        block: Block,
+        scale: float,
+        delta: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel.backward`. Gradients in the dtype in which it computes."""
         key_hkd, value_hkd = _computed(key[0]), _computed(value[0])
         query_hgqd, d_out_hgqd = _grouped(query, key_hkd), _grouped(d_out, key_hkd)

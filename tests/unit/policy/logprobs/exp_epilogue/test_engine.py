@@ -22,8 +22,11 @@ from workbench.policy.logprobs.exp_epilogue.tiles import Tile
 from workbench.policy.logprobs.head import make_head
 from workbench.sharding.mesh import Axis, make_mesh
 
-TILES = {"here": None, "wide": Tile(32, 64, 16, warps=4, stages=2, group=1),
-         "low": Tile(16, 32, 32, warps=4, stages=2, group=3, per_processor=2)}
+TILES = {
+    "here": None,
+    "wide": Tile(32, 64, 16, warps=4, stages=2, group=1),
+    "low": Tile(16, 32, 32, warps=4, stages=2, group=3, per_processor=2),
+}
 
 
 @pytest.mark.parametrize("options", crossed(18 if DEVICE.type == "cpu" else 10, seed=6), ids=named)
@@ -48,13 +51,25 @@ def cases(count):
     """So many combinations of what an engine may meet, drawn from all."""
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
     everything = itertools.product(
-        dtypes, TILES, [(21, 51, 40), (17, 65, 17)], [1.0, "each"], [False, True], [1.0, 0.6], [None, 4.0], [0, 5],
-        ["scratch", "own"], [(1, 0, 0, 0), (1, 0, 1, 0), (1, 1, 0, 0), (0, 1, 1, 1), (1, 0, 0, 1)])
+        dtypes,
+        TILES,
+        [(21, 51, 40), (17, 65, 17)],
+        [1.0, "each"],
+        [False, True],
+        [1.0, 0.6],
+        [None, 4.0],
+        [0, 5],
+        ["scratch", "own"],
+        [(1, 0, 0, 0), (1, 0, 1, 0), (1, 1, 0, 0), (0, 1, 1, 1), (1, 0, 0, 1)],
+    )
     return random.Random(7).sample(list(everything), count)
 
 
-@pytest.mark.parametrize("case", cases(16 if DEVICE.type == "cpu" else 6),
-                         ids=lambda case: " ".join(str(x).replace("torch.", "") for x in case))
+@pytest.mark.parametrize(
+    "case",
+    cases(16 if DEVICE.type == "cpu" else 6),
+    ids=lambda case: " ".join(str(x).replace("torch.", "") for x in case),
+)
 def test_a_chunk_equals_an_exact_one(case):
     dtype, tile, (rows, columns, depth), temperature, bias, scale, cap, padding, keep, uses = case
     g = torch.Generator().manual_seed(8)
@@ -66,19 +81,34 @@ def test_a_chunk_equals_an_exact_one(case):
     gradients = [torch.randn(rows, generator=g) if use else None for use in uses]
     found, expected = (
         chunk_and_back(make, *moved, keep=keep, logit_scale=scale, soft_cap=cap, valid=columns - padding)
-        for make, moved in ((lambda head: ExpEpilogueEngine(head, tile=TILES[tile] if DEVICE.type == "cpu" else None),
-                             [x.to(DEVICE) if isinstance(x, torch.Tensor) else x
-                              for x in (hidden, weight, bias_V, targets, temperature, gradients)]),
-                            (ChunkedEngine, (hidden.double(), weight.double(),
-                                             None if bias_V is None else bias_V.double(), targets, temperature,
-                                             gradients))))
+        for make, moved in (
+            (
+                lambda head: ExpEpilogueEngine(head, tile=TILES[tile] if DEVICE.type == "cpu" else None),
+                [
+                    x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+                    for x in (hidden, weight, bias_V, targets, temperature, gradients)
+                ],
+            ),
+            (
+                ChunkedEngine,
+                (
+                    hidden.double(),
+                    weight.double(),
+                    None if bias_V is None else bias_V.double(),
+                    targets,
+                    temperature,
+                    gradients,
+                ),
+            ),
+        )
+    )
     assert not found[0].overflowed_C.any()
     for one, other in zip(found[0].said[:4], expected[0].said[:4], strict=True):
         torch.testing.assert_close(one.double().cpu(), other, rtol=1e-5, atol=2e-5)
     for name in ("hidden_TD", "weight_VD", "bias_V"):
         one, other = getattr(found[1], name), getattr(expected[1], name)
         assert one is None or error(one, other) < RELATIVE[dtype], name
-    assert (found[1].weight_VD[columns - padding:] == 0).all()
+    assert (found[1].weight_VD[columns - padding :] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,8 +117,12 @@ def test_a_row_says_the_same_bits_whatever_is_kept_or_wanted_and_wherever_it_lie
     engine = ExpEpilogueEngine(make_head(weight))
     alone = engine.forward(hidden, targets, temperature, wanted=frozenset(), keep="no").said
     order = torch.randperm(21, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    for keep, wanted, places in (("scratch", EVERYTHING, slice(None)), ("own", frozenset({"entropy"}), order),
-                                 ("no", EVERYTHING, order[:5]), ("no", frozenset(), slice(20, 21))):
+    for keep, wanted, places in (
+        ("scratch", EVERYTHING, slice(None)),
+        ("own", frozenset({"entropy"}), order),
+        ("no", EVERYTHING, order[:5]),
+        ("no", frozenset(), slice(20, 21)),
+    ):
         each = torch.full((len(targets[places]),), temperature, device=DEVICE)
         for given in (temperature, each):
             said = engine.forward(hidden[places].contiguous(), targets[places], given, wanted=wanted, keep=keep).said
@@ -100,8 +134,9 @@ def test_the_ratio_to_the_policy_s_own_old_self_is_exactly_one():
     hidden, weight, _, targets, _, _ = plain(torch.bfloat16)
     with torch.no_grad():
         old = triton(hidden, weight, targets, temperature=0.7, chunk_tokens=21).logprobs_T
-    new = triton(hidden.requires_grad_(), weight, targets, temperature=0.7, wanted=("entropy",), chunk_tokens=9,
-                 keep_bytes=10**5).logprobs_T
+    new = triton(
+        hidden.requires_grad_(), weight, targets, temperature=0.7, wanted=("entropy",), chunk_tokens=9, keep_bytes=10**5
+    ).logprobs_T
     assert (new - old).exp().eq(1).all()
     assert new.requires_grad
 
@@ -112,8 +147,17 @@ def test_gradients_of_chunks_are_added_and_the_first_overwrites():
     whole = chunk_and_back(ExpEpilogueEngine, hidden, weight, bias, targets, temperature, gradients, valid=53)[1]
     into = Accumulators(None, torch.full_like(weight, torch.nan), torch.full_like(bias, torch.nan))
     for number, rows in enumerate((slice(0, 12), slice(12, 21))):
-        chunk_and_back(ExpEpilogueEngine, hidden[rows], weight, bias, targets[rows], temperature,
-                       [gradients[0][rows], None, None, None], into=into, first=number == 0)
+        chunk_and_back(
+            ExpEpilogueEngine,
+            hidden[rows],
+            weight,
+            bias,
+            targets[rows],
+            temperature,
+            [gradients[0][rows], None, None, None],
+            into=into,
+            first=number == 0,
+        )
     torch.testing.assert_close(into.weight_VD, whole.weight_VD, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(into.bias_V, whole.bias_V, rtol=1e-5, atol=1e-5)
 
@@ -178,8 +222,16 @@ def test_a_row_beyond_the_range_of_exponentials_is_reported_and_moves_nothing(dt
     if entropy:
         gradients[1] = gradients[0]
     wanted = frozenset({"entropy"}) if entropy else frozenset()
-    expected = chunk_and_back(ExpEpilogueEngine, hidden[1:-1], weight, None, targets[1:-1], 1.0,
-                              [None if x is None else x[1:-1] for x in gradients], wanted=wanted)
+    expected = chunk_and_back(
+        ExpEpilogueEngine,
+        hidden[1:-1],
+        weight,
+        None,
+        targets[1:-1],
+        1.0,
+        [None if x is None else x[1:-1] for x in gradients],
+        wanted=wanted,
+    )
     hidden[0] = -200 * weight[targets[0]] / weight[targets[0]].square().sum()
     hidden[-1] = torch.nan
     chunk, into = chunk_and_back(ExpEpilogueEngine, hidden, weight, None, targets, 1.0, gradients, wanted=wanted)
@@ -189,8 +241,11 @@ def test_a_row_beyond_the_range_of_exponentials_is_reported_and_moves_nothing(dt
     torch.testing.assert_close(into.weight_VD, expected[1].weight_VD, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"soft_cap": 90.0, "temperature": "each"}, {"bias": True, "valid": 140}],
-                         ids=lambda options: " ".join(options) or "plain")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"soft_cap": 90.0, "temperature": "each"}, {"bias": True, "valid": 140}],
+    ids=lambda options: " ".join(options) or "plain",
+)
 def test_a_row_beyond_the_range_of_exponentials_says_what_its_logits_say(options):
     hidden, weight, _, targets, temperature, _ = plain(columns=150 if "bias" in options else 53)
     hidden[::4] = -200 * weight[targets[::4]] / weight[targets[::4]].square().sum(-1, keepdim=True)
@@ -205,9 +260,18 @@ def test_a_row_beyond_the_range_of_exponentials_says_what_its_logits_say(options
         targets = targets % 140
         targets[1::4] = 3
     found, expected = (
-        chunk_and_back(engine, hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), targets,
-                       temperature, [None] * 4, **options)[0]
-        for engine, dtype in ((ExpEpilogueEngine, torch.float32), (ChunkedEngine, torch.float64)))
+        chunk_and_back(
+            engine,
+            hidden.to(dtype),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+            targets,
+            temperature,
+            [None] * 4,
+            **options,
+        )[0]
+        for engine, dtype in ((ExpEpilogueEngine, torch.float32), (ChunkedEngine, torch.float64))
+    )
     assert found.overflowed_C[::4].all()
     assert found.said_exactly
     for one, other in zip(found.said[:4], expected.said[:4], strict=True):
@@ -250,11 +314,26 @@ def split(uses, temperature):
     padded_bias = torch.cat([bias, torch.full((7,), torch.nan)])[start:stop]
     with numpy.errstate(all="ignore"):
         chunk, into = chunk_and_back(
-            ExpEpilogueEngine, hidden, padded, padded_bias, targets, given,
+            ExpEpilogueEngine,
+            hidden,
+            padded,
+            padded_bias,
+            targets,
+            given,
             [x if use else None for x, use in zip(gradients, uses, strict=True)],
-            valid=exist, axis=axis, first_token=start, soft_cap=6.0 if temperature == 0.7 else None)
-    return (chunk.said[:4], chunk.overflowed_C, into.hidden_TD, into.weight_VD[:exist], into.bias_V[:exist],
-            into.weight_VD[exist:])
+            valid=exist,
+            axis=axis,
+            first_token=start,
+            soft_cap=6.0 if temperature == 0.7 else None,
+        )
+    return (
+        chunk.said[:4],
+        chunk.overflowed_C,
+        into.hidden_TD,
+        into.weight_VD[:exist],
+        into.bias_V[:exist],
+        into.weight_VD[exist:],
+    )
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="ranks of gloo are interpreted")
@@ -270,9 +349,15 @@ def test_ranks_with_uneven_and_with_empty_slices_of_the_vocabulary(uses, tempera
     lost = torch.zeros(21, dtype=torch.bool)
     lost[5] = not capped
     chunk, into = chunk_and_back(
-        ChunkedEngine, hidden.double(), weight.double(), bias.double(), targets, each,
+        ChunkedEngine,
+        hidden.double(),
+        weight.double(),
+        bias.double(),
+        targets,
+        each,
         [x.masked_fill(lost, 0).double() if use else None for x, use in zip(gradients, uses, strict=True)],
-        soft_cap=6.0 if capped else None)
+        soft_cap=6.0 if capped else None,
+    )
     for said, overflowed, *_, beyond in ranks:
         assert torch.equal(overflowed, lost)
         for one, other in zip(said, chunk.said[:4], strict=True):
@@ -302,8 +387,12 @@ def test_what_is_kept_is_as_large_as_is_said():
 def test_one_scratch_serves_every_chunk():
     hidden, weight, _, targets, temperature, _ = plain()
     engine = ExpEpilogueEngine(make_head(weight))
-    places = {engine.forward(hidden[rows], targets[rows], temperature, wanted=frozenset(), keep="scratch")
-              .saved.exponentials_CV.untyped_storage().data_ptr() for rows in (slice(0, 12), slice(12, 21))}
+    places = {
+        engine.forward(hidden[rows], targets[rows], temperature, wanted=frozenset(), keep="scratch")
+        .saved.exponentials_CV.untyped_storage()
+        .data_ptr()
+        for rows in (slice(0, 12), slice(12, 21))
+    }
     assert len(places) == 1
 
 
@@ -319,6 +408,7 @@ def test_without_a_gpu_and_without_an_interpreter_it_says_so(monkeypatch):
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
 def test_a_gpu_must_multiply_bfloat16(capability, refused, monkeypatch):
-    monkeypatch.setattr(module, "torch", stand_in(torch, cuda=stand_in(
-        torch.cuda, get_device_capability=lambda _: capability)))
+    monkeypatch.setattr(
+        module, "torch", stand_in(torch, cuda=stand_in(torch.cuda, get_device_capability=lambda _: capability))
+    )
     assert (refusal(torch.bfloat16, torch.device("cuda", 0)) is not None) == refused

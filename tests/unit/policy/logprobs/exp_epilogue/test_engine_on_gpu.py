@@ -29,17 +29,25 @@ def grown(call):
 def test_errors_at_the_size_of_a_model_are_those_of_one_rounding():
     hidden, weight, targets = like_a_model(2048, 4096, 151936)
     gradient = torch.randn(2048, device="cuda") / 2048
-    chunk, into = chunk_and_back(ExpEpilogueEngine, hidden, weight, None, targets, 1.0, [gradient, None, None, None],
-                                 wanted=frozenset({"entropy"}))
+    chunk, into = chunk_and_back(
+        ExpEpilogueEngine,
+        hidden,
+        weight,
+        None,
+        targets,
+        1.0,
+        [gradient, None, None, None],
+        wanted=frozenset({"entropy"}),
+    )
     rows, columns = slice(0, 256), torch.cat([targets[:1000], torch.arange(1000, device="cuda")]).unique()
     wide, logprobs, entropy, d_weight = weight.double(), [], [], 0
     for piece in hidden.split(256):
         log_p = torch.log_softmax(piece.double() @ wide.T, -1)
-        own = targets[len(logprobs) * 256:][:256, None]
+        own = targets[len(logprobs) * 256 :][:256, None]
         logprobs.append(log_p.gather(1, own)[:, 0])
         d = log_p.exp()
         entropy.append(-(d * log_p).sum(1))
-        d = -d.scatter_add_(1, own, -torch.ones_like(d[:, :1])) * gradient[len(logprobs) * 256 - 256:][:256, None]
+        d = -d.scatter_add_(1, own, -torch.ones_like(d[:, :1])) * gradient[len(logprobs) * 256 - 256 :][:256, None]
         if len(logprobs) == 1:
             d_hidden = d @ wide
         d_weight = d_weight + d[:, columns].T @ piece.double()
@@ -76,8 +84,9 @@ def test_two_runs_give_the_same_bits():
     hidden, weight, targets = like_a_model(3000, 512, 30001)
     runs = []
     for _ in range(2):
-        chunk, into = chunk_and_back(ExpEpilogueEngine, hidden, weight, None, targets, 1.0,
-                                     [torch.ones(3000), torch.ones(3000), None, None])
+        chunk, into = chunk_and_back(
+            ExpEpilogueEngine, hidden, weight, None, targets, 1.0, [torch.ones(3000), torch.ones(3000), None, None]
+        )
         runs.append((*chunk.said[:4], into.hidden_TD, into.weight_VD))
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
@@ -103,13 +112,21 @@ def test_backward_takes_one_chunk_of_exponentials():
 
 def test_a_float32_head_is_exact_whatever_the_process_has_set():
     hidden, weight, targets = like_a_model(500, 1000, 2003, torch.float32)
-    expected = chunk_and_back(ChunkedEngine, hidden.double(), weight.double(), None, targets, 1.0,
-                              [torch.ones(500, dtype=torch.float64), None, None, None])
+    expected = chunk_and_back(
+        ChunkedEngine,
+        hidden.double(),
+        weight.double(),
+        None,
+        targets,
+        1.0,
+        [torch.ones(500, dtype=torch.float64), None, None, None],
+    )
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        found = chunk_and_back(ExpEpilogueEngine, hidden, weight, None, targets, 1.0,
-                               [torch.ones(500), None, None, None])
+        found = chunk_and_back(
+            ExpEpilogueEngine, hidden, weight, None, targets, 1.0, [torch.ones(500), None, None, None]
+        )
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert (found[0].said.logprobs_T - expected[0].said.logprobs_T).abs().max() < 3e-5

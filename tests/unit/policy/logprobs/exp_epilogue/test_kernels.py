@@ -18,8 +18,7 @@ T, V, D = 19, 53, 40
 def operands(dtype=torch.float32):
     g = torch.Generator().manual_seed(2)
     hidden, weight = torch.randn(T, D, generator=g), torch.randn(V, D, generator=g) / 4
-    return (hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype),
-            torch.randint(0, V, (T,), generator=g).to(DEVICE))
+    return (hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), torch.randint(0, V, (T,), generator=g).to(DEVICE))
 
 
 def test_the_product_stores_exponentials_of_logits_less_the_targets():
@@ -47,8 +46,12 @@ def test_an_exponent_that_is_too_small_is_stored_as_it_is_where_squares_are_want
 def test_a_target_whose_probability_is_below_the_limit_has_overflowed(below, lost):
     weight = torch.tensor([[0.0], [below]], device=DEVICE)
     chunk = ExpEpilogueEngine(make_head(weight)).forward(
-        torch.ones(2, 1, device=DEVICE), torch.tensor([0, 1], device=DEVICE), 1.0, wanted=frozenset({"entropy"}),
-        keep="no")
+        torch.ones(2, 1, device=DEVICE),
+        torch.tensor([0, 1], device=DEVICE),
+        1.0,
+        wanted=frozenset({"entropy"}),
+        keep="no",
+    )
     assert chunk.overflowed_C.tolist() == [lost, False]
     assert chunk.said.logprobs_T[0].item() == pytest.approx(-below, rel=1e-6)
     assert torch.isfinite(torch.stack([x for x in chunk.said if x is not None])).all()
@@ -69,8 +72,13 @@ def test_a_row_just_within_the_limit_keeps_a_gradient_that_is_small():
     """Its scale, g / S, must be a number that bfloat16 holds."""
     weight = torch.tensor([[0.0], [kernels.LIMIT - 1]], device=DEVICE).bfloat16()
     engine = ExpEpilogueEngine(make_head(weight))
-    chunk = engine.forward(torch.ones(1, 1, device=DEVICE).bfloat16(), torch.zeros(1, dtype=torch.int64, device=DEVICE),
-                           1.0, wanted=frozenset(), keep="scratch")
+    chunk = engine.forward(
+        torch.ones(1, 1, device=DEVICE).bfloat16(),
+        torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        1.0,
+        wanted=frozenset(),
+        keep="scratch",
+    )
     into = Accumulators(torch.empty(1, 1, device=DEVICE).bfloat16(), torch.empty(2, 1, device=DEVICE))
     engine.backward(chunk, RowGradients(torch.full((1,), 1e-10, device=DEVICE)), into, slice(0, 1), first=True)
     torch.testing.assert_close(into.weight_VD[:, 0] * 1e10, torch.tensor([1.0, -1.0], device=DEVICE), rtol=1e-2, atol=0)

@@ -12,10 +12,12 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def device(monkeypatch):
     """A GPU with so much shared memory, in kilobytes."""
+
     def with_shared_memory(kilobytes):
         properties = SimpleNamespace(shared_memory_per_block_optin=kilobytes * 1024, multi_processor_count=132)
-        monkeypatch.setattr(tiles, "torch", stand_in(torch, cuda=stand_in(
-            torch.cuda, get_device_properties=lambda _: properties)))
+        monkeypatch.setattr(
+            tiles, "torch", stand_in(torch, cuda=stand_in(torch.cuda, get_device_properties=lambda _: properties))
+        )
         return CUDA
 
     def forget():
@@ -27,8 +29,10 @@ def device(monkeypatch):
     forget()
 
 
-@pytest.mark.parametrize(("kilobytes", "depth", "dtype"), [
-    (227, 1024, torch.bfloat16), (227, 8192, torch.float16), (99, 4096, torch.bfloat16), (163, 4096, torch.float32)])
+@pytest.mark.parametrize(
+    ("kilobytes", "depth", "dtype"),
+    [(227, 1024, torch.bfloat16), (227, 8192, torch.float16), (99, 4096, torch.bfloat16), (163, 4096, torch.float32)],
+)
 def test_operands_in_flight_and_what_is_stored_fit_into_shared_memory(device, kilobytes, depth, dtype):
     tile = tiles.choose_tile(depth, dtype, device(kilobytes))
     loaded = (tile.rows + tile.columns) * tile.depth * dtype.itemsize

@@ -41,10 +41,17 @@ def on_a_gpu(query):
 
 
 def pretend_gpu(monkeypatch, capability):
-    monkeypatch.setattr(flash, "torch", stand_in(
-        torch, cuda=stand_in(torch.cuda, get_device_capability=lambda _: capability),
-        backends=stand_in(torch.backends, cuda=stand_in(
-            torch.backends.cuda, is_flash_attention_available=lambda: True))))
+    monkeypatch.setattr(
+        flash,
+        "torch",
+        stand_in(
+            torch,
+            cuda=stand_in(torch.cuda, get_device_capability=lambda _: capability),
+            backends=stand_in(
+                torch.backends, cuda=stand_in(torch.backends.cuda, is_flash_attention_available=lambda: True)
+            ),
+        ),
+    )
 
 
 @pytest.fixture
@@ -76,8 +83,10 @@ def test_a_rank_alone(order):
 @pytest.mark.parametrize("keys", [range(40), [0, 1, 2, 3, 12, 13, 14, 15, 4, 5, 6, 7, 8, 9, 10, 11]])
 def test_the_operators_of_this_torch_take_what_they_are_given(keys):
     kernel, its = FlashKernel(), block([2, 3, 14, 15], keys, [0] * 40, window=7)
-    query, key = (torch.empty(1, n, heads, 16, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-                  for n, heads in ((4, 6), (len(keys), 2)))
+    query, key = (
+        torch.empty(1, n, heads, 16, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        for n, heads in ((4, 6), (len(keys), 2))
+    )
     out, lse = kernel.forward(query, key, key, its, 0.3)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (query.shape, query.dtype, (1, 6, 4), torch.float32)
     gradients = kernel.backward(out, query, key, key, out, lse, its, 0.3)
@@ -100,21 +109,26 @@ def test_keys_that_lie_in_order_are_not_copied_for_a_shard_either():
     watched = Watched()
     query, key = token_major(4, 3), token_major(2, 12)
     FlashKernel(watched).forward(query, key, key, block([6, 7, 8], range(12), [0] * 5 + [1] * 7), 0.3)
-    (tensors, options), = watched.calls
+    ((tensors, options),) = watched.calls
     assert [x.data_ptr() for x in tensors[:2]] == [query.data_ptr(), key.data_ptr()]
     assert tensors[3].tolist() == [0, 0, 3, 3]
     assert tensors[4].tolist() == [0, 5, 9, 12]
     assert (tensors[8], options["window_size_left"], options["window_size_right"]) == (True, -1, 0)
 
 
-@pytest.mark.parametrize(("queries", "keys", "window", "mask"), [
-    ([4, 5], [0, 1], None, (False, -1, -1)), ([4, 5], range(6), 3, (False, 2, 0)),
-    ([4, 5], range(3), 4, (False, 0, -1))])
+@pytest.mark.parametrize(
+    ("queries", "keys", "window", "mask"),
+    [
+        ([4, 5], [0, 1], None, (False, -1, -1)),
+        ([4, 5], range(6), 3, (False, 2, 0)),
+        ([4, 5], range(3), 4, (False, 0, -1)),
+    ],
+)
 def test_masks_are_said_as_torch_says_them(queries, keys, window, mask):
     watched = Watched()
     query, key = token_major(1, 2), token_major(1, len(keys))
     FlashKernel(watched).forward(query, key, key, block(queries, keys, [0] * 6, window), 0.3)
-    (tensors, options), = watched.calls
+    ((tensors, options),) = watched.calls
     assert (tensors[8], options["window_size_left"], options["window_size_right"]) == mask
     assert options["scale"] == 0.3
 
@@ -124,7 +138,10 @@ def test_gradients_of_keys_that_stand_twice_are_added_in_float32():
     query, key = (torch.empty(1, 2, n, 8, dtype=torch.bfloat16, device="meta") for n in (4, 8))
     out, lse = kernel.forward(query, key, key, its, 0.3)
     assert [x.dtype for x in kernel.backward(out, query, key, key, out, lse, its, 0.3)] == [
-        torch.bfloat16, torch.float32, torch.float32]
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
 
 
 def test_a_block_in_which_nothing_is_seen_calls_nothing():
@@ -144,9 +161,14 @@ def test_heads_that_the_operator_could_not_read_are_copied():
     assert [x.stride(-1) for x in watched.calls[0][0][:3]] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(("dtype", "d", "words"), [
-    (torch.float32, 64, "bfloat16 or float16, and queries are float32"), (torch.bfloat16, 12, "multiples of 8"),
-    (torch.bfloat16, 264, "up to 256")])
+@pytest.mark.parametrize(
+    ("dtype", "d", "words"),
+    [
+        (torch.float32, 64, "bfloat16 or float16, and queries are float32"),
+        (torch.bfloat16, 12, "multiples of 8"),
+        (torch.bfloat16, 264, "up to 256"),
+    ],
+)
 def test_what_it_cannot_is_refused_in_words(hopper, dtype, d, words):
     query = on_a_gpu(torch.empty(1, 2, 4, d, dtype=dtype, device="meta"))
     assert words in FlashKernel(STAND_IN).refusal(query, query, block(range(4), range(4), [0] * 4))
@@ -189,12 +211,22 @@ def test_on_a_cpu_it_is_refused_by_name_and_passed_over():
 def test_an_operator_with_other_arguments_is_not_used(monkeypatch, change):
     def renamed(operator):
         known = operator.default._schema.arguments
-        arguments = [types.SimpleNamespace(name="other" if one.name == change else one.name, kwarg_only=one.kwarg_only)
-                     for one in known]
+        arguments = [
+            types.SimpleNamespace(name="other" if one.name == change else one.name, kwarg_only=one.kwarg_only)
+            for one in known
+        ]
         return types.SimpleNamespace(default=types.SimpleNamespace(_schema=types.SimpleNamespace(arguments=arguments)))
 
     assert Operators.of_torch() is not None
     aten = torch.ops.aten
-    monkeypatch.setattr(flash, "torch", stand_in(torch, ops=stand_in(torch.ops, aten=stand_in(
-        aten, _flash_attention_backward=renamed(aten._flash_attention_backward)))))
+    monkeypatch.setattr(
+        flash,
+        "torch",
+        stand_in(
+            torch,
+            ops=stand_in(
+                torch.ops, aten=stand_in(aten, _flash_attention_backward=renamed(aten._flash_attention_backward))
+            ),
+        ),
+    )
     assert Operators.of_torch() is None

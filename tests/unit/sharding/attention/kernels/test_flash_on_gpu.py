@@ -35,17 +35,30 @@ def held_against_plain(its, *, queries=16, keys=8, d=128, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("order", "at_once"), [
-    ("contiguous", True), ("zigzag", True), ("document_zigzag", True), ("balanced", True), ("contiguous", False),
-    ("zigzag", False), ("striped", False), ("document_zigzag", False), ("balanced", False)])
+@pytest.mark.parametrize(
+    ("order", "at_once"),
+    [
+        ("contiguous", True),
+        ("zigzag", True),
+        ("document_zigzag", True),
+        ("balanced", True),
+        ("contiguous", False),
+        ("zigzag", False),
+        ("striped", False),
+        ("document_zigzag", False),
+        ("balanced", False),
+    ],
+)
 def test_every_block_is_that_of_the_plain_kernel(order, at_once, window):
     lengths = packed(2048, most=600, multiple_of=8)
     for _, _, its in blocks_of(order, 4, lengths, at_once=at_once, window=window):
         held_against_plain(its, queries=4, keys=2, d=64)
 
 
-@pytest.mark.parametrize(("queries", "keys", "d", "dtype"), [
-    (16, 8, 128, torch.bfloat16), (8, 8, 256, torch.bfloat16), (8, 1, 64, torch.float16), (4, 2, 8, torch.float16)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "d", "dtype"),
+    [(16, 8, 128, torch.bfloat16), (8, 8, 256, torch.bfloat16), (8, 1, 64, torch.float16), (4, 2, 8, torch.float16)],
+)
 def test_heads_of_every_kind(queries, keys, d, dtype):
     its = blocks_of("zigzag", 2, packed(1024, most=300), at_once=True)[1][2]
     held_against_plain(its, queries=queries, keys=keys, d=d, dtype=dtype)

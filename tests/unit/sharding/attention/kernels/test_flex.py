@@ -30,6 +30,7 @@ def shuffled(queries, keys, documents, window=None):
 @pytest.fixture
 def in_torch(monkeypatch):
     """FlexAttention without a compiler behind it, which runs anywhere; torch refuses gradients on a CPU needlessly."""
+
     def with_backend(backend):
         known = vars(torch_flex) | {"_validate_device": lambda *_: None}
         unchecked = types.FunctionType(torch_flex.flex_attention.__code__, known, "flex_attention")
@@ -126,10 +127,14 @@ def test_torch_reads_the_mask_as_it_is_meant(in_torch):
     kernel, documents = in_torch("eager"), [0] * 100 + [1] * 150 + [2] * 50
     for queries, keys in ((170, 290), (65, 300)):
         its = shuffled(queries, keys, documents, 37)
-        query, key, value = (torch.randn(1, heads, n, 16, dtype=torch.float64)
-                             for heads, n in ((4, queries), (2, keys), (2, keys)))
-        for found, right in zip(kernel.forward(query, key, value, its, SCALE),
-                                PlainKernel().forward(query, key, value, its, SCALE), strict=True):
+        query, key, value = (
+            torch.randn(1, heads, n, 16, dtype=torch.float64) for heads, n in ((4, queries), (2, keys), (2, keys))
+        )
+        for found, right in zip(
+            kernel.forward(query, key, value, its, SCALE),
+            PlainKernel().forward(query, key, value, its, SCALE),
+            strict=True,
+        ):
             torch.testing.assert_close(found, right, rtol=0, atol=1e-13)
 
 
@@ -154,13 +159,19 @@ def test_lengths_that_differ_are_not_each_compiled(in_torch):
     assert len(graphs) == 2
 
 
-@pytest.mark.parametrize(("dtype", "d", "capability", "words"), [
-    (torch.float64, 64, (9, 0), "at most 32 bits, and queries are float64"),
-    (torch.float32, 8, (9, 0), "head dimensions from 16 on, not 8"), (torch.bfloat16, 64, (7, 5), "capability 8.0"),
-    (torch.float32, 64, (9, 0), None)])
+@pytest.mark.parametrize(
+    ("dtype", "d", "capability", "words"),
+    [
+        (torch.float64, 64, (9, 0), "at most 32 bits, and queries are float64"),
+        (torch.float32, 8, (9, 0), "head dimensions from 16 on, not 8"),
+        (torch.bfloat16, 64, (7, 5), "capability 8.0"),
+        (torch.float32, 64, (9, 0), None),
+    ],
+)
 def test_what_it_cannot_is_refused_in_words(monkeypatch, dtype, d, capability, words):
-    monkeypatch.setattr(flex, "torch", stand_in(torch, cuda=stand_in(
-        torch.cuda, get_device_capability=lambda _: capability)))
+    monkeypatch.setattr(
+        flex, "torch", stand_in(torch, cuda=stand_in(torch.cuda, get_device_capability=lambda _: capability))
+    )
     query = types.SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, shape=(1, 2, 4, d))
     found = FlexKernel(attend).refusal(query, query, block(range(4), range(4), [0] * 4))
     assert found == words or words in found

@@ -8,9 +8,11 @@ from tests.helpers.gpu_attention import blocks_of, heads, packed
 from workbench.sharding.attention.kernels.flex import FlexKernel
 from workbench.sharding.attention.kernels.plain import PlainKernel
 
-pytestmark = [pytest.mark.gpu,
-              pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's compiler loads old parts of torch,
-              pytest.mark.filterwarnings("ignore::UserWarning:torch.*")]  # and advises TF32
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's compiler loads old parts of torch,
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.*"),
+]  # and advises TF32
 SCALE = 0.09
 BARS = {torch.bfloat16: (4.5e-3, 7.5e-3), torch.float32: (1e-6, 1e-6)}  # twice what an H200 shows
 
@@ -44,8 +46,10 @@ def test_every_block_is_that_of_the_plain_kernel(window, dtype):
             held_against_plain(its, queries=4, keys=2, d=64, dtype=dtype)
 
 
-@pytest.mark.parametrize(("queries", "keys", "d", "dtype"), [
-    (16, 8, 128, torch.bfloat16), (16, 8, 128, torch.float32), (6, 2, 64, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "d", "dtype"),
+    [(16, 8, 128, torch.bfloat16), (16, 8, 128, torch.float32), (6, 2, 64, torch.bfloat16)],
+)
 def test_heads_of_every_kind(queries, keys, d, dtype):
     its = blocks_of("striped", 2, packed(1000, most=300), at_once=True)[1][2]
     held_against_plain(its, queries=queries, keys=keys, d=d, dtype=dtype)

@@ -29,8 +29,9 @@ def test_a_row_in_one_piece_or_in_many_is_the_oracles(heads, window, scores, mon
     found = (out, *kernel.backward(d_out, query, key, value, out, lse, made, SCALE))
     for actual, right in zip(found, expected(heads, window), strict=True):
         torch.testing.assert_close(actual[0], right, rtol=0, atol=1e-13)
-    torch.testing.assert_close(lse[0], normaliser(*tensors(*heads)[:2], STRETCHES, scale=SCALE, window=window),
-                               rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        lse[0], normaliser(*tensors(*heads)[:2], STRETCHES, scale=SCALE, window=window), rtol=0, atol=1e-13
+    )
 
 
 def test_queries_that_see_nothing_say_nothing_and_want_nothing():
@@ -53,16 +54,19 @@ def test_gradients_of_blocks_with_the_final_output_and_normaliser_add_up(scores,
     query, key, value, d_out = (x[None] for x in tensors(4, 2))
     keys = [lay.positions(rank) for rank in range(4)]
     blocks = [block(everyone, some) for some in keys]
-    parts = [kernel.forward(query, key[:, :, some], value[:, :, some], made, SCALE)
-             for some, made in zip(keys, blocks, strict=True)]
+    parts = [
+        kernel.forward(query, key[:, :, some], value[:, :, some], made, SCALE)
+        for some, made in zip(keys, blocks, strict=True)
+    ]
     out, lse = parts[0]
     for part in parts[1:]:
         out, lse = merge(out, lse, *part)
     delta = (d_out * out).sum(-1)
     gradients = [torch.zeros_like(x) for x in (query, key, value)]
     for some, made, given in zip(keys, blocks, (None, delta, None, delta), strict=True):
-        d_query, d_key, d_value = kernel.backward(d_out, query, key[:, :, some], value[:, :, some], out, lse, made,
-                                                  SCALE, given)
+        d_query, d_key, d_value = kernel.backward(
+            d_out, query, key[:, :, some], value[:, :, some], out, lse, made, SCALE, given
+        )
         gradients[0] += d_query
         gradients[1][:, :, some] += d_key
         gradients[2][:, :, some] += d_value
@@ -86,8 +90,9 @@ def test_a_mask_is_made_once_for_all_layers_where_it_is_small(monkeypatch):
     made = block(torch.arange(T), torch.arange(T))
     query, key, value, _ = (x[None] for x in tensors(4, 2))
     asked = []
-    monkeypatch.setattr(Block, "allowed_on",
-                        lambda self, *some, rule=Block.allowed_on: asked.append(1) or rule(self, *some))
+    monkeypatch.setattr(
+        Block, "allowed_on", lambda self, *some, rule=Block.allowed_on: asked.append(1) or rule(self, *some)
+    )
     for _ in range(3):
         PlainKernel().forward(query, key, value, made, SCALE)
     assert len(asked) == 1
