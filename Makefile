@@ -37,6 +37,7 @@ test-matrix: .venv/.installed-dev browser
 
 lint: .venv/.installed-dev
 	$(BIN)/python -m ruff check workbench tests notebooks experiments
+	$(BIN)/python -m ruff format --check workbench tests notebooks experiments
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

@@ -1,14 +1,17 @@
-"""The code keeps to the lint settings of pyproject.toml."""
+"""The code keeps to the lint and format settings of pyproject.toml."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_ruff_has_nothing_to_say():
+
+@pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=["lint", "format"])
+def test_ruff_has_nothing_to_say(command):
     project = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "workbench", "tests", "notebooks", "experiments"],
+        [sys.executable, "-m", "ruff", *command, "workbench", "tests", "notebooks", "experiments"],
         cwd=project,
         capture_output=True,
         text=True,
