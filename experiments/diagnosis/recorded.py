@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.compare.diagnose import Record
-from workbench.compare.diagnose.record import RecordedStep, whole
-from workbench.compare.prove.documents import draw_documents, to_batch
+from workbench.diagnose import Record
+from workbench.diagnose.record import RecordedStep, whole
+from workbench.faults import Fault, load_fault
 from workbench.policy.model import load_policy
+from workbench.prove.documents import draw_documents, to_batch
+from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
-from workbench.runs.faults import Fault, load_fault
-from workbench.runs.spec import RunSpec, merge
-from workbench.runs.store import RunDirectory
-from workbench.runs.worker import run_here
+from workbench.specs.run import RunSpec, merge
+from workbench.train.worker import run_here
 
 HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parents[1]
@@ -239,7 +239,7 @@ def _runs() -> Path:
         for path in sorted((package / storey).rglob("*.py"))
         if path.parent.name != "faults" or path.name == "__init__.py"
     ]
-    root = HERE / "runs" / _digest([*sources, package / "compare/prove/documents.py", Path(__file__)])
+    root = HERE / "runs" / _digest([*sources, package / "prove/documents.py", Path(__file__)])
     root.mkdir(parents=True, exist_ok=True)
     return root
 

@@ -17,10 +17,10 @@ import yaml
 from page import page
 from recorded import HERE, PRECISIONS, acts, drawn_pair, hidden, make, of_pairs, recorded, recorded_once, shown
 
-from workbench.compare.diagnose import Diagnosis, Record, diagnose
-from workbench.compare.diagnose.evidence import compare_records
+from workbench.diagnose import Diagnosis, Record, diagnose
+from workbench.diagnose.evidence import compare_records
 from workbench.errors import SpecError
-from workbench.runs.faults import fault_names, load_fault
+from workbench.faults import fault_names, load_fault
 
 PAIRS = 200
 RIGHT = "right"

@@ -14,7 +14,7 @@ import yaml
 
 import workbench as wb
 from workbench.report.fused_ab import ABLATIONS, write_fused_ab, write_sampled
-from workbench.runs.spec import merge
+from workbench.specs.run import merge
 
 HERE = Path(__file__).parent
 DRY_RUN = {

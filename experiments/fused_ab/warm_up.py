@@ -17,8 +17,8 @@ import torch
 from task import WideArithmetic
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from workbench.runs.recording import RecordingSettings, warm_up
-from workbench.runs.store import project_root, provenance, to_json, write_whole
+from workbench.records.directory import project_root, provenance, to_json, write_whole
+from workbench.train.sampling import RecordingSettings, warm_up
 
 HERE = Path(__file__).parent
 SIZES = {

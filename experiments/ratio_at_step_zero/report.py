@@ -14,7 +14,7 @@ import yaml
 
 import workbench as wb
 from workbench.report.ratio_at_step_zero import ABLATIONS, write_log_ratios, write_ratio_at_step_zero
-from workbench.runs.spec import merge
+from workbench.specs.run import merge
 
 HERE = Path(__file__).parent
 DRY_RUN = {

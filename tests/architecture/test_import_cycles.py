@@ -25,7 +25,7 @@ def test_the_package_has_no_import_cycle():
 
 def test_the_graph_of_the_package_holds_every_module_and_its_imports():
     assert len(WORKBENCH.files) == len(list((WORKBENCH.root / "workbench").rglob("*.py")))
-    step = {each.imported for each in WORKBENCH.imports("workbench.runs.step")}
+    step = {each.imported for each in WORKBENCH.imports("workbench.train.step")}
     assert {"torch", "workbench.errors", "workbench.policy.logprobs"} <= step
     api = "workbench.policy.logprobs"
     kinds = {(each.imported, each.in_function, each.for_types) for each in WORKBENCH.imports(api)}

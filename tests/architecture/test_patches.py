@@ -36,12 +36,12 @@ def test_no_test_replaces_what_the_whole_process_uses():
         ("def test(monkeypatch):\n    monkeypatch.setattr('time.sleep', print)", "time.sleep"),
         ("def test(monkeypatch):\n    monkeypatch.setattr(f'pathlib.Path.{1}', print)", "a name made up while it runs"),
         (
-            "from workbench.runs.faults import straggler\n"
+            "from workbench.faults import straggler\n"
             "def test(monkeypatch):\n    monkeypatch.setattr(straggler.time, 'sleep', print)",
             "straggler.time.sleep",
         ),
         (
-            "import importlib\nmodule = importlib.import_module('workbench.runs.faults.straggler')\n"
+            "import importlib\nmodule = importlib.import_module('workbench.faults.straggler')\n"
             "def test(monkeypatch):\n    monkeypatch.delattr(module.time, 'sleep')",
             "module.time.sleep",
         ),
@@ -68,11 +68,11 @@ def test_it_sees_every_way_to(code, refused):
 @pytest.mark.parametrize(
     "code",
     [
-        "from workbench.runs.faults import straggler\n"
+        "from workbench.faults import straggler\n"
         "def test(monkeypatch):\n    monkeypatch.setattr(straggler, 'time', print)",
-        "from workbench.runs.store import RunDirectory\n"
+        "from workbench.records.directory import RunDirectory\n"
         "def test(monkeypatch):\n    monkeypatch.setattr(RunDirectory, 'note', print)",
-        "def test(monkeypatch):\n    monkeypatch.setattr('workbench.runs.store.provenance', print)",
+        "def test(monkeypatch):\n    monkeypatch.setattr('workbench.records.directory.provenance', print)",
         "def test(monkeypatch):\n    monkeypatch.setenv('HOME', 'x')\n    monkeypatch.chdir('y')",
         "import os\nos.environ['HF_HUB_OFFLINE'] = '1'",
         "import torch\ntorch.utils.deterministic.fill_uninitialized_memory = False",  # a setting

@@ -7,13 +7,13 @@ import pytest
 
 from workbench.compare.comparison import Comparison
 from workbench.launch.ablation import load_ablation
+from workbench.records.directory import from_json
 from workbench.report import bridge, fused_ab, gpu_layouts, ratio_at_step_zero, reproducible
 from workbench.report.head import page
 from workbench.report.numbers import significant
 from workbench.report.online import online_answer
 from workbench.report.page import write_report
-from workbench.runs.spec import RunSpec, parse_spec
-from workbench.runs.store import from_json
+from workbench.specs.run import RunSpec, parse_spec
 
 PROJECT = Path(__file__).parents[2]
 EXPERIMENTS = PROJECT / "experiments"

@@ -117,9 +117,9 @@ def test_every_module_has_a_test_of_its_name():
         if path.stem.startswith("__") and "faults" not in path.parts:
             continue
         mirror = TESTS / "unit" / inside.parent / f"test_{path.stem}.py"
-        by_parity = {"runs/worker.py", "launch/agent.py"}  # processes: tests/parity and tests/unit/launch run them
+        by_parity = {"train/worker.py", "launch/agent.py"}  # processes: tests/parity and tests/unit/launch run them
         if "faults" in path.parts:
-            mirror = TESTS / "unit/runs/faults/test_faults.py"
+            mirror = TESTS / "unit/faults/test_faults.py"
         if not mirror.exists() and str(inside) not in by_parity:
             missing.append(str(inside))
     assert missing == []

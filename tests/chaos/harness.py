@@ -19,7 +19,7 @@ import psutil
 
 from tests.chaos import launcher
 from tests.chaos.worker import acknowledged, checksum
-from workbench.runs.store import ENDED, RunDirectory, project_root
+from workbench.records.directory import ENDED, RunDirectory, project_root
 
 MARK = "WB_CHAOS"
 LEAVE_S = 120.0

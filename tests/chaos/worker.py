@@ -16,9 +16,9 @@ import time
 import zlib
 from pathlib import Path
 
-from workbench.runs.store import RunDirectory, process_lives, to_json
-from workbench.runs.watched import be_watched
+from workbench.records.directory import RunDirectory, process_lives, to_json
 from workbench.sharding import flight
+from workbench.train.watched import be_watched
 
 STEP_S = 0.04
 

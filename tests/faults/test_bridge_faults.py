@@ -10,11 +10,11 @@ import torch
 
 from tests.helpers.bars import assert_float64_parity, distances
 from tests.helpers.image_steps import Case, batch_of, problem, simulated
-from workbench.compare.diagnose import diagnose
-from workbench.compare.diagnose.record import Record, RecordedStep
-from workbench.runs.bridge_faults import BRIDGE_FAULTS
-from workbench.runs.encoder_step import IMAGE_FEATURES
-from workbench.runs.faults import planted_faults
+from workbench.diagnose import diagnose
+from workbench.diagnose.record import Record, RecordedStep
+from workbench.faults import planted_faults
+from workbench.faults.bridge import BRIDGE_FAULTS
+from workbench.train.encoder_step import IMAGE_FEATURES
 
 SCALES = {
     "encoder_gradient_averaged_over_cp": 1 / 2,

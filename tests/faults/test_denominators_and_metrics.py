@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.helpers.planted_faults import BASE, documents, shown, whole
-from workbench.runs import step
-from workbench.runs.faults import planted
-from workbench.runs.spec import RunSpec
+from workbench.faults import planted
+from workbench.specs.run import RunSpec
+from workbench.train import step
 
 BATCH = documents(RunSpec.model_validate(BASE))
 TRAINED = [BATCH.loss_mask_T[BATCH.document_ids_T == number].tolist() for number in range(BATCH.num_documents)]

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.planted_records import hidden_records, shown_records
-from workbench.compare.diagnose import diagnose
+from workbench.diagnose import diagnose
 
 EXPECTED = {
     "missing_cp_factor": "over_cp",

@@ -7,10 +7,10 @@ import torch
 
 from tests.helpers.bars import distances
 from tests.helpers.planted_faults import BASE, documents, shown
+from workbench.faults import kept_mass_ignored, padded_vocabulary_counted
 from workbench.rollouts.batch import RolloutBatch
-from workbench.runs.faults import kept_mass_ignored, padded_vocabulary_counted
-from workbench.runs.spec import RunSpec
-from workbench.runs.step import pack_step
+from workbench.specs.run import RunSpec
+from workbench.train.step import pack_step
 
 NO_KL = {"kl": {"coefficient": 0.0}}
 LAST = "model.layers.2."

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from workbench.compare.diagnose.causes import CAUSES
-from workbench.runs.faults import fault_names, load_fault
+from workbench.diagnose.causes import CAUSES
+from workbench.faults import fault_names, load_fault
 
 FOLDER = Path(__file__).parents[2] / "experiments/diagnosis"
 PRECISIONS = ("float64", "float32", "bfloat16")

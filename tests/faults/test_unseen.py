@@ -10,12 +10,12 @@ import torch
 
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.planted_faults import BASE, Found, documents, shown, whole
+from workbench.faults import load_fault, planted
 from workbench.policy.model import Policy, load_policy
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import shift_targets
-from workbench.runs import step
-from workbench.runs.faults import load_fault, planted
-from workbench.runs.spec import RunSpec, merge
+from workbench.specs.run import RunSpec, merge
+from workbench.train import step
 
 
 def spec_of(name: str, **more: object) -> RunSpec:

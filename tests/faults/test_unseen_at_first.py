@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.helpers.planted_faults import BASE, documents, shown, whole
+from workbench.faults import load_fault, planted
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import RolloutBatch
-from workbench.runs import step
-from workbench.runs.faults import load_fault, planted
-from workbench.runs.spec import RunSpec, merge
+from workbench.specs.run import RunSpec, merge
+from workbench.train import step
 
 LAST = "model.layers.2."
 NO_KL = {"kl": {"coefficient": 0.0}}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.planted_faults import hidden, shown
-from workbench.runs.faults import FAMILIES, fault_names, load_fault
+from workbench.faults import FAMILIES, fault_names, load_fault
 
 NAMES = [name for name in fault_names() if load_fault(name).changes_numbers]
 HIDING = [name for name in NAMES if load_fault(name).hidden_in is not None]

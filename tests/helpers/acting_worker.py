@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from workbench.runs.store import RunDirectory, this_process
+from workbench.records.directory import RunDirectory, this_process
 
 LOADED_BEFORE = sorted(name for name in sys.modules if "." not in name)
 

@@ -6,7 +6,7 @@ import threading
 from dataclasses import replace
 
 from tests.helpers.threads import Threads, on_threads
-from workbench.reduction.alignment.align import Alignment
+from workbench.parallel_loss.align import Alignment
 from workbench.sharding.mesh import Axis
 
 

@@ -12,7 +12,7 @@ import random
 from dataclasses import replace
 
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 LAYOUTS = {
     "one_rank": {},
@@ -50,7 +50,7 @@ PARAMETERS = [
 ]
 FLOORED = "model.layers.0.self_attn.k_norm.weight"
 TRACEBACK = """Traceback (most recent call last):
-  File "workbench/runs/worker.py", line 88, in main
+  File "workbench/train/worker.py", line 88, in main
     train(run)
 ShardingError: 3 heads do not divide by tp=2
 """

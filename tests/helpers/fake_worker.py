@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from workbench.runs.store import RunDirectory
+from workbench.records.directory import RunDirectory
 
 
 def main() -> None:

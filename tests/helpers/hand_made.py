@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory, from_json, this_process, to_json, write_whole
+from workbench.records.directory import RunDirectory, from_json, this_process, to_json, write_whole
+from workbench.specs.run import RunSpec
 
 BEGAN_NS = 1_700_000_000 * 10**9
 SECOND_NS = 10**9

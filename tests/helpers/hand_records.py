@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from workbench.compare.diagnose.record import Record, RecordedStep
+from workbench.diagnose.record import Record, RecordedStep
 
 NAMES = (
     "model.embed_tokens.weight",

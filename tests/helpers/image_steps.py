@@ -17,10 +17,10 @@ from workbench.policy.encoder import make_encoder
 from workbench.policy.model import Policy, load_policy
 from workbench.policy.tiny import TINY_VISION, tiny_qwen3
 from workbench.rollouts.batch import RolloutBatch
-from workbench.runs import encoder_step, step
-from workbench.runs.spec import RunSpec
 from workbench.sharding.bridge import Grid, GridGroups, connect
 from workbench.sharding.simulated import simulate
+from workbench.specs.run import RunSpec
+from workbench.train import encoder_step, step
 
 LOSS = {
     "name": "grpo",

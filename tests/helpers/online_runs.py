@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from workbench.records.directory import RunDirectory
 from workbench.rollouts.task import ArithmeticTask
-from workbench.runs.spec import RunSpec, merge
-from workbench.runs.store import RunDirectory
-from workbench.runs.worker import run_here
+from workbench.specs.run import RunSpec, merge
+from workbench.train.worker import run_here
 
 BASE = {
     "model": {"source": "tiny-qwen3"},

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.helpers.bars import distances
-from workbench.compare.prove.documents import draw_documents, to_batch
+from workbench.faults import load_fault, planted
 from workbench.policy.model import Policy, load_policy
+from workbench.prove.documents import draw_documents, to_batch
 from workbench.rollouts.batch import RolloutBatch
-from workbench.runs import step as flow
-from workbench.runs.faults import load_fault, planted
-from workbench.runs.spec import RunSpec, merge
 from workbench.sharding.mesh import Mesh
 from workbench.sharding.simulated import simulate
+from workbench.specs.run import RunSpec, merge
+from workbench.train import step as flow
 
 BASE = {
     "model": {"source": "tiny-qwen3", "seed": 3},

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.helpers.planted_faults import BASE, Found, documents, hidden, shown
-from workbench.compare.diagnose.record import Record, RecordedStep, arranged, context_of
-from workbench.runs.faults import load_fault
-from workbench.runs.spec import RunSpec, merge
+from workbench.diagnose.record import Record, RecordedStep, arranged, context_of
+from workbench.faults import load_fault
+from workbench.specs.run import RunSpec, merge
 
 
 def shown_records(name: str, **more: object) -> tuple[Record, Record]:

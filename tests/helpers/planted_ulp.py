@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from workbench.runs import policies
+from workbench.train import policies
 
 
 def bumped(value, place):

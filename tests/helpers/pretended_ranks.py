@@ -22,10 +22,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory, project_root
-from workbench.runs.watched import be_watched
+from workbench.records.directory import RunDirectory, project_root
 from workbench.sharding import flight
+from workbench.specs.run import RunSpec
+from workbench.train.watched import be_watched
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workbench.compare.prove.documents import Document
-from workbench.compare.prove.proof import Counterexample, LawResult, Proof
+from workbench.prove.documents import Document
+from workbench.prove.proof import Counterexample, LawResult, Proof
 
 DOCUMENT = Document(
     tokens=(3, 5, 7),

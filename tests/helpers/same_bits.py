@@ -8,14 +8,14 @@ import torch
 
 from tests.parity.cases import as_batch
 from workbench.policy.model import Policy, load_policy
+from workbench.records.certificate import certify, mark_gradients
 from workbench.rollouts.batch import RolloutBatch
-from workbench.runs import step as flow
-from workbench.runs.certificate import certify, mark_gradients
-from workbench.runs.exact import as_asked
-from workbench.runs.spec import RunSpec
-from workbench.runs.worker import make_optimizer
 from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import Mesh, make_mesh
+from workbench.specs.run import RunSpec
+from workbench.train import step as flow
+from workbench.train.exact import as_asked
+from workbench.train.worker import make_optimizer
 
 
 def train(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from workbench.launch.ablation import Planned
 from workbench.launch.sweep import Sweep
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory, this_process
+from workbench.records.directory import RunDirectory, this_process
+from workbench.specs.run import RunSpec
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>&\"'"
 """A text that would do something on a page that did not escape it."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import save
-from workbench.runs.spec import RunSpec, merge
-from workbench.runs.store import RunDirectory
-from workbench.runs.worker import run_here
+from workbench.specs.run import RunSpec, merge
+from workbench.train.worker import run_here
 
 FROM_REWARDS = ("groups of one", "equal rewards")
 CASES = ("advantages of zero", "empty loss mask", "one token", *FROM_REWARDS)

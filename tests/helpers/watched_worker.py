@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from workbench.runs.store import RunDirectory
-from workbench.runs.watched import be_watched
+from workbench.records.directory import RunDirectory
 from workbench.sharding import flight
 from workbench.sharding.collectives import all_gather, all_sum
 from workbench.sharding.mesh import join, make_mesh
+from workbench.train.watched import be_watched
 
 
 def main() -> None:

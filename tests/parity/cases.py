@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from workbench.faults import planted
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import Extension, RolloutBatch
-from workbench.runs import step as flow
-from workbench.runs.faults import planted
-from workbench.runs.spec import RunSpec
 from workbench.sharding.mesh import Mesh, make_mesh
+from workbench.specs.run import RunSpec
+from workbench.train import step as flow
 
 
 def one_step(settings: dict, documents: list[dict], frozen_clip=None) -> dict:

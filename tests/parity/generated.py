@@ -26,7 +26,7 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.cases import one_step
 from tests.parity.test_oracle import LOSS, documents_near, oracle
 from workbench.errors import WorkbenchError
-from workbench.runs.spec import RunSpec, parse_spec
+from workbench.specs.run import RunSpec, parse_spec
 
 RECORD = Path(__file__).parents[2] / "experiments/generated_layouts.json"
 BAR = 1e-12

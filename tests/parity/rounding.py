@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from workbench.compare.align import PARAMETER_FACTOR, WHOLE_FACTOR, Subject, compare_runs
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
-from workbench.runs.worker import run_here
+from workbench.records.directory import RunDirectory
+from workbench.specs.run import RunSpec
+from workbench.train.worker import run_here
 
 PROJECT = Path(__file__).parents[2]
 RECORD = PROJECT / "experiments/float32_rounding.json"

@@ -16,13 +16,13 @@ from tests.helpers.bars import assert_float64_parity
 from tests.helpers.pretended_ring import RING
 from tests.helpers.ranks import run_ranks
 from tests.oracles import step as paper
-from workbench.losses.spec import LossSpec
+from workbench.parallel_loss.adjoints import local_to_whole
+from workbench.parallel_loss.align import align_loss
 from workbench.policy.precision import lift_to_float64
 from workbench.policy.tiny import tiny_qwen3
 from workbench.policy.torch_attention import with_torch_attention
-from workbench.reduction.alignment.adjoints import local_to_whole
-from workbench.reduction.alignment.align import align_loss
 from workbench.sharding.collectives import sum_identity, sum_sum
+from workbench.specs.losses import LossSpec
 
 T, LENGTHS = 128, (128, 33, 66, 3, 1, 90)
 DP, CP = 2, 2

@@ -7,7 +7,7 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.cases import many_steps
 from tests.parity.test_layouts import LAYOUTS, settings
 from tests.parity.test_oracle import documents_near, oracle
-from workbench.adapters.contracts import scaling_contract
+from workbench.systems.contracts import scaling_contract
 
 EXACT = [("nemo_rl", "megatron"), ("verl", "fsdp"), ("fast_llm", "main"), ("prime_rl", "fsdp")]
 OTHER = [("trl", "grpo, bnpo, dr_grpo, sapo, luspo"), ("pipelinerl", "deepspeed")]

@@ -18,11 +18,11 @@ from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import PAPER, documents_near
 from workbench.policy.model import load_policy
 from workbench.policy.tiny import tiny_qwen3
-from workbench.runs import step as flow
-from workbench.runs.spec import OptimizerSpec, RunSpec
-from workbench.runs.worker import make_optimizer
 from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import make_mesh
+from workbench.specs.run import OptimizerSpec, RunSpec
+from workbench.train import step as flow
+from workbench.train.worker import make_optimizer
 
 LAYOUTS = {
     "dp2": {"dp": 2},

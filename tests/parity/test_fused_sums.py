@@ -16,9 +16,9 @@ from workbench.policy.logprobs.engine import count_products
 from workbench.policy.logprobs.fused_loss import fused_loss
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import Extension
-from workbench.runs import step as flow
-from workbench.runs.spec import RunSpec
 from workbench.sharding.simulated import simulate
+from workbench.specs.run import RunSpec
+from workbench.train import step as flow
 
 CP2 = {"cp": 2, "order": "zigzag"}
 CHUNK = 5

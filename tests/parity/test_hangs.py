@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.stand_in import stand_in
+from workbench.faults import planted, straggler
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
-from workbench.runs import step
-from workbench.runs.faults import planted, straggler
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
-from workbench.runs.watched import flight_path
-from workbench.runs.worker import run_here
+from workbench.records.directory import RunDirectory
 from workbench.sharding import flight
 from workbench.sharding.mesh import Axis, single_process_mesh
+from workbench.specs.run import RunSpec
+from workbench.train import step
+from workbench.train.watched import flight_path
+from workbench.train.worker import run_here
 
 PROJECT = Path(__file__).parents[2]
 SMALL = {

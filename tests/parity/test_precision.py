@@ -7,8 +7,8 @@ from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import documents_near
 from workbench.policy.model import load_policy
 from workbench.rollouts.batch import RolloutBatch
-from workbench.runs import step as flow
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
+from workbench.train import step as flow
 
 
 class LowPrecision(TorchDispatchMode):

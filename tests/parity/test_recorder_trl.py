@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.adapters.translate import loss_spec
 from workbench.policy.tiny import tiny_qwen3
+from workbench.records.directory import RunDirectory
 from workbench.rollouts import files
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
-from workbench.runs.worker import run_here
+from workbench.specs.run import RunSpec
+from workbench.systems.translate import loss_spec
+from workbench.train.worker import run_here
 
 MICRO_BATCHES, EACH, LENGTH = 3, 2, 9
 SYMBOLS = ["<pad>", "<eos>", *"0123456789+=?"]

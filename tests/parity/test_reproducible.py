@@ -14,11 +14,11 @@ from tests.parity.layouts_of_bits import BLOCK, drawn, on_one_rank, oracle
 from workbench.errors import SpecError
 from workbench.policy.model import load_policy
 from workbench.reproducible import OutOfRange
-from workbench.runs import step as flow
-from workbench.runs.exact import as_asked
-from workbench.runs.spec import RunSpec
 from workbench.sharding.mesh import single_process_mesh
 from workbench.sharding.simulated import simulate
+from workbench.specs.run import RunSpec
+from workbench.train import step as flow
+from workbench.train.exact import as_asked
 
 ROWS = 4
 LAYOUTS = {

@@ -15,10 +15,10 @@ from tests.parity.test_layouts import settings
 from tests.parity.test_oracle import documents_near
 from workbench.policy.model import load_policy
 from workbench.reproducible.kernels import plain
-from workbench.runs import step as flow
-from workbench.runs.exact import as_asked
-from workbench.runs.spec import RunSpec
 from workbench.sharding.mesh import single_process_mesh
+from workbench.specs.run import RunSpec
+from workbench.train import step as flow
+from workbench.train.exact import as_asked
 
 BAR = 1.1
 SEEDS = range(5)

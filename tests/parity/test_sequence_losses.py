@@ -15,9 +15,9 @@ from tests.parity.sequence_cases import CORRECTIONS, DENOMINATORS, LOSSES, Oracl
 from tests.unit.reduction.test_document_sums import WRONG
 from workbench.errors import SpecError
 from workbench.rollouts.packing import pack
-from workbench.runs import step as flow
-from workbench.runs.spec import RunSpec
 from workbench.sharding.mesh import single_process_mesh
+from workbench.specs.run import RunSpec
+from workbench.train import step as flow
 
 CASES = LOSSES | DENOMINATORS | CORRECTIONS
 LAYOUTS = {

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.losses.spec import LossSpec
 from workbench.reduction.weights import step_weights
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.packing import fill, pack
 from workbench.rollouts.targets import shift_targets
+from workbench.specs.losses import LossSpec
 
 settings.register_profile("bench", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("bench")

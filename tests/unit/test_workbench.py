@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 import workbench
-from workbench.runs.store import project_root
+from workbench.records.directory import project_root
 
 LIGHT = ("torch", "pandas", "matplotlib", "transformers", "torchx", "pydantic", "IPython")
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from workbench.errors import LaunchError
 from workbench.metrics.cost import StepClock
+from workbench.records.directory import project_root, provenance
 from workbench.report.bridge import write_bridge_report
-from workbench.runs.store import project_root, provenance
 from workbench.sharding.bridge import Grid, GridGroups, GridPair, connect
 from workbench.sharding.bridge.delivery import Delivery, crossing_of, sides_of
 from workbench.sharding.bridge.pair import least_samples

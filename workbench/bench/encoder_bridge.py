@@ -1,7 +1,7 @@
 """Whether an encoder and a policy in two layouts train as one process does, and which check sees which bug.
 
 On simulated ranks, in float64, with a tiny SigLIP and a tiny Qwen3: gradients of every parameter in each pair of
-layouts against one rank, and each known bug of a bridge (`workbench.runs.bridge_faults`) against the right step, by
+layouts against one rank, and each known bug of a bridge (`workbench.faults.bridge`) against the right step, by
 three checks: gradients, weights after one step of Adam, and what `diagnose` makes of two records. Nothing is a time.
 
 Units: distances are of a parameter's gradient, in parts of its norm, or of a floor where that is next to nothing.
@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.compare.diagnose import Record, diagnose
-from workbench.compare.diagnose.record import RecordedStep
-from workbench.compare.prove.documents import Document, draw_documents, to_batch
+from workbench.diagnose import Record, diagnose
+from workbench.diagnose.record import RecordedStep
+from workbench.faults import planted_faults
+from workbench.faults.bridge import BRIDGE_FAULTS
 from workbench.policy.encoder import make_encoder
 from workbench.policy.model import load_policy
 from workbench.policy.tiny import tiny_siglip
+from workbench.prove.documents import Document, draw_documents, to_batch
+from workbench.records.directory import project_root, provenance
 from workbench.report.encoder_bridge import write_encoder_bridge_report
 from workbench.rollouts.batch import PADDING, RolloutBatch
-from workbench.runs.bridge_faults import BRIDGE_FAULTS
-from workbench.runs.encoder_step import ENCODER, IMAGE_FEATURES, image_features, prepare_image_rows, run_image_step
-from workbench.runs.faults import planted_faults
-from workbench.runs.spec import RunSpec
-from workbench.runs.step import StepResult, make_loss
-from workbench.runs.store import project_root, provenance
 from workbench.sharding.bridge import Grid, GridGroups, connect
 from workbench.sharding.mesh import Axis
 from workbench.sharding.simulated import simulate
+from workbench.specs.run import RunSpec
+from workbench.train.encoder_step import ENCODER, IMAGE_FEATURES, image_features, prepare_image_rows, run_image_step
+from workbench.train.step import StepResult, make_loss
 
 FOLDER = "encoder_bridge"
 """Of the project's experiments."""

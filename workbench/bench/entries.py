@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from workbench.errors import LaunchError
-from workbench.runs.store import from_json, to_json, write_whole
+from workbench.records.directory import from_json, to_json, write_whole
 
 GIVE_UP_S = 120.0
 """For a collective: longer than kernels take to compile, which may fall between two ranks."""

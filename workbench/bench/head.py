@@ -23,8 +23,8 @@ import torch
 
 from workbench.bench.head_contenders import BOTH, FORWARD, Contender, Pass, part_of
 from workbench.bench.head_workloads import SIZES, SIZES_WITHOUT_GPU, Size, Truth, Workload, relative_error
+from workbench.records.directory import project_root, provenance
 from workbench.report.head import write_head_report
-from workbench.runs.store import project_root, provenance
 
 FOLDER = "head"
 """Of the project's experiments: a record and a page lie there."""

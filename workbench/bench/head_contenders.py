@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from workbench.bench.head_workloads import DOCUMENT, Part, Workload
-from workbench.losses.spec import LossSpec
 from workbench.policy.logprobs import token_logprobs
 from workbench.policy.logprobs.fused_loss import fused_loss
+from workbench.specs.losses import LossSpec
 
 Kind = Literal["floor", "ours", "peer", "cross entropy"]
 Pass = Callable[[], Tensor | None]

@@ -29,8 +29,8 @@ from workbench.bench.head_workloads import DOCUMENT, SIZES, SIZES_WITHOUT_GPU, S
 from workbench.errors import LaunchError
 from workbench.metrics.cost import StepClock
 from workbench.policy.logprobs.fused_loss import fused_loss
+from workbench.records.directory import project_root, provenance
 from workbench.report.head import write_head_report
-from workbench.runs.store import project_root, provenance
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh
 from workbench.sharding.tensor_parallel import shard_range
 

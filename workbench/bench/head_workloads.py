@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from workbench.losses.build import make_loss
-from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs
 from workbench.policy.logprobs import TokenLogprobs
+from workbench.specs.losses import LossSpec
 
 DOCUMENT = 1024
 """Tokens of a document, and of a sequence where a contender wants rectangles."""

@@ -25,8 +25,8 @@ from workbench.errors import LaunchError
 from workbench.launch import jobs, processes
 from workbench.launch.component import environment_of
 from workbench.launch.devices import Placement
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory, project_root, provenance
+from workbench.records.directory import RunDirectory, project_root, provenance
+from workbench.specs.run import RunSpec
 
 TRIVIAL, READY = "workbench.bench.trivial_rank", "workbench.bench.ready_rank"
 """Ranks that only join, sum a number and leave; the second imports what the rank of a real run does."""

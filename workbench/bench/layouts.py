@@ -36,15 +36,15 @@ from workbench.bench.entries import GIVE_UP_S, entry_file, found_of, run_entries
 from workbench.errors import WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
+from workbench.records.directory import from_json, project_root, provenance, to_json, write_whole
 from workbench.report.gpu_layouts import write_layout_report
 from workbench.rollouts.batch import PADDING, RolloutBatch
 from workbench.rollouts.files import load, save
-from workbench.runs import step as flow
-from workbench.runs.spec import LayoutSpec, RunSpec, parse_spec, read_yaml
-from workbench.runs.store import from_json, project_root, provenance, to_json, write_whole
-from workbench.runs.worker import make_optimizer
 from workbench.sharding.collectives import all_max
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh, single_process_mesh
+from workbench.specs.run import LayoutSpec, RunSpec, parse_spec, read_yaml
+from workbench.train import step as flow
+from workbench.train.worker import make_optimizer
 
 FOLDER = "gpu_layouts"
 """Of the project's experiments."""

@@ -21,11 +21,11 @@ from workbench.losses.build import make_loss
 from workbench.metrics.cost import StepClock, metrics_cost
 from workbench.policy.model import Policy, load_policy
 from workbench.policy.published import published_qwen3
+from workbench.records.directory import project_root, provenance
 from workbench.rollouts.batch import RolloutBatch
-from workbench.runs import step as flow
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import project_root, provenance
 from workbench.sharding.mesh import single_process_mesh
+from workbench.specs.run import RunSpec
+from workbench.train import step as flow
 
 TOKENS, TOKENS_WITHOUT_GPU, DOCUMENTS = 16384, 1024, 32
 LEVELS = ("none", "basic", "full")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import workbench.runs.worker  # noqa: F401 (its cost is what is measured)
+import workbench.train.worker  # noqa: F401 (its cost is what is measured)
 from workbench.bench.trivial_rank import main
 
 if __name__ == "__main__":

@@ -39,18 +39,18 @@ from workbench.bench.layouts import draw_documents
 from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
+from workbench.records.certificate import certify, mark_gradients
+from workbench.records.directory import from_json, project_root, provenance, to_json, write_whole
 from workbench.report.reproducible import write_reproducible_report
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import load, save
-from workbench.runs import step as flow
-from workbench.runs.certificate import certify, mark_gradients
-from workbench.runs.exact import as_asked
-from workbench.runs.spec import LayoutSpec, ReproducibleSpec, RunSpec, parse_spec, read_yaml
-from workbench.runs.store import from_json, project_root, provenance, to_json, write_whole
-from workbench.runs.worker import make_optimizer
 from workbench.sharding.collectives import all_max
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
+from workbench.specs.run import LayoutSpec, ReproducibleSpec, RunSpec, parse_spec, read_yaml
+from workbench.train import step as flow
+from workbench.train.exact import as_asked
+from workbench.train.worker import make_optimizer
 
 FOLDER = "reproducible"
 """Of the project's experiments."""

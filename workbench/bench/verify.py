@@ -45,7 +45,7 @@ from typing import Any
 
 from workbench.errors import LaunchError, SpecError
 from workbench.launch.devices import visible_gpus
-from workbench.runs.store import from_json, project_root, provenance, without_machine_paths
+from workbench.records.directory import from_json, project_root, provenance, without_machine_paths
 
 MODELS = {"tiny-qwen3": {}, "qwen3-0.6b": {"rows": 2, "learning_rate": 0.002, "orders": 1}}
 """Model -> in what its task differs from the usual one."""

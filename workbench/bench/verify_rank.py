@@ -24,21 +24,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.bench.verify import Task
-from workbench.losses.spec import LossSpec
 from workbench.metrics.cost import StepClock
+from workbench.parallel_loss.align import Alignment, Engine, align_loss
+from workbench.parallel_loss.rows import ContextParallelRows, shifted
 from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
 from workbench.policy.model import with_our_attention
 from workbench.policy.precision import lift_to_float64
 from workbench.policy.published import QWEN3, published_qwen3
 from workbench.policy.tiny import tiny_qwen3
 from workbench.policy.torch_attention import with_torch_attention
-from workbench.reduction.alignment.align import Alignment, Engine, align_loss
-from workbench.reduction.alignment.rows import ContextParallelRows, shifted
-from workbench.runs.store import write_whole
+from workbench.records.directory import write_whole
 from workbench.sharding.attention import AttentionShard
 from workbench.sharding.collectives import all_max, all_sum_
 from workbench.sharding.mesh import Mesh, join, leave, make_mesh
 from workbench.sharding.plan import ShardPlan
+from workbench.specs.losses import LossSpec
 
 VOCABULARY = 97
 """Of the tiny model; no rank count divides it."""

@@ -12,7 +12,7 @@ import tyro
 
 from workbench.bench import BENCHMARKS
 from workbench.errors import SpecError
-from workbench.runs.store import project_root, to_json, without_machine_paths, write_whole
+from workbench.records.directory import project_root, to_json, without_machine_paths, write_whole
 
 
 @dataclasses.dataclass

@@ -35,7 +35,7 @@ def _bisect(
         json: Print JSON.
     """
     from workbench.compare.bisect import bisect
-    from workbench.runs.store import to_json
+    from workbench.records.directory import to_json
 
     names = (_called(a), _called(b))
     found = bisect(meant(a), meant(b), names=names, block_tokens=block_tokens, steps=steps)
@@ -68,7 +68,7 @@ def meant(asked: str) -> Any:
     """
     from workbench.errors import SpecError
     from workbench.launch.ablation import load_ablation
-    from workbench.runs.spec import read_yaml
+    from workbench.specs.run import read_yaml
 
     file, _, name = asked.rpartition(":")
     if Path(asked).suffix in _YAML and "configurations" in (read_yaml(Path(asked)) or {}):

@@ -10,8 +10,8 @@ import tyro
 
 from workbench.cli.terminal import safe, say
 from workbench.launch.cancel import cancel_run
-from workbench.runs.lookup import look_up
-from workbench.runs.store import ENDED
+from workbench.records.directory import ENDED
+from workbench.records.lookup import look_up
 
 BY = "the command line"
 
@@ -26,7 +26,7 @@ def cancel(
     """End a run, or all runs of an experiment that have not ended, and wait until they have.
 
     Args:
-        asked: see `workbench.runs.lookup.look_up`.
+        asked: see `workbench.records.lookup.look_up`.
         by: who asks, for the record.
         project: the folder that holds ``experiments``; None takes `project_root`.
         on_end: told name of the folder, state, and whether it had ended before.

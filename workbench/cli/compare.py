@@ -42,7 +42,7 @@ def certified(run: str, reference: str) -> tuple[str, bool]:
     """
     from workbench.compare.certificates import compare_certificates
     from workbench.errors import RecordError
-    from workbench.runs.lookup import look_up
+    from workbench.records.lookup import look_up
 
     runs = [run for asked in (run, reference) for run in look_up(asked).opened()]
     found = compare_certificates(runs[0], runs[1]) if len(runs) == 2 else None

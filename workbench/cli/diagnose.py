@@ -29,8 +29,8 @@ def _diagnose(
         suspect: Likewise, the one in doubt.
         json: Print JSON.
     """
-    from workbench.compare.diagnose import diagnose
-    from workbench.runs.store import to_json
+    from workbench.diagnose import diagnose
+    from workbench.records.directory import to_json
 
     found = diagnose(trusted, suspect)
     if json:

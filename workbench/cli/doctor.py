@@ -25,9 +25,9 @@ import tyro
 from workbench.cli.terminal import safe, say, size
 from workbench.errors import WorkbenchError
 from workbench.launch.rendezvous import meet
+from workbench.records.directory import project_root, to_json
+from workbench.records.lookup import experiments, runs_of
 from workbench.report.exporters import TRACKERS
-from workbench.runs.lookup import experiments, runs_of
-from workbench.runs.store import project_root, to_json
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 

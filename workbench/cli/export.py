@@ -10,9 +10,9 @@ from typing import Annotated
 import tyro
 
 from workbench.cli.terminal import safe, say
+from workbench.records.lookup import look_up
 from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.export import Exported, TrackerName, default_folder, export_runs
-from workbench.runs.lookup import look_up
 
 
 def export(
@@ -26,7 +26,7 @@ def export(
     """Make a run at a tracker of a run, or of each run of an experiment; see `export_runs`.
 
     Args:
-        asked: see `workbench.runs.lookup.look_up`.
+        asked: see `workbench.records.lookup.look_up`.
         to: the tracker.
         project: what the tracker files them under, above the experiment.
         folder: gets the tracker's files; None takes ``runs/exports/<tracker>`` of the experiment.

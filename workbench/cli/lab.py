@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from workbench.errors import LaunchError
-from workbench.runs.store import project_root
+from workbench.records.directory import project_root
 
 
 def lab_command(project: Path, more: Sequence[str] = ()) -> list[str]:

@@ -12,8 +12,8 @@ import tyro
 
 from workbench.cli.terminal import safe, say
 from workbench.errors import RecordError
-from workbench.runs.lookup import look_up, spelled
-from workbench.runs.store import ENDED, RunDirectory
+from workbench.records.directory import ENDED, RunDirectory
+from workbench.records.lookup import look_up, spelled
 
 _BLOCK = 64 * 1024
 _POLL_S = 0.2

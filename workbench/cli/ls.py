@@ -13,9 +13,9 @@ import tyro
 
 from workbench.cli.terminal import say, table, when, width
 from workbench.errors import WorkbenchError
+from workbench.records.directory import ENDED, failure_in_short, to_json
+from workbench.records.lookup import Found, experiment_at, experiments, runs_of, steps_recorded
 from workbench.report.trial import duration
-from workbench.runs.lookup import Found, experiment_at, experiments, runs_of, steps_recorded
-from workbench.runs.store import ENDED, failure_in_short, to_json
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Listed:
         experiment: name of the folder that holds its ``runs``.
         name: of the configuration.
         folder: name of the run's own folder.
-        state: one of `workbench.runs.store.STATES`, or "unreadable".
+        state: one of `workbench.records.directory.STATES`, or "unreadable".
         steps_done: optimizer steps recorded.
         steps: optimizer steps in all.
         created_ns: when it was asked for.

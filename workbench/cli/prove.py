@@ -81,9 +81,9 @@ def _prove(
         budget_s: Seconds of processor time after which no further case is begun; laws that were not tried are named.
         json: Print JSON.
     """
-    from workbench.compare.prove import prove
-    from workbench.runs.spec import load_run_spec
-    from workbench.runs.store import to_json
+    from workbench.prove import prove
+    from workbench.records.directory import to_json
+    from workbench.specs.run import load_run_spec
 
     settings: Any = None if spec is None else load_run_spec(spec)
     what: Any = loss

@@ -68,10 +68,10 @@ def check(folder: Path, *, loss: str = "grpo") -> int:
         folder: holds manifest.json and rollouts.safetensors.
         loss: preset that a run would take, such as grpo, sft or dpo.
     """
-    from workbench.losses.spec import LossSpec
     from workbench.metrics.trainable import WITHOUT_ADVANTAGES, Trainable
     from workbench.rollouts import files
-    from workbench.runs.spec import parse_spec
+    from workbench.specs.losses import LossSpec
+    from workbench.specs.run import parse_spec
 
     spec = parse_spec(LossSpec, {"name": loss}, where=f"--loss {loss}")
     batch = files.load(folder)
@@ -121,7 +121,7 @@ def record(
         seed: of the weights, the problems and the sampling.
         overwrite: replace a recording that is there.
     """
-    from workbench.runs.recording import RecordingSettings, record_rollouts
+    from workbench.train.sampling import RecordingSettings, record_rollouts
 
     settings = RecordingSettings(prompts=prompts, answers=answers, temperature=temperature, seed=seed)
     numbers = record_rollouts(folder, settings, overwrite=overwrite, on_event=lambda line: print(line, flush=True))

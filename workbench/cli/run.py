@@ -16,9 +16,9 @@ from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec, Planned, load_ablation, select
 from workbench.launch.run import Where, launch, requests
 from workbench.launch.sweep import RunEvent, Sweep
-from workbench.runs.lookup import experiment_folder
-from workbench.runs.spec import RunSpec, merge, parse_spec
-from workbench.runs.store import project_root, provenance
+from workbench.records.directory import project_root, provenance
+from workbench.records.lookup import experiment_folder
+from workbench.specs.run import RunSpec, merge, parse_spec
 
 if TYPE_CHECKING:
     from workbench.compare.comparison import Comparison

@@ -19,13 +19,13 @@ from workbench.errors import RecordError, WorkbenchError
 from workbench.launch.ablation import load_ablation
 from workbench.launch.waits import find_waits
 from workbench.metrics.evidence import Evidence
+from workbench.records.directory import ENDED, STATES, RunDirectory, failure_in_short, from_json, to_json
+from workbench.records.lookup import Found, Target, look_up, runs_of, spelled, steps_recorded
+from workbench.records.progress import CONTINUES, Pace
 from workbench.report.numbers import significant
 from workbench.report.trial import GRADIENT_NORM, LOSS, REWARD, duration
-from workbench.runs.lookup import Found, Target, look_up, runs_of, spelled, steps_recorded
-from workbench.runs.progress import CONTINUES, Pace
-from workbench.runs.spec import flatten
-from workbench.runs.store import ENDED, STATES, RunDirectory, failure_in_short, from_json, to_json
 from workbench.sharding import flight
+from workbench.specs.run import flatten
 
 _TAIL_BYTES = 16 * 1024
 _PATIENCE_S = 5.0
@@ -40,7 +40,7 @@ class RankStatus:
         rank: its number.
         log_bytes: size of its log; None if there is none.
         last_line: the last line of its log that is not empty.
-        ended: how it ended: "well", one of `workbench.runs.store.CAUSES`, or "" if it has not said.
+        ended: how it ended: "well", one of `workbench.records.directory.CAUSES`, or "" if it has not said.
         inside: the collective that it entered and has not left, "" if none is known.
     """
 
@@ -74,7 +74,7 @@ class RunStatus:
         experiment: name of the folder that holds its ``runs``.
         name: of the configuration.
         folder: name of the run's own folder.
-        state: one of `workbench.runs.store.STATES`.
+        state: one of `workbench.records.directory.STATES`.
         cancel_requested: somebody asked for its end.
         created_ns: when it was asked for.
         started_ns: when its first rank spoke; None before.
@@ -136,7 +136,7 @@ def describe(asked: str | Path, *, project: Path | None = None) -> list[RunStatu
     """All that is known of a run, or of every run of an experiment, oldest first.
 
     Args:
-        asked: see `workbench.runs.lookup.look_up`.
+        asked: see `workbench.records.lookup.look_up`.
         project: the folder that holds ``experiments``; None takes `project_root`.
 
     Raises:

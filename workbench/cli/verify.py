@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from workbench.bench import verify
-from workbench.runs.store import project_root, to_json, without_machine_paths, write_whole
+from workbench.records.directory import project_root, to_json, without_machine_paths, write_whole
 
 _DESCRIPTION = """Train on several ranks and on one, and compare their weights and memory.
 

@@ -38,8 +38,8 @@ from workbench.compare.factors import SAME, name_factor
 from workbench.compare.reading import Gradients, RunReader, flipped_clips, ratio_histograms, same_tokens
 from workbench.compare.soundness import evidence_of, not_finite, too_far, too_small, why_vacuous
 from workbench.errors import RecordError
-from workbench.runs.certificate import held_by_bits
-from workbench.runs.store import RunDirectory, failure_in_short
+from workbench.records.certificate import held_by_bits
+from workbench.records.directory import RunDirectory, failure_in_short
 
 FLOAT64_BAR = 1e-12
 FLOOR = 1e-3

@@ -1,6 +1,6 @@
 """Where do two runs part? The first module and block of tokens whose bits differ, in the first step that differs.
 
-Both are run again in this process, their ranks simulated, with a trace (`workbench.runs.trace`) and certificates. What
+Both are run again in this process, their ranks simulated, with a trace (`workbench.train.trace`) and certificates. What
 is held against each other are bits, so two layouts of the ordinary mode part at the first product whose shape differs;
 two in the reproducible mode part nowhere, or there is a bug. What a backend's own order of summing does to the
 ordinary mode is not seen here: run both with ``record: {certificate: true, trace_tokens: 64}`` where they belong, and
@@ -25,11 +25,11 @@ from workbench.compare.certificates import (
 )
 from workbench.errors import RecordError
 from workbench.metrics.evidence import Evidence, weaker
-from workbench.runs.lookup import look_up
-from workbench.runs.spec import RunSpec, load_run_spec
-from workbench.runs.store import RunDirectory, project_root
-from workbench.runs.trace import INPUT, LOGPROBS, TOKENS, Trace, read_trace
-from workbench.runs.worker import run_here
+from workbench.records.directory import RunDirectory, project_root
+from workbench.records.lookup import look_up
+from workbench.specs.run import RunSpec, load_run_spec
+from workbench.train.trace import INPUT, LOGPROBS, TOKENS, Trace, read_trace
+from workbench.train.worker import run_here
 
 BLOCK_TOKENS = 64
 """Tokens of a block where neither run says how long its own are."""
@@ -46,7 +46,7 @@ class Parting:
     Attributes:
         step: from 0.
         way: forward or backward through the decoder; the loss; the sums of parameters' gradients; weights.
-        tensor: name of the module, with `workbench.runs.trace.INPUT` where it is what the module was given; of the
+        tensor: name of the module, with `workbench.train.trace.INPUT` where it is what the module was given; of the
             term of the loss; of the parameter.
         row: of the step, as the first run numbers them; None where no tokens can be named, as in all that follows.
         block: the first of the row that differs.
@@ -171,7 +171,7 @@ def bisect(
     """Run two specs again and name the first tensor and block of tokens in which they differ.
 
     Args:
-        a: a spec, a YAML file with one, a run directory, or what `workbench.runs.lookup.look_up` finds one by. A run
+        a: a spec, a YAML file with one, a run directory, or what `workbench.records.lookup.look_up` finds one by. A run
             that has a trace already is not run again, if the other has one of the same blocks.
         b: likewise.
         names: what to call them; a run directory has a name of its own.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from workbench.errors import RecordError
 from workbench.metrics.evidence import Evidence, weaker
-from workbench.runs.certificate import Certificate, read_certificate
-from workbench.runs.store import RunDirectory
+from workbench.records.certificate import Certificate, read_certificate
+from workbench.records.directory import RunDirectory
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -16,8 +16,8 @@ import pandas as pd
 
 from workbench.compare.declared import declared_note
 from workbench.errors import RecordError, VerdictError
-from workbench.runs.spec import LayoutSpec, flatten
-from workbench.runs.store import from_json, to_json, write_whole
+from workbench.records.directory import from_json, to_json, write_whole
+from workbench.specs.run import LayoutSpec, flatten
 
 VERDICTS = ("reference", "equal", "within budget", "different", "vacuous", "unsound baseline", "failed")
 """What a comparison says of a configuration; see `workbench.compare.soundness` for vacuous and unsound baseline."""

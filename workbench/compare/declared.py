@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from workbench.losses.spec import LossSpec
+from workbench.specs.losses import LossSpec
 
 MEANINGS = {
     "dp": "data-parallel ranks",

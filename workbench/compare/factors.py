@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from workbench.compare.comparison import ParameterDifference
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 SAME = 1e-6
 """Relative closeness at which a factor is taken for what it is near to."""

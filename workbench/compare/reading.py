@@ -12,10 +12,10 @@ from torch import Tensor
 
 from workbench.errors import RecordError
 from workbench.metrics.evidence import Evidence
-from workbench.runs.certificate import read_certificate
-from workbench.runs.integrity import check_certificate, check_gradients
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
+from workbench.records.certificate import read_certificate
+from workbench.records.directory import RunDirectory
+from workbench.records.integrity import check_certificate, check_gradients
+from workbench.specs.run import RunSpec
 
 Gradients = Mapping[str, Tensor]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.compare.comparison import Comparison, Configuration
-from workbench.runs.spec import flatten
+from workbench.specs.run import flatten
 
 SEEDS = ("seed", "model.seed")
 """The settings that only choose a draw."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 
-from workbench.compare.diagnose.noise import Noise
 from workbench.compare.reading import Gradients, RunReader, flipped_clips
+from workbench.diagnose.noise import Noise
 from workbench.metrics.evidence import Evidence, weaker
 
 MOST = 0.4
@@ -25,7 +25,7 @@ admit a gradient of zero."""
 def explained_error(baseline: RunReader, truth: RunReader, step: int) -> float:
     """The relative error of a whole gradient that rounding in the baseline's precision explains in a step.
 
-    Bars of `workbench.compare.diagnose.noise`: by precision, for the first step and for later ones, wider where the
+    Bars of `workbench.diagnose.noise`: by precision, for the first step and for later ones, wider where the
     gradient is smaller than it has been (what rounding did to single tokens does not cancel with them) and where
     rounding turned clip decisions; never more than `MOST`. Float32 baselines of the saved experiments lie a hundred
     times below their bars (1.3e-6 of 2e-4 in the first step, 5.1e-6 of 5e-3 later:

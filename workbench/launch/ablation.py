@@ -29,10 +29,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from workbench.errors import SpecError
-from workbench.runs.certificate import held_by_bits
-from workbench.runs.faults import fault_names
-from workbench.runs.spec import RunSpec, flatten, merge, parse_spec, read_yaml
-from workbench.runs.store import RUN_NAME
+from workbench.faults import fault_names
+from workbench.records.certificate import held_by_bits
+from workbench.records.directory import RUN_NAME
+from workbench.specs.run import RunSpec, flatten, merge, parse_spec, read_yaml
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def _parse_all(where: str, settings: Sequence[tuple[str, dict[str, Any]]]) -> di
         raise SpecError(
             f"{where}: {len(wrong)} of {len(settings)} runs cannot be used",
             found="; ".join(wrong),
-            rule="settings of RunSpec, and faults of workbench.runs.faults; unknown ones are refused",
+            rule="settings of RunSpec, and faults of workbench.faults; unknown ones are refused",
             fix="correct the file; `workbench run --help` lists every setting",
         )
     return specs

@@ -78,13 +78,13 @@ class Overseer:
         if self._watchdog is not None:
             self._watchdog.stop()
             if exit_codes:
-                from workbench.runs.store import EXIT_CODES
+                from workbench.records.directory import EXIT_CODES
 
                 self._watchdog.run.write_json(f"ranks/{EXIT_CODES}", {str(r): c for r, c in exit_codes.items()})
 
     def _begin(self) -> None:
         from workbench.launch.watchdog import HANG_S, Watchdog
-        from workbench.runs.store import RunDirectory, this_process
+        from workbench.records.directory import RunDirectory, this_process
 
         run = RunDirectory.open(self.run_dir)
         run.note(agent=this_process())
@@ -95,8 +95,8 @@ class Overseer:
 def own_ranks(run: Any) -> dict[int, int]:
     """Rank -> pid of the ranks that have begun to record: children of this process, and those that have ended."""
     from workbench.errors import RecordError
-    from workbench.runs.watched import flight_path
     from workbench.sharding.flight import read_beat
+    from workbench.train.watched import flight_path
 
     found = {}
     for rank in range(run.spec.layout.world_size):

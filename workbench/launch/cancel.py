@@ -10,7 +10,7 @@ import psutil
 
 from workbench.launch import jobs
 from workbench.launch.deaths import settle
-from workbench.runs.store import CLUSTERS, ENDED, RunDirectory, is_of_this_machine, process_lives
+from workbench.records.directory import CLUSTERS, ENDED, RunDirectory, is_of_this_machine, process_lives
 
 _GRACE_S = 10.0
 

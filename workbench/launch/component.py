@@ -19,7 +19,7 @@ from workbench.launch.devices import Placement
 if TYPE_CHECKING:
     from torchx.specs import AppDef
 
-WORKER = "workbench.runs.worker"
+WORKER = "workbench.train.worker"
 """The module that every rank runs."""
 
 MEMORY_MB = {"cpu": 4096, "cuda": 16384}

@@ -27,9 +27,9 @@ from typing import Any
 from workbench.errors import LaunchError
 from workbench.launch.jobs import agent_output
 from workbench.launch.waits import Wait, find_waits, ranks_in_words
-from workbench.runs.store import EXIT_CODES, NAMED_LAST, RunDirectory, from_json, without_machine_paths
-from workbench.runs.watched import last_stack_path
+from workbench.records.directory import EXIT_CODES, NAMED_LAST, RunDirectory, from_json, without_machine_paths
 from workbench.sharding.flight import FlightView, read_all
+from workbench.train.watched import last_stack_path
 
 OOM = "ranks/oom.json"
 """Processes that the machine killed for memory while the job ran, in the run directory."""
@@ -176,8 +176,8 @@ def place_of(stack: str) -> str:
         stack: of faulthandler, or a traceback.
 
     Example:
-        >>> place_of('  File ".../torch/nn.py", line 2 in call\n  File "workbench/runs/step.py", line 7 in run_step')
-        'workbench/runs/step.py:7 in run_step'
+        >>> place_of('  File ".../torch/nn.py", line 2 in call\n  File "workbench/train/step.py", line 7 in run_step')
+        'workbench/train/step.py:7 in run_step'
     """
     frames = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
     if "most recent call last" in stack:

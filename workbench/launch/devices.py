@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.errors import LaunchError
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import Any
 
 from workbench.errors import LaunchError
-from workbench.runs.store import (
+from workbench.records.directory import (
     EXIT_CODES,
     RunDirectory,
     process_alive,
@@ -41,7 +41,7 @@ from workbench.runs.store import (
     without_machine_paths,
     write_whole,
 )
-from workbench.runs.watched import die_with
+from workbench.train.watched import die_with
 
 ECHO_S = 1.0
 """How long the others may take to end by themselves, and say why, when a rank has failed."""

@@ -15,9 +15,9 @@ from typing import Any
 import workbench
 from workbench.errors import SpecError
 from workbench.policy.tiny import TINY
+from workbench.records.directory import versions
 from workbench.rollouts.task import task_file
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import versions
+from workbench.specs.run import RunSpec
 
 MANIFEST, CONFIG = "manifest.json", "config.json"
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")

@@ -34,7 +34,7 @@ import psutil
 from workbench.errors import LaunchError
 from workbench.launch.component import WORKER, Cluster, run_job
 from workbench.launch.devices import Placement
-from workbench.runs.store import ENDED, RunDirectory
+from workbench.records.directory import ENDED, RunDirectory
 
 if TYPE_CHECKING:
     from torchx.runner import Runner

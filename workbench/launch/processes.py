@@ -32,7 +32,7 @@ from workbench.launch import forkserver
 from workbench.launch.component import WORKER, environment_of
 from workbench.launch.devices import Placement
 from workbench.launch.forks import GRACE_S, Request
-from workbench.runs.store import RunDirectory, process_alive, this_process
+from workbench.records.directory import RunDirectory, process_alive, this_process
 
 PRELOAD = (
     "numpy",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import LaunchError
-from workbench.runs.store import without_machine_paths
+from workbench.records.directory import without_machine_paths
 
 RANKS = 2
 

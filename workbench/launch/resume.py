@@ -19,8 +19,8 @@ from typing import Any
 
 from workbench.errors import LaunchError, RecordError, SpecError, WorkbenchError
 from workbench.launch.ablation import Planned
-from workbench.runs.spec import flatten
-from workbench.runs.store import ENDED, RunDirectory, from_json, locked, this_process, to_json, write_whole
+from workbench.records.directory import ENDED, RunDirectory, from_json, locked, this_process, to_json, write_whole
+from workbench.specs.run import flatten
 
 RECORD = "sweep.json"
 _DATA = ("recording", "task", "checkpoint")

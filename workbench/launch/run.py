@@ -24,7 +24,7 @@ from workbench.launch.component import WORKER
 from workbench.launch.devices import Placement, place, visible_gpus
 from workbench.launch.inputs import identify
 from workbench.launch.sweep import RunEvent, Starter, Sweep, Task
-from workbench.runs.store import CLUSTERS, RunDirectory, project_root, this_process
+from workbench.records.directory import CLUSTERS, RunDirectory, project_root, this_process
 
 Where = Literal["torchx", "processes", "here", "slurm", "kubernetes"]
 """torchx: a job of its own for every run. processes: ranks from a server that has torch loaded already. here: one rank

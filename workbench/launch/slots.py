@@ -29,7 +29,7 @@ from typing import Any
 
 from workbench.errors import LaunchError
 from workbench.launch.devices import gpu_uuid
-from workbench.runs.store import process_alive, this_process
+from workbench.records.directory import process_alive, this_process
 
 FORGET_AFTER_S = 5.0
 """Who has not asked again for so long has no place on the waiting list any more."""

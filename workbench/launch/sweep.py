@@ -24,9 +24,9 @@ from workbench.launch.deaths import settle
 from workbench.launch.devices import Placement
 from workbench.launch.jobs import Job
 from workbench.launch.slots import Lease, take
-from workbench.runs.lookup import steps_recorded
-from workbench.runs.progress import Pace
-from workbench.runs.store import ENDED, RunDirectory, StepTail, failure_in_short
+from workbench.records.directory import ENDED, RunDirectory, StepTail, failure_in_short
+from workbench.records.lookup import steps_recorded
+from workbench.records.progress import Pace
 
 _POLL_S = 0.1
 _GRACE_S = 20.0

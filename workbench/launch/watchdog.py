@@ -44,9 +44,9 @@ from workbench.launch.deaths import (
     write_hang,
 )
 from workbench.launch.waits import Wait, find_waits
-from workbench.runs.store import RunDirectory, without_machine_paths
-from workbench.runs.watched import flight_path, stack_path
+from workbench.records.directory import RunDirectory, without_machine_paths
 from workbench.sharding.flight import FlightView, read, read_beat
+from workbench.train.watched import flight_path, stack_path
 
 HANG_S = 20.0
 """How long others wait for a rank before it is named."""

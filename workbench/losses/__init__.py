@@ -1,6 +1,6 @@
 """Policy losses as pure per-token arithmetic: tensors in, named terms out; no ranks, no model, no files.
 
-Names are imported when they are first used: `workbench.losses.spec` needs no torch, and gets none.
+Names are imported when they are first used: `workbench.specs.losses` needs no torch, and gets none.
 """
 
 from __future__ import annotations

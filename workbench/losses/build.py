@@ -24,11 +24,11 @@ from workbench.losses.corrections import apply_correction, correct, log_document
 from workbench.losses.entropy import entropy_bonus, mean_squared_logit, squared_logit
 from workbench.losses.kl import kl_term
 from workbench.losses.selection import confined, highest_entropy
-from workbench.losses.spec import LossSpec
 from workbench.losses.supervised import positive_nll
 from workbench.losses.surrogates import SURROGATES
 from workbench.losses.surrogates.sequence import log_sequence_ratio
 from workbench.losses.terms import Loss, LossInputs, Term
+from workbench.specs.losses import LossSpec
 
 
 def make_loss(spec: LossSpec) -> Loss:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from workbench.losses.spec import LossSpec
+from workbench.specs.losses import LossSpec
 
 FAR = 20.0
 """Log of the ratio beyond which a token does not count here."""

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.losses.spec import CorrectionSpec, GateSpec
 from workbench.losses.terms import LossInputs, Term
 from workbench.rollouts.targets import TrainingRow
+from workbench.specs.losses import CorrectionSpec, GateSpec
 
 CORRECTION_WEIGHTS = "correction_weights"
 """Token-level extension of a batch: sampler corrections that were made elsewhere."""

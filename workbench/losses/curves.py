@@ -13,8 +13,8 @@ from torch import Tensor
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss
 from workbench.losses.corrections import step_statistics
-from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs
+from workbench.specs.losses import LossSpec
 
 NEED_MORE = ("entropy_coefficient", "squared_logit_coefficient", "positive_nll_coefficient")
 """Terms that do not depend on the ratio, and are left out."""

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.losses.spec import KLSpec
 from workbench.losses.terms import LossInputs, Term
+from workbench.specs.losses import KLSpec
 
 
 def kl_estimate(d_T: Tensor, estimator: str) -> Tensor:

@@ -12,13 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.losses.build import make_loss
-from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs
 from workbench.metrics.definitions import Level
 from workbench.metrics.policy import policy_metrics
 from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import finish_metrics
 from workbench.sharding.mesh import Axis
+from workbench.specs.losses import LossSpec
 
 
 class StepClock:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs, Term
 from workbench.metrics.definitions import LEVELS, AnyMetric, DocumentMetric, Level, Metric, declared
 from workbench.metrics.quantities import Column, DocumentSlots, Quantities, clip_rule
 from workbench.metrics.values import OfDocuments, Power, Value
+from workbench.specs.losses import LossSpec
 
 
 def policy_metrics(

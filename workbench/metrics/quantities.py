@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from workbench.losses.document_sums import LocalSums
-from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs, Term
+from workbench.specs.losses import LossSpec
 
 Who = Literal["policy", "old", "sampler", "ref"]
 """Whose log-probabilities."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workbench.losses.spec import LossSpec
 from workbench.metrics.evidence import SPARSE
 from workbench.rollouts.batch import RolloutBatch
+from workbench.specs.losses import LossSpec
 
 _EQUAL = 1e-9
 """A reward this near to the mean of its group, in parts of their largest size, is the mean: sums round."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SpecError
-from workbench.losses.spec import LossSpec
 from workbench.rollouts.targets import TrainingRow
+from workbench.specs.losses import LossSpec
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A loss on one row, from what the policy says about its tokens to scalars that can be back-propagated.
 
-The heart of a training step without the model and the ranks around it: `workbench.runs.step` calls it once for each
-micro-batch, `workbench.adapters` once for each case of another system, so both compute the same thing.
+The heart of a training step without the model and the ranks around it: `workbench.train.step` calls it once for each
+micro-batch, `workbench.systems` once for each case of another system, so both compute the same thing.
 
 Letters: T packed tokens.
 """

@@ -2,7 +2,7 @@
 
 Every trainer divides a sum over tokens by a count, multiplies and divides the loss of a micro-batch by sizes of its
 layout, and hands the gradient to an engine that adds or averages over ranks and micro-batches. Written as data
-(`workbench.losses.spec.ScalingSpec`), the product of all of it is one factor for each token. The workbench itself adds
+(`workbench.specs.losses.ScalingSpec`), the product of all of it is one factor for each token. The workbench itself adds
 over ranks and micro-batches and does nothing else, so a contract that is right has the factor 1 beside a count of the
 whole step, and one that is wrong shows as the factor that it is.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.errors import SpecError
-from workbench.losses.spec import ScalingSpec
+from workbench.specs.losses import ScalingSpec
 
 
 @dataclass(frozen=True)

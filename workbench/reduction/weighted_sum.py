@@ -28,7 +28,7 @@ def weighted_sum(values_T: Tensor, weights: TokenWeights, loss_mask_T: Tensor) -
     Shapes:   [t], [t], [t] bool -> scalar.
     Layout:   partial over dp and cp.
     Backward: the gradient weight on tokens that count, exactly 0 elsewhere, whatever the value there (NaN included).
-              What made that value can still turn the 0 into NaN (0 * inf in the adjoint of exp), so `runs.step` hands
+              What made that value can still turn the 0 into NaN (0 * inf in the adjoint of exp), so `train.step` hands
               losses harmless inputs where nothing counts.
     """
     kept_T = torch.where(loss_mask_T, values_T, 0.0)

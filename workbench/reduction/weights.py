@@ -17,10 +17,10 @@ from torch import Tensor
 
 from workbench.errors import SpecError
 from workbench.losses.corrections import step_statistics, survivors, whole_row
-from workbench.losses.spec import LossSpec
 from workbench.reduction.denominators import ALWAYS, DENOMINATORS, GivenCounts, StepDocuments, positive_token
 from workbench.reduction.scaling import Cut, scaling_factor
 from workbench.rollouts.targets import TrainingRow
+from workbench.specs.losses import LossSpec
 
 LOSS_WEIGHTS = "loss_weights"
 """Token-level extension of a batch: what the weights of each target are multiplied with."""

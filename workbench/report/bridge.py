@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.records.directory import write_whole
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, mebibytes, milliseconds
 from workbench.report.page import CPU_CAPTION, document
 from workbench.report.rich.traffic import as_html
-from workbench.runs.spec import flatten
-from workbench.runs.store import write_whole
 from workbench.sharding.bridge import Grid, GridPair
 from workbench.sharding.bridge.delivery import Delivery
 from workbench.sharding.bridge.traffic import Traffic
+from workbench.specs.run import flatten
 
 DIRECTIONS = ("forward", "backward")
 

@@ -1,6 +1,6 @@
 """Which tokens a loss teaches with: credit as a heat map, a row a document, several losses side by side.
 
-Credit is `workbench.reduction.credit`: weight times gradient coefficient. Tokens that get none say why: clipped,
+Credit is `workbench.attribution.credit`: weight times gradient coefficient. Tokens that get none say why: clipped,
 rejected by a correction, or without an advantage. The shares of the step that each of these takes stand above the map.
 """
 
@@ -16,8 +16,8 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from workbench.attribution.credit import FATES, Credit
 from workbench.errors import SpecError
-from workbench.reduction.credit import FATES, Credit
 from workbench.report import style
 from workbench.report.numbers import significant
 from workbench.rollouts.batch import RolloutBatch
@@ -47,7 +47,7 @@ def credit_map(
 
     Args:
         batch: the step that the credits are of.
-        credits: by the name of the loss; from `workbench.reduction.credit.token_credit`.
+        credits: by the name of the loss; from `workbench.attribution.credit.token_credit`.
         documents: which rows, in this order; None takes all. Shares and scale are those of the whole step.
         decode: from a token id to the text in its cell; None draws no text.
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from workbench.records.directory import write_whole
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, significant
 from workbench.report.page import document
-from workbench.runs.spec import flatten
-from workbench.runs.store import write_whole
+from workbench.specs.run import flatten
 
 QUESTION = "Do an encoder and a policy in two layouts train as one process does?"
 

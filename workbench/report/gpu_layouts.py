@@ -13,12 +13,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from workbench.errors import RecordError
+from workbench.records.directory import from_json, write_whole
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, significant
 from workbench.report.page import CPU_CAPTION, document, drawing
-from workbench.runs.spec import flatten
-from workbench.runs.store import from_json, write_whole
+from workbench.specs.run import flatten
 
 CAPTION = (
     "One optimizer step of the same documents in every layout. Left: each timed step, the median filled. "

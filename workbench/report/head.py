@@ -17,12 +17,12 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from workbench.errors import RecordError
+from workbench.records.directory import from_json, write_whole
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, significant
 from workbench.report.page import document, drawing
-from workbench.runs.spec import flatten
-from workbench.runs.store import from_json, write_whole
+from workbench.specs.run import flatten
 
 QUESTION = "What do log-probabilities without the logits cost, beyond three matrix products?"
 KINDS = {"floor": 3, "ours": 0, "peer": 1, "cross entropy": 4}

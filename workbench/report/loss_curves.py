@@ -18,10 +18,10 @@ from matplotlib.lines import Line2D
 from workbench.compare.comparison import flatten
 from workbench.errors import SpecError
 from workbench.losses.curves import ratio_curves
-from workbench.losses.spec import LossSpec
 from workbench.metrics.quantities import clip_rule
 from workbench.report import style
 from workbench.report.numbers import significant
+from workbench.specs.losses import LossSpec
 
 POINTS = 241
 LOWEST, HIGHEST = 0.02, 6.0

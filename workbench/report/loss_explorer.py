@@ -10,10 +10,10 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from workbench.losses.presets import PRESETS
-from workbench.losses.spec import LossSpec
 from workbench.report.loss_curves import loss_curves
 from workbench.report.style import svg_text
+from workbench.specs.losses import LossSpec
+from workbench.specs.presets import PRESETS
 
 ADVANTAGES = {"both": (1.0, -1.0), "positive": (1.0,), "negative": (-1.0,)}
 CURVED = tuple(name for name in PRESETS if LossSpec(name=name).surrogate.kind != "dpo")

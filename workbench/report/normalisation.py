@@ -22,12 +22,12 @@ from matplotlib.lines import Line2D
 
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import RecordError
+from workbench.records.directory import write_whole
 from workbench.reduction.denominators import DENOMINATORS
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import NONE, near_one, significant
 from workbench.report.page import differences, document, drawing, provenance
-from workbench.runs.store import write_whole
 
 LOSS, NORM, COEFFICIENT = "loss/total/sum", "gradient/norm/global", "gradient/clip/coefficient"
 MOVED, DOCUMENTS = "kl/old_policy/k3_mean", "documents/trained/sum"

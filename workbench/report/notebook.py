@@ -16,8 +16,8 @@ import workbench
 from workbench.compare.comparison import Comparison
 from workbench.compare.seeds import seed_groups
 from workbench.errors import RecordError
+from workbench.records.directory import without_machine_paths, write_whole
 from workbench.report.online import online_groups
-from workbench.runs.store import without_machine_paths, write_whole
 
 NAME = "report.ipynb"
 

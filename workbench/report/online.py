@@ -19,12 +19,12 @@ from matplotlib.lines import Line2D
 
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.compare.seeds import Spread, seed_groups
+from workbench.records.directory import RunDirectory
 from workbench.report import style
 from workbench.report.figures import GRADIENT_NORM, LOSS, STEP_MS, mark_not_finite
 from workbench.report.markup import Markup, table, tag
 from workbench.report.numbers import NONE, significant
 from workbench.report.seeds import spread_text
-from workbench.runs.store import RunDirectory
 
 RIGHT, MISMATCH = "reward/right/fraction", "kl/policy_sampler/k3_mean"
 DURATIONS = ("time/sample_ms", "time/score_ms", STEP_MS)

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference, flatten
 from workbench.compare.seeds import seed_groups
+from workbench.records.directory import write_whole
 from workbench.report import figures
 from workbench.report.evidence import could_have_seen, declaration, divergence, relative_text, setting_text, warnings
 from workbench.report.markup import Markup, breakable, join, table, tag
@@ -34,7 +35,6 @@ from workbench.report.summary import (
     verdict_style,
     where_it_ran,
 )
-from workbench.runs.store import write_whole
 
 __all__ = ["page", "show", "write_report"]
 

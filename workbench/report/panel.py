@@ -25,12 +25,12 @@ from workbench.errors import RecordError
 from workbench.launch.cancel import cancel_run
 from workbench.launch.resume import read_record
 from workbench.launch.sweep import Sweep
+from workbench.records.directory import RunDirectory, project_root
+from workbench.records.lookup import look_up
 from workbench.report.log_tail import LogTail
 from workbench.report.markup import Markup, tag
 from workbench.report.rows import column_heads, heading, live_style, row, shared_place, table_of
 from workbench.report.trial import Trial, TrialReader, as_line, duration, elapsed_s
-from workbench.runs.lookup import look_up
-from workbench.runs.store import RunDirectory, project_root
 
 POLL_S = 0.3
 CONFIRM_S = 3.0

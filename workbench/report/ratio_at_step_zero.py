@@ -17,13 +17,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from workbench.compare.comparison import Comparison
-from workbench.losses.spec import LossSpec
+from workbench.records.directory import to_json, write_whole
 from workbench.report import style
 from workbench.report.markup import Markup, join, table, tag
 from workbench.report.numbers import near_one, significant
 from workbench.report.page import differences, document, drawing, provenance
 from workbench.report.sampled import answers_of, digest, log_ratios, read_record, run_of, shares_beyond, succeeded
-from workbench.runs.store import to_json, write_whole
+from workbench.specs.losses import LossSpec
 
 ABLATIONS = {
     "bfloat16": "Sampler and trainer in bfloat16",

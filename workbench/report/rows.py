@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from workbench.records.directory import STATES
 from workbench.report.markup import Markup, breakable, tag
 from workbench.report.sparkline import sparkline, sparkline_text
 from workbench.report.trial import GONE, Trial, duration, last, left
-from workbench.runs.store import STATES
 
 STYLE_SHEET = Path(__file__).with_name("live.css")
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import RecordError
+from workbench.records.directory import RunDirectory, from_json
 from workbench.rollouts.files import load
-from workbench.runs.store import RunDirectory, from_json
 
 Answers = list[tuple[int, ...]]
 """Vocabulary ids of each document, prompt and answer."""

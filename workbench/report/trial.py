@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.errors import WorkbenchError
+from workbench.records.directory import ENDED, RunDirectory, StepTail, failure_in_short
+from workbench.records.progress import Pace
 from workbench.report.numbers import NONE, significant
 from workbench.report.sparkline import sparkline_text
-from workbench.runs.progress import Pace
-from workbench.runs.store import ENDED, RunDirectory, StepTail, failure_in_short
 
 LOSS, GRADIENT_NORM, REWARD = "loss/total/sum", "gradient/norm/global", "reward/all/mean"
 

@@ -11,7 +11,7 @@ from tests.helpers.stand_in import stand_in
 from workbench.bench import entries
 from workbench.bench.entries import found_of, run_entries, saying_why
 from workbench.errors import LaunchError
-from workbench.runs.store import to_json
+from workbench.records.directory import to_json
 
 MODULE = "workbench.bench.layouts"
 

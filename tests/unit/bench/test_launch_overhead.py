@@ -10,7 +10,7 @@ from workbench.bench import launch_overhead
 from workbench.bench.launch_overhead import BARS, in_words, measure, ranks_ready
 from workbench.errors import LaunchError
 from workbench.launch import processes
-from workbench.runs.store import from_json, process_alive, to_json
+from workbench.records.directory import from_json, process_alive, to_json
 
 
 def test_a_torchx_job_and_the_bare_command_both_run_the_ranks(tmp_path):

@@ -12,9 +12,9 @@ from workbench.bench import layouts
 from workbench.bench.entries import found_of
 from workbench.bench.layouts import OldPolicy, Plan, draw_rollouts, perturb
 from workbench.policy.tiny import tiny_qwen3
-from workbench.runs import step as flow
-from workbench.runs.spec import RunSpec, parse_spec, read_yaml
-from workbench.runs.store import from_json, project_root
+from workbench.records.directory import from_json, project_root
+from workbench.specs.run import RunSpec, parse_spec, read_yaml
+from workbench.train import step as flow
 
 PLANS = [
     parse_spec(Plan, read_yaml(project_root() / "experiments/gpu_layouts" / name), where=name)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from workbench.bench import ready_rank, trivial_rank
-from workbench.runs.store import project_root
+from workbench.records.directory import project_root
 
 
 def test_it_is_the_trivial_rank_with_the_imports_of_a_real_one():

@@ -10,10 +10,10 @@ import torch
 from workbench.bench import reproducible as bench
 from workbench.bench.reproducible import Plan
 from workbench.errors import SpecError
+from workbench.records.directory import from_json, project_root, to_json
 from workbench.report import style
-from workbench.runs import step as flow
-from workbench.runs.spec import parse_spec, read_yaml
-from workbench.runs.store import from_json, project_root, to_json
+from workbench.specs.run import parse_spec, read_yaml
+from workbench.train import step as flow
 
 FOLDER = project_root() / "experiments/reproducible"
 PLANS = {name: parse_spec(Plan, read_yaml(FOLDER / name), where=name) for name in ("reproducible.yaml", "dry_run.yaml")}

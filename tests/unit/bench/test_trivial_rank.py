@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from workbench.runs.store import project_root
+from workbench.records.directory import project_root
 
 
 def test_one_rank_alone_is_ready_between_its_start_and_its_end(tmp_path):

@@ -12,7 +12,7 @@ from tests.helpers.hand_made import make_run
 from workbench.cli import cancel as verb
 from workbench.cli import main
 from workbench.cli.cancel import cancel
-from workbench.runs.store import process_alive
+from workbench.records.directory import process_alive
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from workbench.cli import VERBS, main
-from workbench.runs.store import project_root
+from workbench.records.directory import project_root
 
 BOUND_S = 1.5  # of a core; 0.1 s on a quiet machine, and importing torch alone would take 2 s
 

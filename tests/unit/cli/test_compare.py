@@ -7,9 +7,9 @@ import pytest
 from workbench.cli import compare as verb
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import RecordError
-from workbench.runs.certificate import Certificate, write_certificate
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
+from workbench.records.certificate import Certificate, write_certificate
+from workbench.records.directory import RunDirectory
+from workbench.specs.run import RunSpec
 
 SETTINGS = RunSpec().model_dump(mode="json")
 

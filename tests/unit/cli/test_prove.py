@@ -43,7 +43,7 @@ def test_a_trainers_function_from_a_file(losses, capsys, name, code, said):
 @pytest.fixture
 def asked(monkeypatch):
     """What `prove` was asked, without being done; the answer is a made-up proof."""
-    import workbench.compare.prove as package
+    import workbench.prove as package
 
     given = {}
 

@@ -9,7 +9,7 @@ from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import SpecError
 from workbench.launch.ablation import load_ablation
 from workbench.launch.run import RunEvent
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 TEXT = """
 question: Same?

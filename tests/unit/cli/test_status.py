@@ -11,7 +11,7 @@ from tests.helpers.hand_made import make_run, step_record
 from workbench.cli import main, status
 from workbench.cli.status import describe
 from workbench.errors import ShapeError
-from workbench.runs.store import RunDirectory, to_json, write_whole
+from workbench.records.directory import RunDirectory, to_json, write_whole
 from workbench.sharding import flight
 
 ABLATION = """

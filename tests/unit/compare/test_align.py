@@ -5,8 +5,8 @@ import torch
 
 from workbench.compare.align import Subject, compare_runs
 from workbench.errors import RecordError, ShapeError
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
+from workbench.records.directory import RunDirectory
+from workbench.specs.run import RunSpec
 
 
 def gradient(scale=1.0, noise=0.0, small=1e-9):

@@ -10,11 +10,11 @@ from tests.helpers.vacuous_rollouts import ran
 from workbench.compare import bisect as module
 from workbench.compare.bisect import bisect
 from workbench.errors import RecordError
-from workbench.runs import worker
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
-from workbench.runs.trace import INPUT
-from workbench.runs.worker import run_here
+from workbench.records.directory import RunDirectory
+from workbench.specs.run import RunSpec
+from workbench.train import worker
+from workbench.train.trace import INPUT
+from workbench.train.worker import run_here
 
 PROJECT = Path(__file__).parents[3]
 BASE = RunSpec.model_validate(

@@ -8,10 +8,10 @@ import torch
 from workbench.compare.align import Subject, compare_runs
 from workbench.compare.certificates import compare_certificates
 from workbench.errors import RecordError
+from workbench.records.certificate import Certificate, write_certificate
+from workbench.records.directory import RunDirectory
 from workbench.reproducible.fingerprints import fingerprint
-from workbench.runs.certificate import Certificate, write_certificate
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
+from workbench.specs.run import RunSpec
 
 EXACT = {"reproducible": {"block_tokens": 8}}
 

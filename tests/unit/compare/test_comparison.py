@@ -6,9 +6,9 @@ import pytest
 
 from tests.helpers.comparisons import layout_parity
 from tests.helpers.stand_in import stand_in
+from workbench import atomic as whole_files
 from workbench.compare.comparison import Comparison
 from workbench.errors import RecordError, VerdictError
-from workbench.runs import whole_files
 
 
 def test_saved_and_read_back_is_the_same(tmp_path):

@@ -3,9 +3,9 @@
 import pytest
 
 from workbench.compare.declared import MEANINGS, declared_breaks, declared_note
-from workbench.compare.prove.laws import DECLARED
-from workbench.losses.presets import PRESETS
-from workbench.losses.spec import LossSpec
+from workbench.prove.laws import DECLARED
+from workbench.specs.losses import LossSpec
+from workbench.specs.presets import PRESETS
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

@@ -1,6 +1,6 @@
 from workbench.compare.comparison import ParameterDifference
 from workbench.compare.factors import meaning, name_factor
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 
 def rows(*ratios):

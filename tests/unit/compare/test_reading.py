@@ -10,8 +10,8 @@ from tests.unit.compare.test_soundness import of, record
 from workbench.compare.align import Subject, compare_runs
 from workbench.compare.reading import RunReader
 from workbench.errors import RecordError
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
+from workbench.records.directory import RunDirectory
+from workbench.specs.run import RunSpec
 
 
 def damaged(tmp_path, change):

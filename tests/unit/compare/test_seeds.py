@@ -7,7 +7,7 @@ import pytest
 
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.compare.seeds import Spread, identical_notes, seed_groups
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 
 def configuration(name, *, losses=(1.0, 2.0), **settings):

@@ -12,11 +12,11 @@ from workbench.compare.align import Subject, compare_runs
 from workbench.compare.comparison import Comparison
 from workbench.errors import VerdictError
 from workbench.metrics.evidence import Evidence
+from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import save
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
-from workbench.runs.worker import run_here
+from workbench.specs.run import RunSpec
+from workbench.train.worker import run_here
 
 LENGTHS = (7, 9, 12, 8, 10, 6, 11, 9)
 

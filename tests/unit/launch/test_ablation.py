@@ -6,7 +6,7 @@ import pytest
 
 from workbench.errors import SpecError
 from workbench.launch.ablation import AblationSpec, load_ablation, select
-from workbench.runs.store import project_root
+from workbench.records.directory import project_root
 
 TEXT = """
 question: Same gradient?

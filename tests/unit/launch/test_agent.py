@@ -16,10 +16,10 @@ import pytest
 from tests.helpers import watched_worker
 from workbench.launch.agent import own_ranks
 from workbench.launch.deaths import settle
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory, process_alive, project_root
-from workbench.runs.watched import flight_path
+from workbench.records.directory import RunDirectory, process_alive, project_root
 from workbench.sharding import flight
+from workbench.specs.run import RunSpec
+from workbench.train.watched import flight_path
 
 # The agent of the test has a child, as torch.distributed.run has, and does `on_sigterm` when told to stop.
 AGENT = """

@@ -12,8 +12,8 @@ import pytest
 
 from workbench.launch import cancel as module
 from workbench.launch.cancel import cancel_run
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory, process_alive, this_process
+from workbench.records.directory import RunDirectory, process_alive, this_process
+from workbench.specs.run import RunSpec
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from workbench.launch.component import Cluster, run_job
 from workbench.launch.devices import Placement
-from workbench.runs.store import project_root
+from workbench.records.directory import project_root
 
 CPU = Placement("cpu")
 GPUS = Placement("cuda", gpus=("3", "7"))
@@ -35,7 +35,7 @@ def test_the_command():
         "--nproc-per-node=2",
         "--max-restarts=0",
         "-m",
-        "workbench.runs.worker",
+        "workbench.train.worker",
         str(here / "runs/cp2-0"),
         "--project",
         str(here / "proj"),

@@ -10,10 +10,10 @@ import torch
 
 from workbench.errors import ShapeError
 from workbench.launch.deaths import coordinates_of, oom_kills, own_threads, place_of, settle
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
-from workbench.runs.watched import flight_path, last_stack_path
+from workbench.records.directory import RunDirectory
 from workbench.sharding import flight
+from workbench.specs.run import RunSpec
+from workbench.train.watched import flight_path, last_stack_path
 
 PEER = ConnectionError("Connection closed by peer [127.0.0.1]:4711")
 STACK = """Thread 0x00007f0000000001 (most recent call first):
@@ -24,12 +24,12 @@ Current thread 0x00007f0000000002 (most recent call first):
   File "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
   File "workbench/sharding/collectives.py", line 103 in _reduced
   File "workbench/sharding/gradients.py", line 28 in sum_gradients
-  File "workbench/runs/step.py", line 137 in run_step
+  File "workbench/train/step.py", line 137 in run_step
 
 Extension modules: numpy._core (total: 1)
 """
 SUMMARY = """
-workbench.runs.worker FAILED
+workbench.train.worker FAILED
 ------------------------------------------------------------
 Failures:
 [1]:
@@ -61,7 +61,7 @@ def flew(run, rank, *names, stays=False, ended=False):
     """A rank entered these collectives of all four, and left all but the last, if it stays there."""
     flight.start(flight_path(run, rank), rank)
     for index, name in enumerate(names):
-        entered = flight.entering(name, "dp_cp", range(4), "g", (8,), "float32", caller="runs/step.py:9")
+        entered = flight.entering(name, "dp_cp", range(4), "g", (8,), "float32", caller="train/step.py:9")
         if not (stays and index == len(names) - 1):
             with entered:
                 pass
@@ -99,7 +99,7 @@ class TestException:
         assert settle(run, "failed") == "failed"
         failure = run.failure()
         assert (failure["rank"], failure["cause"], failure["exception"]) == (1, "exception", "ShapeError")
-        assert failure["also"] == {0: "a over dp_cp [#1, runs/step.py:9]"}
+        assert failure["also"] == {0: "a over dp_cp [#1, train/step.py:9]"}
         stopped = run.exits()[0]
         assert (stopped["cause"], stopped["message"].splitlines()[:2]) == (
             "peer",
@@ -144,7 +144,7 @@ class TestKilled:
         assert (failure["rank"], failure["cause"], failure["waited_in"]) == (
             2,
             "killed",
-            "b over dp_cp [#2, runs/step.py:9]",
+            "b over dp_cp [#2, train/step.py:9]",
         )
         assert failure["coordinates"] == {"dp": 0, "cp": 1, "tp": 0}
         assert failure["message"].startswith("rank 2 was killed by SIGKILL\n  found: its last lines: step 3 | reading ")
@@ -198,7 +198,7 @@ class TestHang:
         failure = run.failure()
         assert (failure["rank"], failure["cause"], failure["waited_in"]) == (1, "hang", "")
         assert failure["message"].startswith(
-            "rank 1 has not come to b over dp_cp [#2, runs/step.py:9], in which "
+            "rank 1 has not come to b over dp_cp [#2, train/step.py:9], in which "
             "ranks 0, 2 and 3 have waited for 0 s; its last was a over dp_cp [#1"
         )
         assert "  found: it was at workbench/sharding/gradients.py:28 in sum_gradients" in failure["message"]
@@ -229,7 +229,7 @@ class TestHang:
         try:
             raise RuntimeError("Received data size doesn't match expected size")
         except RuntimeError as error:
-            run.write_exit(1, {}, error, waited_in="c over dp_cp [#8, runs/step.py:9]")
+            run.write_exit(1, {}, error, waited_in="c over dp_cp [#8, train/step.py:9]")
         settle(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (1, "hang")
         assert "Traceback (most recent call last)" in run.failure()["stack"]
@@ -306,7 +306,7 @@ class TestHang:
         run.write_exit(1, {}, ValueError("bad luck"))
         codes(run, r1=1, r0=-15)
         settle(run, "failed")
-        assert run.failure()["also"] == dict.fromkeys((0, 2, 3), "b over dp_cp [#2, runs/step.py:9]")
+        assert run.failure()["also"] == dict.fromkeys((0, 2, 3), "b over dp_cp [#2, train/step.py:9]")
 
     def test_what_the_watchdog_wrote_stands(self, run):
         self.skipped(run)
@@ -352,7 +352,7 @@ class TestStopped:
         assert (failure["rank"], failure["cause"]) == (0, "hang")
         assert failure["message"].startswith("rank 0 was stopped: its process was in state T of /proc")
         assert (
-            "rank 0 has not come to b over dp_cp [#2, runs/step.py:9], in which ranks 1, 2 and 3 have waited"
+            "rank 0 has not come to b over dp_cp [#2, train/step.py:9], in which ranks 1, 2 and 3 have waited"
             in (failure["message"])
         )
         assert "when the agent that started the ranks ended the job and killed rank 0" in failure["message"]
@@ -375,7 +375,7 @@ class TestStopped:
         codes(run, r0=1, r1=1, r3=1, r2=-9)
         settle(run, "failed")
         assert (run.failure()["rank"], run.failure()["cause"]) == (2, "hang")
-        assert run.failure()["waited_in"] == "a over dp_cp [#1, runs/step.py:9]"
+        assert run.failure()["waited_in"] == "a over dp_cp [#1, train/step.py:9]"
 
     def test_of_two_that_are_waited_for_the_stopped_one_is_to_blame(self, run):
         for rank in (2, 3):
@@ -413,8 +413,8 @@ class TestEarlyExit:
         failure = run.failure()
         assert (failure["rank"], failure["cause"]) == (1, "early exit")
         assert failure["message"].startswith(
-            "rank 1 left with exit code 0 after a over dp_cp [#1, runs/step.py:9], while ranks 0, 2 and 3 waited for "
-            "it in b over dp_cp [#2, runs/step.py:9]; its process is gone\n"
+            "rank 1 left with exit code 0 after a over dp_cp [#1, train/step.py:9], while ranks 0, 2 and 3 waited for "
+            "it in b over dp_cp [#2, train/step.py:9]; its process is gone\n"
         )
         assert (
             "found: it wrote no exit record, so it left on the way; its last lines: no more data"

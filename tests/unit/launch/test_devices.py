@@ -8,7 +8,7 @@ import pytest
 
 from workbench.errors import LaunchError
 from workbench.launch.devices import Placement, gpu_uuid, place, visible_gpus
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 
 def spec(device, ranks):

@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.interruptible import INTERRUPTIBLE
 from workbench.launch import forkserver
 from workbench.launch.processes import PRELOAD
-from workbench.runs.store import process_alive
+from workbench.records.directory import process_alive
 
 PROGRAM = Path(forkserver.__file__)
 

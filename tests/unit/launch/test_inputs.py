@@ -9,7 +9,7 @@ import pytest
 import workbench
 from workbench.errors import SpecError
 from workbench.launch.inputs import identify
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 SPEC = RunSpec(data={"path": "data/own"}, model={"source": "models/own"})
 

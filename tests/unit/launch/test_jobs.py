@@ -23,8 +23,8 @@ from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.launch import jobs
 from workbench.launch.devices import Placement
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory, process_alive, project_root
+from workbench.records.directory import RunDirectory, process_alive, project_root
+from workbench.specs.run import RunSpec
 
 CPU, GPUS = Placement("cpu"), Placement("cuda", gpus=("0", "1"))
 RUN, PROJECT = Path("/shared/runs/cp2-0a1b2c3d"), Path("/shared/project")
@@ -36,7 +36,7 @@ COMMAND = [
     "--nproc-per-node=2",
     "--max-restarts=0",
     "-m",
-    "workbench.runs.worker",
+    "workbench.train.worker",
     str(RUN),
     "--project",
     str(PROJECT),

@@ -16,8 +16,8 @@ from tests.helpers.interruptible import INTERRUPTIBLE, UNINTERRUPTIBLE
 from workbench.errors import LaunchError
 from workbench.launch import forks, processes
 from workbench.launch.devices import Placement
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import EXIT_CODES, RunDirectory, process_alive, project_root, this_process
+from workbench.records.directory import EXIT_CODES, RunDirectory, process_alive, project_root, this_process
+from workbench.specs.run import RunSpec
 
 CPU = Placement("cpu")
 ACTING = "tests.helpers.acting_worker"
@@ -280,7 +280,7 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from workbench.launch import processes
 from workbench.launch.devices import Placement
-from workbench.runs.store import RunDirectory
+from workbench.records.directory import RunDirectory
 run = RunDirectory.open(Path(sys.argv[1]))
 job = processes.start(run, 2, Placement("cpu"), project=run.path, worker={worker!r})
 print(processes.server_process()["pid"], job.agent["pid"], *job.ranks.values(), flush=True)

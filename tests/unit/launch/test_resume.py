@@ -19,8 +19,8 @@ from workbench.launch.resume import (
     sweep_identity,
     write_record,
 )
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory, this_process
+from workbench.records.directory import RunDirectory, this_process
+from workbench.specs.run import RunSpec
 
 INPUTS = {"recording": "r", "checkpoint": "c", "code": "k"}
 

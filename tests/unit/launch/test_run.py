@@ -18,7 +18,7 @@ from workbench.launch import resume
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch, requests
 from workbench.launch.sweep import Sweep
-from workbench.runs.store import RunDirectory, this_process
+from workbench.records.directory import RunDirectory, this_process
 
 FAKE = fake_worker.__name__
 

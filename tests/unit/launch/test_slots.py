@@ -18,7 +18,7 @@ from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError
 from workbench.launch import devices, slots
 from workbench.launch.slots import runtime_folder, take
-from workbench.runs.store import process_alive, project_root
+from workbench.records.directory import process_alive, project_root
 
 CORES = ["0", "1", "2", "3"]
 

@@ -12,8 +12,8 @@ from workbench.launch import sweep as sweeping
 from workbench.launch.ablation import Planned
 from workbench.launch.devices import Placement
 from workbench.launch.sweep import Sweep, Task
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
+from workbench.records.directory import RunDirectory
+from workbench.specs.run import RunSpec
 
 
 class Pretended:

@@ -3,9 +3,9 @@
 import pytest
 
 from workbench.losses.canonical import canonical, canonical_gradient
-from workbench.losses.presets import PRESETS
-from workbench.losses.spec import LossSpec
-from workbench.reduction.witness import apart, outcome
+from workbench.specs.losses import LossSpec
+from workbench.specs.presets import PRESETS
+from workbench.systems.counterexample import apart, outcome
 
 SEEDS = range(6)
 PPO = {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28}

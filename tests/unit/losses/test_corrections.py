@@ -21,10 +21,10 @@ from workbench.losses.corrections import (
     survivors,
     whole_row,
 )
-from workbench.losses.spec import CORRECTIONS, CorrectionSpec
 from workbench.losses.terms import LossInputs, Term
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import shift_targets
+from workbench.specs.losses import CORRECTIONS, CorrectionSpec
 
 SPECS = (
     {kind: {"kind": kind} for kind in CORRECTIONS}

@@ -5,8 +5,8 @@ import torch
 
 from workbench.errors import SpecError
 from workbench.losses import LossSpec, ratio_curves
-from workbench.losses.presets import PRESETS
-from workbench.losses.spec import CORRECTIONS
+from workbench.specs.losses import CORRECTIONS
+from workbench.specs.presets import PRESETS
 
 RATIOS = torch.tensor([1e-3, 0.5, 0.9, 1.0, 1.1, 1.5, 5.0, 1e3], dtype=torch.float64)
 

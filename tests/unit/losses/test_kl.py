@@ -11,8 +11,8 @@ from tests.helpers.loss_batches import flat, nasty_documents, packed, random_wei
 from tests.oracles.kl import ESTIMATES, penalty
 from workbench.errors import SpecError
 from workbench.losses.kl import kl_estimate, kl_in_reward, kl_term
-from workbench.losses.spec import KLSpec
 from workbench.losses.terms import LossInputs
+from workbench.specs.losses import KLSpec
 
 GRADIENTS = ("path", "score", "straight_through")
 CLAMPS = ((None, None), (1.0, None), (None, 0.5), (0.7, 0.4))

@@ -8,8 +8,8 @@ import torch
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss
 from workbench.losses.selection import confined, highest_entropy
-from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs, Term
+from workbench.specs.losses import LossSpec
 
 ENTROPY = [0.5, 2.0, math.nan, 1.0, 3.0, 1.5]
 COUNTS = [True, True, False, True, True, True]

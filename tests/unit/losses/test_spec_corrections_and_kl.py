@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from workbench.losses.spec import CORRECTIONS, CorrectionSpec, KLSpec, LossSpec
+from workbench.specs.losses import CORRECTIONS, CorrectionSpec, KLSpec, LossSpec
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)

@@ -5,10 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.metric_rows import inputs_of, nasty_documents, segment_lengths
-from workbench.losses.spec import LossSpec
 from workbench.metrics.cost import StepClock, metrics_cost, peak_bytes
 from workbench.metrics.policy import policy_metrics
 from workbench.metrics.quantities import DocumentSlots
+from workbench.specs.losses import LossSpec
 
 
 def test_clock_counts_milliseconds():

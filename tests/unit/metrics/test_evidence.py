@@ -6,10 +6,10 @@ import pytest
 
 from tests.unit.compare.test_soundness import batch
 from workbench.metrics.evidence import SPARSE, Evidence, split_evidence, weaker
+from workbench.records.directory import RunDirectory
 from workbench.rollouts.files import load, save
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
-from workbench.runs.worker import run_here
+from workbench.specs.run import RunSpec
+from workbench.train.worker import run_here
 
 ADVANTAGES = [1.0, 0.0, 2.0, -1.0, 0.0, -0.5, 1.5, -2.0]
 

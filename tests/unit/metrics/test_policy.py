@@ -11,13 +11,13 @@ from tests.helpers.ranks import reductions_counted, run_ranks
 from tests.oracles import metrics as oracle
 from workbench.errors import SpecError
 from workbench.losses.build import make_loss
-from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs, Term
-from workbench.metrics.aliases import SYSTEMS, as_named_by
 from workbench.metrics.policy import policy_metrics
 from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import finish_metrics
 from workbench.sharding.mesh import Axis, make_mesh
+from workbench.specs.losses import LossSpec
+from workbench.systems.metrics import SYSTEMS, as_named_by
 
 ALONE = Axis("dp_cp")
 PPO = LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0})

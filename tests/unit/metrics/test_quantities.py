@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 
-from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs, Term
 from workbench.metrics.quantities import (
     KL,
@@ -30,6 +29,7 @@ from workbench.metrics.quantities import (
     beyond,
     clip_rule,
 )
+from workbench.specs.losses import LossSpec
 
 INF = math.inf
 

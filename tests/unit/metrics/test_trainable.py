@@ -7,12 +7,12 @@ import torch
 
 from tests.helpers.vacuous_rollouts import CASES, rollouts
 from workbench.losses.build import make_loss
-from workbench.losses.presets import PRESETS
-from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs
 from workbench.metrics.trainable import WITHOUT_ADVANTAGES, Trainable
 from workbench.reduction.evaluate import token_values
 from workbench.rollouts.batch import RolloutBatch
+from workbench.specs.losses import LossSpec
+from workbench.specs.presets import PRESETS
 
 
 def batch(*documents):

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from workbench.losses.spec import LossSpec
 from workbench.reduction.denominators import ALWAYS, DENOMINATORS, StepDocuments, positive_token
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.packing import pack
 from workbench.rollouts.targets import shift_targets
+from workbench.specs.losses import LossSpec
 
 # Documents of 4, 3, 3 and 6 tokens, with 3, 2, 0 and 1 that count; two rows; two prompts; three rollouts.
 STEP = {

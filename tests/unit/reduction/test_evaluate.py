@@ -7,10 +7,10 @@ import torch
 
 from tests.helpers.rectangles import rectangle
 from workbench.losses.build import make_loss
-from workbench.losses.spec import LossSpec
 from workbench.losses.terms import LossInputs, Term
 from workbench.reduction.evaluate import CORRECTION_WEIGHTS, evaluate_loss, loss_inputs, token_values
 from workbench.reduction.weights import StepTotals, step_weights
+from workbench.specs.losses import LossSpec
 
 TOTALS = StepTotals(1, 1, {"a number of the step": 2.0})
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from workbench.errors import SpecError
-from workbench.losses.spec import LossSpec, ScalingSpec
 from workbench.reduction.denominators import GivenCounts
 from workbench.reduction.scaling import Cut, scaling_factor
 from workbench.reduction.weights import step_weights
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.targets import shift_targets
+from workbench.specs.losses import LossSpec, ScalingSpec
 
 
 def rows(*lengths):

@@ -7,12 +7,12 @@ import torch
 
 from tests.oracles.weights import document_weight, gradient_weight
 from workbench.errors import SpecError
-from workbench.losses.spec import LossSpec
 from workbench.reduction.denominators import DENOMINATORS
 from workbench.reduction.weights import LOSS_WEIGHTS, StepTotals, TokenWeights, step_weights
 from workbench.rollouts.batch import Extension, RolloutBatch
 from workbench.rollouts.packing import pack
 from workbench.rollouts.targets import shift_targets
+from workbench.specs.losses import LossSpec
 
 MASKS = [[0, 1, 1, 1], [0, 0, 1], [0, 0], [0, 1, 0, 1, 1, 1], [0], [0, 1]]
 GROUPS, ROLLOUTS, REWARDS = [7, 7, 2, 2, 9, 7], [5, 6, 6, 8, 1, 5], [1.0, 0.0, 1.0, 0.5, 0.0, -1.0]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 
+from workbench.attribution.credit import token_credit
 from workbench.errors import SpecError
 from workbench.losses import LossSpec
-from workbench.reduction.credit import token_credit
 from workbench.report import style
 from workbench.report.credit import LIKELIER, NOTHING, RARER, SILENT, credit_map, hue, said_shares
 from workbench.rollouts.batch import RolloutBatch

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from workbench.records.directory import from_json
 from workbench.report.encoder_bridge import answer, page, write_encoder_bridge_report
-from workbench.runs.store import from_json
 
 SAVED = Path(__file__).parents[3] / "experiments/encoder_bridge"
 

@@ -20,7 +20,7 @@ from workbench.report.evidence import (
 from workbench.report.page import page
 from workbench.report.show import as_text
 from workbench.report.summary import answer, summary_table, tiles
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 
 def with_evidence(c, **evidence):

@@ -13,6 +13,7 @@ from tests.unit.report.test_page import Reader
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
 from workbench.errors import RecordError
 from workbench.launch.ablation import load_ablation
+from workbench.records.directory import to_json
 from workbench.report import fused_ab
 from workbench.report.fused_ab import (
     LOSS,
@@ -34,8 +35,7 @@ from workbench.report.fused_ab import (
     write_fused_ab,
 )
 from workbench.rollouts.task import named_task
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import to_json
+from workbench.specs.run import RunSpec
 
 PROJECT = Path(__file__).parents[3]
 FOLDER = PROJECT / "experiments/fused_ab"

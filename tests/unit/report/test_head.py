@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from workbench.errors import RecordError
+from workbench.records.directory import to_json
 from workbench.report.head import answer, main, page, write_head_report
-from workbench.runs.store import to_json
 
 
 def entry(ratio, kind="ours", memory="chunk", **more):

@@ -8,9 +8,9 @@ import torch
 
 from workbench.errors import SpecError
 from workbench.losses import LossSpec, ratio_curves
-from workbench.losses.presets import PRESETS
 from workbench.report import style
 from workbench.report.loss_curves import bounds_of, line_styles, loss_curves, name_specs
+from workbench.specs.presets import PRESETS
 
 DAPO = LossSpec(name="dapo")
 

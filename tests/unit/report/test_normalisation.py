@@ -22,7 +22,7 @@ from workbench.report.normalisation import (
     training_table,
     write_normalisation,
 )
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 FOLDER = Path(__file__).parents[3] / "experiments/normalisation"
 M = 4

@@ -9,7 +9,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from workbench.compare.comparison import Comparison, Configuration, ParameterDifference
-from workbench.losses.spec import LossSpec
 from workbench.report import figures, style
 from workbench.report.loss_curves import loss_curves
 from workbench.report.numbers import mebibytes, milliseconds, near_one, share, significant
@@ -18,7 +17,8 @@ from workbench.report.page import page
 from workbench.report.seeds import seeds_by_step, seeds_table
 from workbench.report.show import as_text
 from workbench.report.sparkline import sparkline, sparkline_text
-from workbench.runs.spec import RunSpec
+from workbench.specs.losses import LossSpec
+from workbench.specs.run import RunSpec
 
 EXTREMES = [math.nan, math.inf, -math.inf, 1e300, -1e300, 1.7e308, 5e-324, 0.0, -0.0, 1.0, -2.5]
 VALUES = st.sampled_from(EXTREMES) | st.floats()

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from workbench.compare.comparison import Comparison, Configuration
+from workbench.records.directory import RunDirectory
 from workbench.report.notebook import _cells
 from workbench.report.online import PANELS, online_answer, online_curves, online_groups, smooth
 from workbench.report.page import page
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import RunDirectory
+from workbench.specs.run import RunSpec
 
 KEYS = [panel.key for panel in PANELS]
 SECTION = "Online: reward and mismatch by step"

@@ -10,9 +10,9 @@ import pytest
 
 from tests.helpers.comparisons import FAILED, FLOORED, PARAMETERS, layout_parity, renamed
 from tests.helpers.stand_in import stand_in
+from workbench import atomic as whole_files
 from workbench.compare.comparison import Comparison
 from workbench.report.page import page, write_report
-from workbench.runs import whole_files
 
 SECTIONS = [
     "What differs between configurations",
@@ -153,7 +153,7 @@ def test_a_failed_run_shows_rank_coordinates_exception_and_traceback(text):
     part = section(text, "Failed runs")
     assert FAILED in part
     assert "rank 1: ShardingError (at cp=0, dp=0, tp=1)" in part
-    assert "File &quot;workbench/runs/worker.py&quot;, line 88" in part
+    assert "File &quot;workbench/train/worker.py&quot;, line 88" in part
 
 
 def test_without_failed_runs_the_page_says_so(comparison):

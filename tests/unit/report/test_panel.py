@@ -13,9 +13,9 @@ from ipywidgets.widgets import widget as registry
 from tests.helpers.audited import files_opened
 from tests.helpers.trials import HOSTILE, Writer, make_run, make_sweep, rename, wait_for, write_steps
 from workbench.errors import RecordError
+from workbench.records.directory import to_json, write_whole
 from workbench.report import panel as module
 from workbench.report.panel import Panel, attach
-from workbench.runs.store import to_json, write_whole
 
 FAST_S = 0.02
 

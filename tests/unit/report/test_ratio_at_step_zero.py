@@ -13,6 +13,7 @@ from tests.unit.report.test_page import Reader
 from workbench.compare.comparison import Comparison, Configuration
 from workbench.errors import RecordError
 from workbench.launch.ablation import load_ablation
+from workbench.records.directory import to_json
 from workbench.report.ratio_at_step_zero import (
     ABLATIONS,
     DISTANCES,
@@ -27,8 +28,7 @@ from workbench.report.ratio_at_step_zero import (
     ratios,
     write_ratio_at_step_zero,
 )
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import to_json
+from workbench.specs.run import RunSpec
 
 PROJECT = Path(__file__).parents[3]
 FOLDER = PROJECT / "experiments/ratio_at_step_zero"

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from workbench.errors import RecordError
+from workbench.records.directory import project_root
 from workbench.report.reproducible import answer, main, page
-from workbench.runs.store import project_root
 
 
 def timed(step_ms, peak_gib, groups=True):

@@ -11,19 +11,19 @@ from traitlets.config import Config
 from tests.helpers.hand_records import make_record
 from tests.helpers.proofs import make_proof
 from tests.helpers.trials import make_sweep
-from workbench.adapters import explain
 from workbench.compare.bisect import Bisection
 from workbench.compare.certificates import CertificateComparison
 from workbench.compare.comparison import Comparison
-from workbench.compare.diagnose import diagnose
+from workbench.diagnose import diagnose
 from workbench.launch.ablation import AblationSpec
+from workbench.records.directory import project_root
 from workbench.report import rich
 from workbench.rollouts.batch import RolloutBatch
-from workbench.runs.spec import RunSpec
-from workbench.runs.store import project_root
 from workbench.sharding.bridge import Grid, GridPair
 from workbench.sharding.bridge.traffic import Traffic
 from workbench.sharding.plan import ShardPlan
+from workbench.specs.run import RunSpec
+from workbench.systems import explain
 
 
 @pytest.fixture

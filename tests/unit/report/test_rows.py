@@ -3,9 +3,9 @@
 import html.parser
 
 from tests.helpers.trials import HOSTILE
+from workbench.records.directory import STATES
 from workbench.report.rows import SIGNS, chip, heading, live_style, row, shared_place, table_of
 from workbench.report.trial import GONE, Trial
-from workbench.runs.store import STATES
 
 TRIAL = Trial("cp2", "cp2-0badcafe", "running", 1, 4, 2, (0.5,), (1.0,), 3.0, note="a note")
 

@@ -18,7 +18,7 @@ from workbench.report.sampled import (
     succeeded,
 )
 from workbench.rollouts.task import ArithmeticTask
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 
 @pytest.fixture(scope="module")

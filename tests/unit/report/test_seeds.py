@@ -10,7 +10,7 @@ from workbench.compare.seeds import Spread
 from workbench.report.page import page
 from workbench.report.seeds import seeds_by_step, spread_text
 from workbench.report.show import as_text
-from workbench.runs.spec import RunSpec
+from workbench.specs.run import RunSpec
 
 
 def made(seeds):

@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers.audited import files_opened
 from tests.helpers.trials import make_run, write_steps
+from workbench.records.directory import process_lives
 from workbench.report.trial import GONE, Trial, TrialReader, as_line, duration, elapsed_s
-from workbench.runs.store import process_lives
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from torch import nn
 
 from tests.helpers.ranks import run_ranks
 from workbench.errors import ShardingError, SpecError
+from workbench.faults import load_fault
 from workbench.policy.model import load_policy
-from workbench.runs.faults import load_fault
 from workbench.sharding import data_parallel, flight
 from workbench.sharding.data_parallel import is_shard, shard_parameters
 from workbench.sharding.gradients import full_gradients, full_weights, gradient_norms, sum_gradients

@@ -17,7 +17,7 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from workbench.errors import RecordError
-from workbench.runs.store import project_root
+from workbench.records.directory import project_root
 from workbench.sharding import collectives, flight
 from workbench.sharding.mesh import Axis, make_mesh
 

@@ -1,6 +1,6 @@
 """Surrogates: one pure function a kind, LossInputs and keyword parameters to the policy Term.
 
-Each module is a family. `SURROGATES` names them as `workbench.losses.spec.PARAMETERS` does.
+Each module is a family. `SURROGATES` names them as `workbench.specs.losses.PARAMETERS` does.
 """
 
 from __future__ import annotations

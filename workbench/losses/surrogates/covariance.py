@@ -2,7 +2,7 @@
 
 The mean advantage, the mean log-probability and the selected share are taken over the tokens that this rank holds of
 this micro-batch, because the policy's log-probabilities of other micro-batches are not known yet. A loss of this
-kind is therefore *not* invariant under splitting: `workbench.losses.spec.SURROGATE_BREAKS` declares it.
+kind is therefore *not* invariant under splitting: `workbench.specs.losses.SURROGATE_BREAKS` declares it.
 
 Letters: T packed tokens. l log-probability of the policy, r ratio, A advantage; means over the tokens that count here.
 """

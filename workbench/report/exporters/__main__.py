@@ -6,9 +6,9 @@ import importlib
 import sys
 from pathlib import Path
 
+from workbench.records.directory import from_json, to_json
 from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.tracked import from_plain
-from workbench.runs.store import from_json, to_json
 
 
 def main(answers: Path) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from workbench.errors import LaunchError, RecordError, SpecError
+from workbench.records.directory import ENDED, RUN_NAME, RunDirectory, from_json, to_json
 from workbench.report.exporters import TRACKERS
 from workbench.report.exporters.tracked import tracked
-from workbench.runs.store import ENDED, RUN_NAME, RunDirectory, from_json, to_json
 
 TrackerName = Literal["wandb", "trackio", "mlflow", "tensorboard"]
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workbench.errors import RecordError
-from workbench.runs.spec import flatten
-from workbench.runs.store import RunDirectory, failure_in_short, from_json
+from workbench.records.directory import RunDirectory, failure_in_short, from_json
+from workbench.specs.run import flatten
 
 TIME = "time/ended_ns"
 """Key of a step record that says when the step ended, in nanoseconds since 1970."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.compare.diagnose.diagnosis import Diagnosis, Suspicion
+from workbench.diagnose.diagnosis import Diagnosis, Suspicion
 from workbench.report.markup import Markup, table, tag
 from workbench.report.rich.strips import framed
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from workbench.adapters.explanations import Difference, Explanation
 from workbench.report.markup import Markup, breakable, table, tag
 from workbench.report.numbers import significant
 from workbench.report.rich.spec import said
 from workbench.report.rich.strips import framed
+from workbench.systems.explanations import Difference, Explanation
 
 
 def as_html(explanation: Explanation) -> Markup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.compare.prove.proof import Counterexample, LawResult, Proof
+from workbench.prove.proof import Counterexample, LawResult, Proof
 from workbench.report.markup import Markup, table, tag
 from workbench.report.numbers import NONE, near_one, significant
 from workbench.report.rich.batch import as_html as batch_html

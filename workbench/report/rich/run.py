@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from workbench.records.directory import RunDirectory
 from workbench.report.markup import Markup, join, tag
 from workbench.report.rich.spec import as_html as spec_html
 from workbench.report.rows import table_of
 from workbench.report.trial import TrialReader, elapsed_s
-from workbench.runs.store import RunDirectory
 
 
 def as_html(run: RunDirectory) -> Markup:

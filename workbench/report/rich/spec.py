@@ -6,11 +6,11 @@ import json
 import math
 from typing import Any
 
+from workbench.atomic import to_json
 from workbench.report.markup import Markup, table, tag
 from workbench.report.numbers import significant
 from workbench.report.rich.strips import framed
-from workbench.runs.spec import RunSpec, flatten
-from workbench.runs.whole_files import to_json
+from workbench.specs.run import RunSpec, flatten
 
 
 def as_html(spec: RunSpec) -> Markup:

@@ -14,9 +14,9 @@ import pytest
 from tests.helpers.hand_made import make_run
 from tests.helpers.stand_in import stand_in
 from workbench.errors import LaunchError, SpecError
+from workbench.records.directory import to_json
 from workbench.report.exporters import TRACKERS, export
 from workbench.report.exporters.export import default_folder, export_runs
-from workbench.runs.store import to_json
 
 
 @pytest.mark.parametrize("to", TRACKERS)

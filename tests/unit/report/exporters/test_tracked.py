@@ -10,8 +10,8 @@ import pytest
 
 from tests.helpers.hand_made import BEGAN_NS, SECOND_NS, make_run
 from workbench.errors import RecordError
+from workbench.records.directory import from_json, to_json
 from workbench.report.exporters.tracked import as_text, from_plain, tracked
-from workbench.runs.store import from_json, to_json
 
 
 def test_every_number_of_every_step_under_its_key(tmp_path):

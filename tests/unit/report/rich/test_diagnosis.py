@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from tests.helpers.hand_records import make_record
 from tests.helpers.trials import HOSTILE
-from workbench.compare.diagnose import diagnose
+from workbench.diagnose import diagnose
 from workbench.report.rich import as_html as drawn
 from workbench.report.rich.diagnosis import as_html
 

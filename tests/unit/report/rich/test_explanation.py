@@ -4,9 +4,9 @@ import dataclasses
 import re
 
 from tests.helpers.trials import HOSTILE
-from workbench.adapters import explain
 from workbench.report.rich import as_html as drawn
 from workbench.report.rich.explanation import as_html
+from workbench.systems import explain
 
 
 def rows(html):

@@ -4,7 +4,7 @@ import re
 
 from tests.helpers.trials import HOSTILE
 from workbench.report.rich.spec import as_html, said
-from workbench.runs.spec import LayoutSpec, RunSpec
+from workbench.specs.run import LayoutSpec, RunSpec
 
 
 def rows(drawn):

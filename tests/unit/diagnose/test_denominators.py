@@ -1,0 +1,93 @@
+"""Ways to divide a loss, and what a factor may equal."""
+
+import pytest
+import torch
+
+from tests.helpers.hand_records import CONTEXT, COUNTS, make_record, tokens
+from workbench.diagnose.denominators import names_of, reproduced, sizes, ways
+
+TRAINED = tokens()["trained"]
+
+
+def by_hand(labels):
+    values = tokens()["losses"][TRAINED]
+    means = [values[labels == label].mean() for label in labels.unique()]
+    return float(torch.stack(means).mean()), float(torch.stack(means).sum())
+
+
+def test_every_way_is_what_its_words_say():
+    found = {
+        (way.kind, way.words.rpartition(", ")[2]): way.loss
+        for way in ways(make_record().steps[0], CONTEXT | {"micro_batches": 1})
+    }
+    values = tokens()["losses"][TRAINED]
+    assert found["", "all trained tokens of the step"] == pytest.approx(float(values.mean()))
+    assert found["", "nothing"] == pytest.approx(float(values.sum()))
+    assert found["", "all tokens and padding"] == pytest.approx(float(values.sum()) / 210)
+    for kind, labels in (("documents", tokens()["documents"]), ("shards", tokens()["shards"])):
+        mean, total = by_hand(labels[TRAINED])
+        assert found[kind, "averaged"] == pytest.approx(mean)
+        assert found[kind, "summed"] == pytest.approx(total)
+    assert {kind for kind, _ in found} == {"", "documents", "shards"}, "one row, and no kind twice"
+
+
+def test_a_loss_is_recognised():
+    found = ways(make_record().steps[0], CONTEXT)
+    assert [way.kind for way in reproduced(found, by_hand(tokens()["shards"][TRAINED])[0], 1e-9)] == ["shards"]
+    assert reproduced(found, 123.0, 1e-9) == []
+
+
+def test_without_values_nothing_is_reproduced():
+    assert ways(make_record(tokens={}).steps[0], CONTEXT) == []
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (2, "cp"),
+        (1 / 3, "1 / dp"),
+        (7, "tp"),
+        (1 / 5, "1 / micro_batches"),
+        (6, "cp * dp"),
+        (1 / 30, "1 / (cp * dp * micro_batches)"),
+        (2 / 3, "1 / (dp / cp)"),
+        (1 / 11, "1 / documents"),
+        (13 / 11, "all documents / documents"),
+        (130, "trained tokens"),
+        (170 / 130, "all tokens / trained tokens"),
+        (0.8, "temperature"),
+        (130 / 11, "trained tokens / documents"),
+        (11 / 130, "1 / (trained tokens / documents)"),
+        (130 / 132, "1 / ((trained tokens + masked documents) / trained tokens)"),
+    ],
+)
+def test_a_factor_is_named(factor, said):
+    assert names_of(factor, sizes(CONTEXT, COUNTS), 1e-9)[0].words == said
+
+
+def test_sizes_of_one_and_unknown_sizes_explain_nothing():
+    assert sizes({"cp": 1}, {}) == {}
+    assert names_of(1.5, sizes(CONTEXT, COUNTS), 1e-9)[0].words == "dp / cp"
+    assert names_of(0.123456, sizes(CONTEXT, COUNTS), 1e-6) == []
+
+
+def test_a_loss_that_is_known_well_tells_more_ways():
+    step, context = make_record().steps[0], CONTEXT | {"micro_batches": 1}
+    found = {(way.kind, way.words): way.loss for way in ways(step, context, exact=True)}
+    usual = {(way.kind, way.words): way.loss for way in ways(step, context)}
+    assert usual.items() <= found.items()
+    assert len(usual) < len(found) == len(ways(step, context, exact=True)), "no way twice"
+    values, labels = tokens()["losses"], tokens()["documents"]
+    sums = [float(values[TRAINED & (labels == one)].sum()) for one in range(3)]
+    assert found["documents", "the mean over each document's tokens, over all trained tokens"] == pytest.approx(
+        (sums[0] / 4 + sums[1] / 4 + sums[2] / 3) / 11
+    )
+    assert found["documents", "each document's sum over all its tokens, prompts too, averaged"] == pytest.approx(
+        sum(sums) / 6 / 3
+    )
+    assert found["documents", "each document's sum times its tokens, over all trained tokens"] == pytest.approx(
+        (4 * sums[0] + 4 * sums[1] + 3 * sums[2]) / 11
+    )
+    assert found["documents", "the mean over each document's tokens, averaged, empty ones too"] == pytest.approx(
+        (sums[0] / 4 + sums[1] / 4 + sums[2] / 3) / (COUNTS["documents"] + COUNTS["masked_documents"])
+    )

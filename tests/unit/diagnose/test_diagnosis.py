@@ -1,0 +1,227 @@
+"""Ranking, what is missing, and experiments that split the suspects."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.hand_records import COUNTS, make_record, norms_alone, tokens
+from tests.helpers.vacuous_rollouts import CASES, ran
+from workbench.diagnose import diagnose
+from workbench.diagnose.diagnosis import diagnose_records
+from workbench.diagnose.record import Record, RecordedStep
+from workbench.errors import RecordError, SpecError
+
+TWINS = {"dp": 3, "micro_batches": 3}
+"""Sizes that one factor cannot tell apart."""
+
+
+def pair(scale=1.0, **context):
+    return make_record(context), make_record(context, scale=scale)
+
+
+def test_a_layout_without_what_a_cause_needs_rules_it_out():
+    found = diagnose_records(*pair(1 / 2, cp=1, dp=2))
+    assert found.causes[0].name == "over_dp"
+    assert "over_cp" not in [cause.name for cause in found.causes]
+
+
+@pytest.mark.parametrize(("documents", "packed"), [(4, False), (5, False), (6, True)])
+def test_a_record_that_says_no_ranks_is_of_one_and_packs_where_documents_outnumber_micro_batches(documents, packed):
+    """Five micro-batches, and tokens of later documents differ."""
+
+    def record(by):
+        there = tokens()
+        there["policy_logprobs"][6:] += by
+        made = make_record(counts=COUNTS | {"documents": float(documents)}, tokens=there)
+        return replace(made, context={name: size for name, size in made.context.items() if name != "dp"})
+
+    found = diagnose_records(record(0.0), record(-1.0))
+    assert ("attention_across_documents" in [cause.name for cause in found.causes]) == packed
+
+
+def test_the_next_experiment_splits_the_suspects():
+    found = diagnose_records(*pair(1 / 3, **TWINS))
+    assert found.suspects == ("over_dp", "over_micro_batches")
+    experiment = found.next_experiment()
+    assert experiment.changes == {"layout": {"dp": 1}}
+    assert (experiment.excludes, experiment.leaves) == (("over_dp",), ("over_micro_batches",))
+    assert "next: one data-parallel rank; it would rule out over_dp" in str(found)
+
+
+@pytest.mark.parametrize("guilty", ["dp", "micro_batches"])
+def test_experiments_are_run_until_one_suspect_is_left(guilty):
+    asked = []
+
+    def run(changes):
+        asked.append(changes)
+        context = dict(TWINS) | changes.get("layout", {}) | changes.get("data", {})
+        return pair(1 / context[guilty], **context)
+
+    found = diagnose(*pair(1 / 3, **TWINS), run=run)
+    assert asked == [{"layout": {"dp": 1}}]
+    assert found.suspects == (f"over_{guilty}",)
+    assert found.tried[0].equal == (guilty == "dp")
+    assert f"tried one data-parallel rank: {'equal' if guilty == 'dp' else 'still different'}" in str(found)
+    assert found.next_experiment() is None
+
+
+def test_no_more_experiments_than_asked():
+    found = diagnose(*pair(1 / 3, **TWINS), run=lambda changes: pair(1 / 3, **TWINS), experiments=0)
+    assert found.tried == ()
+
+
+def test_a_cause_says_what_it_lacked():
+    found = diagnose_records(norms_alone(make_record(loss=0.3)), norms_alone(make_record(loss=0.4, scale=130 / 149)))
+    assert found["other_count"].lacked == ("tokens",)
+    assert "not recorded: tokens" in str(found)
+    with pytest.raises(SpecError, match="cause 'times_cp'"):
+        found["times_cp"]
+
+
+def test_what_no_cause_explains_is_said():
+    record = Record({}, (RecordedStep(0, loss=1.0),), "one")
+    found = diagnose_records(record, Record({}, (RecordedStep(0, loss=2.0),), "two"))
+    assert (found.equal, found.causes[0].name) == (False, "unknown")
+
+
+@pytest.mark.parametrize("other", [Record({}, ()), Record({}, (RecordedStep(0, loss=1.0),))])
+def test_nothing_in_common_is_refused(other):
+    with pytest.raises(RecordError, match="nothing that both recorded"):
+        diagnose(Record({}, (RecordedStep(0, gradient_norms={"a": 1.0}),)), other)
+
+
+def test_folders_are_taken(tmp_path):
+    right, wrong = pair(1 / 2)
+    found = diagnose(right.save(tmp_path / "right"), str(wrong.save(tmp_path / "wrong")))
+    assert found.causes[0].name == "over_cp"
+
+
+class TestVerdicts:
+    """Equal needs something to compare, and a trusted record that is finite."""
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_runs_that_train_nothing_are_never_equal(self, case, tmp_path):
+        found = diagnose(
+            ran(tmp_path, case, "one"), ran(tmp_path, case, "cp2", layout={"cp": 2}, faults=["missing_cp_factor"])
+        )
+        assert found.verdict == "vacuous"
+        assert not found.equal
+        assert found.headline.startswith("vacuous: no ")
+        assert "could have seen: gradient on 0 of " in str(found)
+        assert "no_difference" not in str(found)
+
+    def test_the_same_fault_on_rollouts_that_train_is_different(self, tmp_path):
+        found = diagnose(
+            ran(tmp_path, "advantages of both signs", "one"),
+            ran(tmp_path, "advantages of both signs", "cp2", layout={"cp": 2}, faults=["missing_cp_factor"]),
+        )
+        assert (found.verdict, found.causes[0].name) == ("different", "over_cp")
+        assert "could have seen: gradient on 4 of 8 documents (50.0%)" in str(found)
+
+    @pytest.mark.parametrize("kept", [("gradients", "gradient_norms"), ("gradient_norms",), ("gradients",)])
+    def test_records_of_others_whose_gradients_are_zero_in_both_are_vacuous(self, kept):
+        zero = make_record(scale=0.0, loss=0.0).steps[0]
+        step = RecordedStep(0, loss=0.0, **{name: getattr(zero, name) for name in kept})
+        found = diagnose_records(*(Record({"cp": 2}, [step], name) for name in ("right", "recorded")))
+        assert found.verdict == "vacuous"
+        assert str(found).startswith("recorded against right: vacuous: every gradient is zero in every step")
+
+    def test_equal_records_are_equal_and_say_by_what(self):
+        found = diagnose_records(make_record(), make_record())
+        assert (found.verdict, found.equal) == ("equal", True)
+        assert (
+            "could have seen: 11 trained tokens in 3 of 3 documents, a gradient in 1 of 1 steps; unknown: "
+            "clipped tokens, gradient tokens" in str(found)
+        )
+
+    def test_a_gradient_against_none_is_different_whichever_has_it(self):
+        some, none = make_record(), make_record(scale=0.0)
+        assert diagnose_records(some, none).verdict == "different"
+        assert diagnose_records(none, some).verdict == "different"
+
+    @pytest.mark.parametrize(
+        ("broken", "said"),
+        [
+            ({"loss": math.inf}, "step 0 of made: the loss is inf"),
+            ({"loss": math.nan}, "step 0 of made: the loss is nan"),
+            (
+                {"changes": {"model.norm.weight": torch.full((40,), math.nan)}},
+                "step 0 of made: the gradient of model.norm.weight has norm nan",
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("suspect", [{}, {"loss": math.nan}, {"scale": 0.5}])
+    def test_a_trusted_record_that_is_not_finite_is_an_unsound_baseline(self, broken, said, suspect):
+        found = diagnose_records(make_record(**broken), make_record(**suspect))
+        assert found.verdict == "unsound baseline"
+        assert found.headline == f"unsound baseline: {said}"
+        assert [cause.name for cause in found.causes] == ["unsound_baseline"]
+        assert found.next_experiment() is None
+
+    def test_a_suspect_that_is_not_finite_is_the_suspects_own(self):
+        found = diagnose_records(make_record(), make_record(loss=math.nan))
+        assert (found.verdict, found.causes[0].name) == ("different", "not_finite")
+
+    def test_what_differs_before_the_trusted_record_diverges_stands(self):
+        def two(scale, loss):
+            return Record(
+                {"cp": 2, "precision": "float64"},
+                [
+                    RecordedStep(0, loss=0.5, gradient_norms={"a": scale, "b": 2 * scale}),
+                    RecordedStep(1, loss=loss, gradient_norms={"a": 1.0, "b": 2.0}),
+                ],
+            )
+
+        assert diagnose_records(two(1.0, math.inf), two(0.5, math.inf)).verdict == "different"
+        assert diagnose_records(two(1.0, math.inf), two(1.0, math.inf)).verdict == "unsound baseline"
+
+    @pytest.mark.parametrize("kept", [{"gradient_norms": {"a": 0.0}}, {"gradients": {"a": torch.zeros(3)}}])
+    def test_zero_and_zero_are_not_told_as_agreement(self, kept):
+        zero = RecordedStep(0, loss=0.0, metrics={"x": 1.0}, **kept)
+        other = RecordedStep(0, loss=0.0, metrics={"x": 2.0}, **kept)
+        found = diagnose_records(Record({}, [zero]), Record({}, [other]))
+        assert found.verdict == "different"
+        assert "loss and gradient unknown or zero in both; 1 of 1 metrics differ" in str(found)
+        assert "gradient are right" not in str(found)
+
+    def test_an_experiment_that_shows_nothing_leaves_the_scores(self):
+        def run(changes):
+            return make_record(scale=0.0, loss=0.0), make_record(scale=0.0, loss=0.0)
+
+        found = diagnose(*pair(1 / 3, **TWINS), run=run, experiments=1)
+        assert found.suspects == ("over_dp", "over_micro_batches")
+        assert "tried one data-parallel rank: vacuous" in str(found)
+
+
+class TestDamage:
+    """Stored gradients that are not what was recorded are refused, never judged."""
+
+    def test_a_flipped_bit_in_a_run_is_refused_by_name(self, tmp_path):
+        one, two = (ran(tmp_path, "advantages of both signs", name) for name in ("one", "two"))
+        assert diagnose(one, two).equal
+        name = flip_largest(two, "model.norm.weight", bit=54)
+        with pytest.raises(RecordError, match=rf"record two: tensors/step0000\.gradients\n  found: parameter {name} "):
+            diagnose(one, two)
+        with pytest.raises(RecordError, match="record two"):
+            diagnose(two, one)
+
+    def test_a_certificate_shows_the_last_bit(self, tmp_path):
+        one, two = (
+            ran(tmp_path, "advantages of both signs", name, record={"certificate": True, "gradients": "full"})
+            for name in ("one", "two")
+        )
+        assert diagnose(one, two).equal
+        flip_largest(two, "model.norm.weight", bit=0)
+        with pytest.raises(RecordError, match=r"model\.norm\.weight has fingerprint float64 \w+, certified float64 "):
+            diagnose(one, two)
+
+
+def flip_largest(run, name, *, bit):
+    """Flip one bit of the largest element of a stored gradient."""
+    stored = run.read_tensors("step0000.gradients")
+    bits = stored[name].clone().view(torch.int64)
+    bits[int(stored[name].abs().argmax())] ^= 1 << bit
+    run.write_tensors("step0000.gradients", stored | {name: bits.view(torch.float64)})
+    return name

@@ -1,0 +1,217 @@
+"""What differs between two records, step by step."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.hand_records import gradients, make_record, norms_alone, tokens
+from workbench.diagnose.evidence import compare_records
+from workbench.diagnose.record import Record, RecordedStep
+
+
+def test_a_record_is_equal_to_itself(right):
+    found = compare_records(right, make_record())
+    assert found.first.differs == ()
+    assert found.first.known == ("loss", "gradient", "metrics", "tokens")
+    assert found.first.factor == pytest.approx(1)
+
+
+@pytest.mark.parametrize("only_norms", [False, True])
+def test_one_factor_on_everything(right, only_norms):
+    wrong = make_record(scale=0.25)
+    records = (norms_alone(right), norms_alone(wrong)) if only_norms else (right, wrong)
+    step = compare_records(*records).first
+    assert step.differs == ("gradient",)
+    assert step.factor == pytest.approx(0.25, rel=1e-12)
+    assert step.parallel
+    assert (step.cosine is None) == only_norms
+
+
+def test_another_direction_is_no_factor(right):
+    other = {name: values.flip(0) for name, values in gradients().items()}
+    step = compare_records(right, make_record(changes=other)).first
+    assert not step.parallel
+    assert abs(step.cosine) < 0.2
+    from_norms = compare_records(norms_alone(right), norms_alone(make_record(changes=other))).first
+    assert from_norms.gradient_same, "norms cannot show a direction"
+
+
+def test_one_parameter_among_many(right):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    step = compare_records(right, make_record(changes={name: gradients()[name] / 2})).first
+    assert [key for key, p in step.parameters.items() if not p.same] == [name]
+    assert step.parameters[name].ratio == pytest.approx(0.5)
+    assert step.parameters[name].cosine == pytest.approx(1)
+
+
+def test_a_gradient_that_is_next_to_nothing_is_held_to_a_floor():
+    name = "model.norm.weight"
+    nothing, else_ = (
+        make_record({"precision": "float32"}, changes={name: gradients()[name] * size}) for size in (1e-12, 2e-12)
+    )
+    assert compare_records(nothing, else_).first.differs == ()
+    assert compare_records(nothing, make_record({"precision": "float32"})).first.differs == ("gradient",)
+
+
+def test_what_rounding_may_do_does_not_hang_on_the_size_of_all_gradients():
+    """A loss in other units, such as one that is divided by a million tokens, has as many digits."""
+    bf16 = {"precision": "bfloat16"}
+    found = [
+        compare_records(make_record(bf16, scale=size), make_record(bf16, scale=2 * size)).first
+        for size in (1.0, 2.0**-10, 2.0**10)
+    ]
+    assert [step.noise for step in found] == [found[0].noise] * 3
+    assert [step.gradient_same for step in found] == [False] * 3
+
+
+def test_losses_are_held_to_the_gradient_where_they_cancel():
+    one, two = (make_record({"precision": "float32"}, loss=loss) for loss in (1e-9, 3e-6))
+    assert compare_records(one, two).first.loss_same
+    assert compare_records(one, make_record({"precision": "float32"}, loss=0.25)).first.loss_same is False
+
+
+def test_tokens_are_compared_where_both_train(right):
+    changed = tokens()
+    changed["policy_logprobs"][[0, 4]] += 0.5
+    changed["trained"][16] = False
+    changed["policy_logprobs"][16] = 9.0
+    step = compare_records(right, make_record(tokens=changed)).first
+    assert step.tokens["policy_logprobs"].nonzero().flatten().tolist() == [4]
+    assert step.tokens["trained"].nonzero().flatten().tolist() == [16]
+    assert step.token_same("old_logprobs") is True
+    assert step.token_same("ratios") is None
+
+
+def test_a_record_may_end_with_the_last_token_that_it_saw(right):
+    short = make_record(tokens={name: values[:17] for name, values in tokens().items()})
+    for one, two in ((right, short), (short, right)):
+        assert compare_records(one, two).first.differs == ()
+        assert compare_records(one, two).first.tokens["policy_logprobs"].shape == (17,)
+
+
+@pytest.mark.parametrize(("steps", "differs"), [(0, True), (1, False)])
+def test_a_token_in_twenty_may_drift_once_weights_have_moved(steps, differs):
+    laid = {"trained": torch.ones(40).bool(), "policy_logprobs": torch.zeros(40)}
+    moved = laid | {"policy_logprobs": torch.zeros(40).index_fill(0, torch.tensor([7, 9]), 0.5)}
+    before = [RecordedStep(number, loss=1.0) for number in range(steps)]
+    one, two = (Record({}, (*before, RecordedStep(steps, tokens=tokens))) for tokens in (laid, moved))
+    assert bool(compare_records(one, two).first.differs) == differs
+    three = Record({}, (*before, RecordedStep(steps, tokens=laid | {"policy_logprobs": torch.ones(40)})))
+    assert compare_records(one, three).first.differs == ("tokens",)
+
+
+def test_what_is_not_a_number_is_named(right):
+    name = "lm_head.weight"
+    step = compare_records(right, make_record(loss=math.nan, changes={name: torch.full((40,), math.nan)})).first
+    assert step.not_finite == ("loss", name)
+    assert "gradient" in step.differs
+
+
+def test_the_first_step_that_differs_is_found(right):
+    def steps(*losses):
+        return replace(right, steps=tuple(RecordedStep(number, loss=loss) for number, loss in enumerate(losses)))
+
+    found = compare_records(steps(1.0, 2.0, 3.0), steps(1.0, 2.5, 9.0))
+    assert found.first.number == 1
+    assert [step.loss for step in found.pair] == [2.0, 2.5]
+    assert len(compare_records(steps(1.0, 2.0), steps(1.0)).steps) == 1
+
+
+def test_metrics_that_differ(right):
+    changed = {"loss/policy": 0.2, "loss/kl": 0.1, "ratio/policy_old/mean": 1.0, "of/mine": 3.0}
+    step = compare_records(right, make_record(metrics=changed)).first
+    assert step.metrics == {"loss/kl": (0.05, 0.1)}
+    assert step.compared_metrics == 3
+
+
+def bf16(**how):
+    return make_record({"precision": "bfloat16"}, **how)
+
+
+def noisy(size):
+    return {name: values * (1 + size) for name, values in gradients().items()}
+
+
+@pytest.mark.parametrize(("agreeing", "apart"), [(1e-6, True), (0.01, False)])
+def test_a_group_that_stands_out_differs_as_a_whole(agreeing, apart):
+    close, far = "model.layers.0.input_layernorm.weight", "model.norm.weight"
+    wrong = noisy(agreeing) | {close: gradients()[close] * 1.025, far: gradients()[far] * 1.5}
+    step = compare_records(bf16(), bf16(changes=wrong)).first
+    assert not step.parameters[far].same
+    assert step.parameters[close].same != apart
+    assert sum(not p.same for p in step.parameters.values()) == (2 if apart else 1)
+
+
+def test_tokens_are_judged_by_those_that_are_the_same_to_the_last_bit():
+    few, all_ = tokens(), tokens()
+    few["policy_logprobs"][[3, 9]] += torch.tensor([1.0, 0.05], dtype=torch.float64)
+    all_["policy_logprobs"] += 0.05
+    all_["policy_logprobs"][3] += 1.0
+    assert int(compare_records(bf16(), bf16(tokens=few)).first.tokens["policy_logprobs"].sum()) == 2
+    assert int(compare_records(bf16(), bf16(tokens=all_)).first.tokens["policy_logprobs"].sum()) == 1
+
+
+def test_clip_decisions_count_where_they_hang_on_the_same_numbers():
+    mine, theirs, rounded = (tokens() | {"clipped": torch.zeros(18).bool()} for _ in range(3))
+    for turned in (theirs, rounded):
+        turned["clipped"][8] = True
+    rounded["policy_logprobs"] = rounded["policy_logprobs"] + 0.01
+    right, other = bf16(tokens=mine), noisy(0.9)
+    said = compare_records(right, bf16(tokens=theirs, changes=other)).first
+    assert int(said.tokens["clipped"].sum()) == 1
+    assert said.differs == ("gradient", "tokens")
+    hanging = compare_records(right, bf16(tokens=rounded, changes=other)).first
+    assert "clipped" not in hanging.tokens
+    assert hanging.differs == ()
+    assert compare_records(right, bf16(tokens=rounded | {"clipped": mine["clipped"]}, changes=other)).first.differs == (
+        "gradient",
+    )
+
+
+def test_a_gradient_that_has_shrunk_is_held_to_what_it_was():
+    def two(size, wrong):
+        first = bf16()
+        later = replace(
+            bf16(changes={name: size * each for name, each in noisy(wrong).items()}).steps[0], number=1, tokens={}
+        )
+        return replace(first, steps=(first.steps[0], later))
+
+    assert compare_records(two(1.0, 0), two(1.0, 1.0)).steps[1].differs == ("gradient",)
+    assert compare_records(two(0.1, 0), two(0.1, 1.0)).steps[1].differs == ()
+
+
+def test_a_loss_that_cancels_is_held_to_what_it_sums():
+    one, far = (
+        make_record(
+            {"precision": "float32"}, loss=loss, changes={name: 0 * values for name, values in gradients().items()}
+        )
+        for loss in (1e-4, 2e-4)
+    )
+    near = replace(one, steps=(replace(one.steps[0], loss=1e-4 + 2e-6),))
+    assert compare_records(one, near).first.loss_same
+    assert compare_records(one, far).first.loss_same is False
+    bare, apart = (
+        replace(
+            record,
+            steps=(
+                replace(record.steps[0], tokens={name: each for name, each in tokens().items() if name != "losses"}),
+            ),
+        )
+        for record in (one, near)
+    )
+    assert compare_records(bare, apart).first.loss_same is False, "what it sums is not known"
+
+
+@pytest.mark.parametrize(("turned", "compared"), [((8, 9, 10), 1), ((), 2)])
+def test_weights_after_a_step_that_rounding_made_another_are_not_compared(turned, compared):
+    def two(clipped, moved, later):
+        said = tokens() | {"clipped": torch.isin(torch.arange(18), torch.tensor(clipped).long())}
+        said["policy_logprobs"] = said["policy_logprobs"] + moved
+        first = bf16(tokens=said)
+        return replace(first, steps=(first.steps[0], replace(first.steps[0], number=1, metrics={"reward": later})))
+
+    found = compare_records(two((), 0.0, 1.0), two(turned, 0.01, 5.0))
+    assert len(found.steps) == compared
+    assert (found.first.differs == ("metrics",)) == (compared == 2)

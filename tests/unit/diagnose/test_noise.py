@@ -1,0 +1,57 @@
+"""What two correct records may differ by."""
+
+import pytest
+
+from workbench.diagnose.noise import Noise
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "like"),
+    [("float64", "float32", "float32"), ("bfloat16", "float32", "bfloat16"), ("float64", "bfloat16", "bfloat16")],
+)
+def test_the_lower_precision_decides(first, second, like):
+    alone = Noise.between({"precision": like}, {"precision": like}, 0)
+    assert Noise.between({"precision": first}, {"precision": second}, 0) == alone
+    assert Noise.between({"precision": second}, {"precision": first}, 0) == alone
+
+
+def test_who_does_not_say_is_taken_for_float32():
+    assert Noise.between({}, {"precision": "float64"}, 0) == Noise.between({"precision": "float32"}, {}, 0)
+    assert Noise.between({"precision": "fp8"}, {}, 0) == Noise.between({}, {}, 0)
+
+
+def test_it_grows_with_the_steps_and_with_the_precision():
+    bars = [
+        Noise.between({"precision": name}, {}, step).gradient for name in ("float32", "bfloat16") for step in (0, 1)
+    ]
+    assert bars == sorted(set(bars))
+    exact = Noise.between({"precision": "float64"}, {"precision": "float64"}, 0)
+    assert exact.gradient < 1e-9 < bars[0]
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_where_nothing_was_rounded_forward_less_may_differ(name):
+    context = {"precision": name}
+    usual = Noise.between(context, context, 0)
+    same = Noise.between(context, context, 0, same_forward=True)
+    assert same.same_forward
+    assert same.gradient < usual.gradient
+    assert same.loss <= 1e-5 < usual.loss
+    assert same.metric < usual.metric
+
+
+def test_clip_decisions_that_turn_and_tokens_that_cancel_leave_room_for_the_gradient_alone():
+    usual = Noise.between({"precision": "bfloat16"}, {}, 1)
+    assert usual.with_flips(0) == usual
+    assert usual.with_flips(0.04).gradient == pytest.approx(1.0)
+    assert usual.with_flips(0.04).loss == usual.loss
+    assert usual.as_tokens_cancel(5).gradient == pytest.approx(5 * usual.gradient)
+    assert usual.as_tokens_cancel(0.1) == usual == usual.as_tokens_cancel(float("inf"))
+
+
+def test_how_much_is_clipped_says_nothing_in_low_precision():
+    bars = {name: Noise.between({"precision": name}, {"precision": name}, 0) for name in ("float32", "bfloat16")}
+    assert bars["bfloat16"].of_metric("clip/region/fraction") == float("inf")
+    assert bars["float32"].of_metric("clip/region/fraction") == bars["float32"].metric
+    same = Noise.between({"precision": "bfloat16"}, {}, 0, same_forward=True)
+    assert same.of_metric("clip/region/fraction") == same.metric < same.of_metric("gradient/norm/global")

@@ -1,0 +1,131 @@
+"""`prove`: what it takes, and losses that a user just wrote."""
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.helpers.trainer_losses import RIGHT
+from workbench.errors import SpecError
+from workbench.losses.terms import Term
+from workbench.prove import CONSTANT, as_subject, prove
+from workbench.specs.presets import PRESETS
+from workbench.specs.run import LossSpec, RunSpec
+
+SAMPLE = ("gspo", "dpo")
+
+
+def sapo_by_hand(inputs):
+    """Right: per token, and of whole documents only through their sums."""
+    ratio_T = inputs.document_mean(inputs.log_ratio()).exp()
+    return {
+        "policy": Term(-torch.sigmoid(ratio_T - 1) * inputs.counted_advantages_T),
+        "kl": Term(inputs.log_ratio("ref").square(), coefficient=0.1),
+    }
+
+
+def centred_here(inputs):
+    """Wrong: the mean advantage of whatever tokens this rank happens to hold."""
+    advantages_T = inputs.counted_advantages_T
+    centred_T = advantages_T - advantages_T.sum() / inputs.counts_T.sum().clamp_min(1)
+    return {"policy": Term(-inputs.log_ratio().exp() * centred_T)}
+
+
+def test_it_is_public():
+    assert wb.prove is prove
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_preset_keeps_every_law(name):
+    proof = prove(name, rounds=1, budget_s=120)
+    assert proof.ok, proof
+    assert not proof.declared
+    assert len(proof.kept) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_keeps_every_law_or_breaks_what_it_declares(name, seed):
+    proof = prove(name, seed=seed, rounds=6, budget_s=600)
+    assert proof.ok, proof
+    assert "declared, but holds" not in {law.verdict for law in proof.laws}, proof
+    assert bool(proof.declared) == bool(LossSpec(name=name).breaks)
+
+
+def test_a_loss_that_was_just_written_is_proved():
+    proof = prove(
+        sapo_by_hand,
+        spec=LossSpec(denominator="document"),
+        laws=["cp_degree", "cp_order", "masked_rows"],
+        rounds=1,
+        budget_s=60,
+    )
+    assert proof.ok, proof
+    assert proof.subject == "sapo_by_hand"
+
+
+def test_one_that_looks_at_its_own_tokens_is_refuted():
+    proof = prove(centred_here, laws=["dp_split", "tp", "padding"], rounds=1, budget_s=60)
+    assert proof.broken == ("dp_split",), proof
+    assert len(proof["dp_split"].counterexample.documents) == 2
+
+
+def test_every_form_of_a_loss_is_taken():
+    assert as_subject("dapo").run_spec.loss == LossSpec(name="dapo")
+    assert as_subject(LossSpec(name="dapo", denominator="document")).run_spec.loss.denominator == "document"
+    assert as_subject({"name": "gspo"}).title == "gspo"
+    spec = RunSpec(loss={"name": "ppo"}, faults=["missing_cp_factor"])
+    assert as_subject(spec).run_spec is spec
+    assert as_subject({"loss": {"name": "ppo"}, "data": {"keep_groups": True}}).run_spec.data.keep_groups
+    right = RIGHT["token mean, sum"]
+    assert as_subject(right.loss, engine=right.engine).title == "token_mean (engine sum)"
+    assert as_subject(sapo_by_hand, spec={"name": "bnpo"}).declared == ("micro_batch", "packing", "dp")
+
+
+def test_a_loss_that_divides_by_a_constant_gets_one():
+    assert as_subject("dr_grpo").run_spec.loss.denominator_constant == CONSTANT
+    assert as_subject({"name": "dr_grpo", "denominator_constant": 3.0}).run_spec.loss.denominator_constant == 3.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((3,), "a preset's name, a LossSpec"),
+        (("gropo",), "did you mean 'grpo'"),
+        (({"surogate": {}},), "did you mean 'surrogate'"),
+    ],
+)
+def test_what_is_no_loss_is_refused(arguments, words):
+    with pytest.raises(SpecError, match=words):
+        prove(*arguments)
+
+
+def test_arguments_that_do_not_go_together_are_refused():
+    with pytest.raises(SpecError, match="an engine is about a trainer's function"):
+        prove("grpo", engine="sum")
+    with pytest.raises(SpecError, match="a spec goes with a function"):
+        prove("grpo", spec=LossSpec())
+    with pytest.raises(SpecError, match="did you mean 'cp_degree'"):
+        prove("grpo", laws=["cp_degre"])
+
+
+def test_a_function_of_other_arguments_is_refused_with_the_form_that_it_has():
+    trainers = RIGHT["token mean, sum"].loss
+    with pytest.raises(SpecError, match=r"token_mean\(batch, outputs, totals\)(?s:.*)engine = 'sum' or 'mean'"):
+        prove(trainers)
+    with pytest.raises(SpecError, match=r"sapo_by_hand\(inputs\)(?s:.*)leave engine out"):
+        prove(sapo_by_hand, engine="sum")
+
+
+def test_no_laws_are_no_proof():
+    with pytest.raises(SpecError, match="at least one law"):
+        prove("grpo", laws=[])
+
+
+def test_a_function_that_gives_no_terms_is_refused():
+    def one_number(inputs):
+        return inputs.policy_logprobs_T.sum()
+
+    with pytest.raises(SpecError, match=r"one_number\(inputs\)\n  found: a Tensor"):
+        prove(one_number, laws=["padding"], rounds=1)

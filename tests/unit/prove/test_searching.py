@@ -1,0 +1,198 @@
+"""The search itself: what it counts, what it calls broken, and what it does when time is short."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+
+from workbench.errors import SpecError
+from workbench.losses.build import make_loss
+from workbench.losses.terms import Term
+from workbench.prove.laws import LAWS
+from workbench.prove.searching import search
+from workbench.prove.subject import WorkbenchSubject
+from workbench.specs.run import RunSpec
+
+
+def subject(name, **settings):
+    spec = RunSpec(loss={"name": name}, **settings)
+    return WorkbenchSubject(name, spec, make_loss(spec.loss))
+
+
+def run(who, *laws, rounds=1, budget_s=60.0, seed=0):
+    return search(who, [LAWS[name] for name in laws], seed=seed, rounds=rounds, budget_s=budget_s)
+
+
+def test_a_law_that_is_declared_and_broken_is_no_failure():
+    proof = run(subject("bnpo"), "micro_batch_split", "micro_batch_order", "cp_degree")
+    assert [law.verdict for law in proof.laws] == ["declared", "holds", "holds"]
+    assert proof.ok
+    assert proof["micro_batch_split"].counterexample.changed.startswith("one rank, 3 micro-batches")
+    assert 0 < proof["cp_degree"].worst < 1e-12
+
+
+def test_a_law_that_is_declared_and_holds_is_said_so():
+    spec = RunSpec(loss={"name": "grpo", "scaling": {"counts": "pass"}})  # each pass of all dp ranks has its count
+    proof = run(WorkbenchSubject("grpo", spec, make_loss(spec.loss)), "dp_split", "packing_order")
+    assert [law.verdict for law in proof.laws] == ["declared, but holds", "declared"]
+    assert proof["dp_split"].why == "the spec declares 'dp'"
+    assert proof.kept == ("dp_split",)
+
+
+def test_a_known_bug_is_found_and_cut_down_with_its_factor():
+    proof = run(subject("grpo", faults=["missing_cp_factor"]), "cp_degree", "cp_order", "together", rounds=2)
+    assert proof.broken == ("cp_degree",)
+    law = proof["cp_degree"]
+    assert (law.what[0], law.factor_name, law.cases) == ("gradient", "1 / cp", 1)
+    assert law.factor == pytest.approx(0.5, rel=1e-9)
+    assert len(law.counterexample.documents) == 1
+    assert law.counterexample.batch.num_documents == 1
+    assert proof["cp_order"].verdict == "holds", "both orders lack the same factor"
+    assert proof["together"].verdict == "skipped"
+
+
+def test_a_bug_that_turns_the_gradient_has_no_factor():
+    proof = run(subject("gspo", faults=["document_sum_without_adjoint"]), "cp_degree", "tp")
+    assert proof.broken == ("cp_degree",)
+    assert proof["cp_degree"].factor is None
+    assert "the gradient is another one" in proof["cp_degree"].counterexample.words
+    assert "loss" not in proof["cp_degree"].what, "the value is right, only its gradient is not"
+
+
+def test_without_time_nothing_is_kept():
+    proof = run(subject("grpo"), "dp_split", "tp", budget_s=0.0)
+    assert proof.untried == ("dp_split", "tp")
+    assert not proof.ok
+    assert math.isnan(proof["tp"].worst)
+
+
+def test_the_same_seed_tries_the_same_cases():
+    one, again, other = (run(subject("grpo"), "padding", seed=seed) for seed in (1, 1, 2))
+    assert one["padding"] == again["padding"]
+    assert one["padding"].worst != other["padding"].worst
+
+
+@dataclass(frozen=True)
+class Spoiled:
+    """A step whose loss is no number anywhere, or whose ranks of a law raise."""
+
+    run_spec: RunSpec
+    right: WorkbenchSubject
+    everywhere: bool
+    title: str = "spoiled"
+    declared: tuple[str, ...] = ()
+
+    def step(self, policy, rows, totals):
+        if policy.mesh["dp"].size > 1:
+            raise KeyError("rank")
+        found = self.right.step(policy, rows, totals)
+        return (
+            replace(found, gradients={name: g * math.nan for name, g in found.gradients.items()})
+            if self.everywhere
+            else found
+        )
+
+
+@dataclass(frozen=True)
+class NeedsWork:
+    """A step that raises on a rank whose micro-batch has nothing to train."""
+
+    run_spec: RunSpec
+    right: WorkbenchSubject
+    title: str = "needs work"
+    declared: tuple[str, ...] = ()
+
+    def step(self, policy, rows, totals):
+        assert all(bool(local.row.loss_mask_T.any()) for local in rows)
+        return self.right.step(policy, rows, totals)
+
+
+@dataclass(frozen=True)
+class Declares(NeedsWork):
+    """The same, on ranks where a part of the layout has several."""
+
+    where: str = "cp"
+    declared: tuple[str, ...] = ("dp", "micro_batch", "packing", "cp")
+
+    def step(self, policy, rows, totals):
+        return (super() if policy.mesh[self.where].size > 1 else self.right).step(policy, rows, totals)
+
+
+def test_no_declaration_excuses_an_error():
+    proof = run(Declares(RunSpec(), subject("bnpo")), "empty_ranks", rounds=3)
+    assert proof.broken == ("empty_ranks",), proof
+    assert proof["empty_ranks"].what == ("error",)
+
+
+def padding_of_the_shard(inputs):
+    """Wrong wherever a shard has more padding, or less."""
+    share = 1 + 1 / (1 + (~inputs.counts_T).sum())
+    return {"policy": Term(-inputs.log_ratio().exp() * inputs.counted_advantages_T * share)}
+
+
+def test_what_is_declared_of_micro_batches_excuses_no_empty_rank():
+    spec = RunSpec(loss={"name": "bnpo"})
+    assert "cp" not in spec.loss.breaks
+    who = WorkbenchSubject("shard", spec, padding_of_the_shard, made_from_spec=False)
+    proof = run(who, "empty_ranks", rounds=3)
+    assert proof.broken == ("empty_ranks",), proof
+    assert "cp=2" in proof["empty_ranks"].counterexample.changed
+    declared = run(subject("bnpo"), "empty_ranks", rounds=3)
+    assert declared["empty_ranks"].verdict == "declared"
+
+
+def test_a_rank_that_has_nothing_to_train_is_the_business_of_one_law():
+    proof = run(
+        NeedsWork(RunSpec(), subject("grpo")),
+        "dp_split",
+        "micro_batch_split",
+        "packing_order",
+        "cp_degree",
+        "cp_order",
+        "masked_rows",
+        "empty_ranks",
+        rounds=2,
+    )
+    assert proof.broken == ("empty_ranks",), proof
+    assert not proof.untried
+    cut_idle = run(NeedsWork(RunSpec(), subject("grpo")), "cp_degree", seed=10)  # of its first draw a shard is idle
+    assert (cut_idle.broken, cut_idle["cp_degree"].cases) == ((), 1), "and others were drawn instead"
+
+
+def test_what_has_no_numbers_on_one_rank_is_refused():
+    with pytest.raises(SpecError, match="one rank has finite numbers"):
+        run(Spoiled(RunSpec(), subject("grpo"), everywhere=True), "padding")
+
+
+def test_a_loss_that_remembers_is_refused():
+    calls = []
+
+    def remembers(inputs):
+        calls.append(0)
+        return {"policy": Term(-len(calls) * inputs.log_ratio().exp())}
+
+    with pytest.raises(SpecError, match="the same numbers each time"):
+        run(WorkbenchSubject("remembers", RunSpec(), remembers, made_from_spec=False), "padding")
+
+
+def test_an_error_that_one_rank_does_not_have_breaks_a_law():
+    proof = run(Spoiled(RunSpec(), subject("grpo"), everywhere=False), "dp_split", "padding")
+    assert proof.broken == ("dp_split",)
+    assert (proof["dp_split"].what, proof["dp_split"].counterexample.words) == (("error",), "KeyError: 'rank'")
+
+
+def test_what_never_has_a_gradient_is_not_proved():
+    def silent(inputs):
+        return {"policy": Term(0.0 * inputs.counted_logprobs_T)}
+
+    proof = run(WorkbenchSubject("silent", RunSpec(), silent, made_from_spec=False), "padding")
+    assert proof.untried == ("padding",)
+    assert "had a gradient" in proof["padding"].why
+
+
+def test_an_error_on_one_rank_is_raised_to_the_user():
+    def wrong(inputs):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        run(WorkbenchSubject("wrong", RunSpec(), wrong, made_from_spec=False), "padding")

@@ -1,0 +1,189 @@
+"""What a person types means one run or one experiment, or is refused with the candidates named."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.helpers.hand_made import make_run
+from workbench.errors import RecordError
+from workbench.records.directory import to_json, write_whole
+from workbench.records.lookup import (
+    experiment_at,
+    experiment_folder,
+    experiments,
+    look_up,
+    runs_of,
+    spelled,
+    steps_recorded,
+)
+
+
+@pytest.fixture
+def project(tmp_path):
+    """Two experiments: parity with two attempts of cp2, and other with a run of the same name as one of parity."""
+    parity, other = tmp_path / "experiments" / "parity", tmp_path / "experiments" / "other"
+    make_run(parity, "one_rank", at_s=0)
+    make_run(parity, "cp2", at_s=1, state="failed", layout={"cp": 2})
+    make_run(parity, "cp2", at_s=2, layout={"cp": 2})
+    make_run(parity, "cp2_zigzag", at_s=3, layout={"cp": 2, "order": "zigzag"})
+    make_run(other, "one_rank", at_s=4, steps=2)
+    (tmp_path / "experiments" / "empty").mkdir()
+    (tmp_path / "experiments" / "empty" / "ablation.yaml").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def parity(project):
+    return project / "experiments" / "parity"
+
+
+def folders(runs):
+    return [found.path.name for found in runs]
+
+
+class TestRunsOf:
+    def test_the_newest_of_each_name_oldest_first(self, parity):
+        names = [(found.name, found.run.status) for found in runs_of(parity)]
+        assert names == [("one_rank", "succeeded"), ("cp2", "succeeded"), ("cp2_zigzag", "succeeded")]
+
+    def test_every_attempt(self, parity):
+        assert [found.name for found in runs_of(parity, every=True)] == ["one_rank", "cp2", "cp2", "cp2_zigzag"]
+
+    def test_an_older_attempt_that_answers_for_the_experiment_is_shown_too(self, parity):
+        old, new = (found.path.name for found in runs_of(parity, every=True) if found.name == "cp2")
+        write_whole(parity / "runs" / "sweep.json", to_json({"runs": {"cp2": old}, "latest": {"cp2": new}}))
+        assert [folder for folder in folders(runs_of(parity)) if folder.startswith("cp2-")] == [old, new]
+
+    def test_a_damaged_sweep_record_hides_nothing(self, parity):
+        (parity / "runs" / "sweep.json").write_text("[")
+        assert len(runs_of(parity)) == 3
+
+    def test_what_cannot_be_opened_is_said_and_not_hidden(self, parity):
+        [_, cp2, _] = runs_of(parity)
+        (cp2.path / "config.json").write_text('{"layuot": {}}')
+        [_, broken, _] = runs_of(parity)
+        assert (broken.run, broken.name, broken.path) == (None, "cp2", cp2.path)
+        assert "layuot" in broken.problem
+
+    @pytest.mark.parametrize("content", ["[]", "{", '{"state": "failed"}', '{"state": "failed", "name": "x"}', ""])
+    def test_a_damaged_state_is_said_too(self, parity, content):
+        [one_rank, *_] = runs_of(parity)
+        (one_rank.path / "state.json").write_text(content)
+        [broken] = [found for found in runs_of(parity, every=True) if found.path == one_rank.path]
+        assert broken.run is None
+        assert broken.problem
+
+
+class TestLookUp:
+    def test_the_folder_of_a_run(self, project, parity):
+        path = parity / "runs" / folders(runs_of(parity))[0]
+        target = look_up(path, project)
+        assert (folders(target.runs), target.experiment) == ([path.name], None)
+
+    @pytest.mark.parametrize("asked", ["experiments/parity", "parity", "experiments/parity/runs"])
+    def test_an_experiment_by_path_or_name(self, project, parity, asked, monkeypatch):
+        monkeypatch.chdir(project)
+        target = look_up(asked, project)
+        assert target.experiment == parity
+        assert len(target.runs) == 3
+        assert len(look_up(asked, project, every=True).runs) == 4
+
+    def test_an_ablation_file_stands_for_its_experiment(self, project, parity):
+        (parity / "ablation.yaml").write_text("{}")
+        assert look_up(parity / "ablation.yaml", project).experiment == parity
+        make_run(project / "mine", "mine")
+        (project / "mine.yaml").write_text("steps: 4")
+        assert look_up(project / "mine.yaml", project).experiment == project / "mine"
+        assert experiment_folder(project / "mine.yaml") == project / "mine"
+
+    def test_a_name_means_its_newest_attempt_though_other_names_begin_so(self, project, parity):
+        [found] = look_up("cp2", project).runs
+        assert (found.name, found.run.status) == ("cp2", "succeeded")
+        assert found.path.name.endswith("-2")
+
+    def test_the_folders_name_means_just_that_attempt(self, project, parity):
+        old = next(found.path.name for found in runs_of(parity, every=True) if found.name == "cp2")
+        [found] = look_up(old, project).runs
+        assert found.run.status == "failed"
+
+    def test_the_beginning_of_a_name_is_enough(self, project):
+        [found] = look_up("cp2_z", project).runs
+        assert found.name == "cp2_zigzag"
+
+    def test_several_are_listed(self, project):
+        with pytest.raises(RecordError, match=r"2 runs: other/one_rank-\w{8}, parity/one_rank-\w{8}"):
+            look_up("one_rank", project)
+
+    def test_experiment_and_run_together_mean_one(self, project):
+        [found] = look_up("other/one_rank", project).runs
+        assert found.experiment_dir.name == "other"
+
+    def test_a_long_list_is_cut_and_says_so(self, project, parity):
+        for number in range(12):
+            make_run(parity, f"seed{number}", seed=number)
+        with pytest.raises(RecordError, match=r"and 4 more") as caught:
+            look_up("", project)
+        assert caught.value.parts["found"].count("parity/") == 11
+
+    def test_a_slip_of_the_hand_names_the_nearest(self, project):
+        with pytest.raises(RecordError, match="did you mean cp2_zigzag"):
+            look_up("cp2_zagzig", project)
+
+    def test_nothing_like_it(self, project):
+        with pytest.raises(RecordError, match="workbench ls"):
+            look_up("quite something else", project)
+
+    def test_an_experiment_without_runs_says_how_to_start_them(self, project):
+        with pytest.raises(RecordError, match=r"none yet[\s\S]*workbench run empty/ablation\.yaml"):
+            look_up("empty", project)
+
+    def test_a_name_from_the_disk_cannot_command_the_terminal(self, project, parity):
+        hostile = parity / "runs" / "cp2\x1b[2J-0badcafe"
+        shutil.copytree(runs_of(parity)[0].path, hostile)
+        (hostile / "config.json").write_text("{")
+        with pytest.raises(RecordError) as caught:
+            look_up(parity, project, every=True).opened()
+        assert "\x1b" not in str(caught.value)
+        assert r"cp2\x1b[2J-0badcafe" in str(caught.value)
+
+    def test_opening_refuses_what_cannot_be_opened(self, project, parity):
+        [_, cp2, _] = runs_of(parity)
+        (cp2.path / "config.json").write_text("{")
+        with pytest.raises(RecordError, match=cp2.path.name):
+            look_up("parity", project).opened()
+
+
+class TestExperiments:
+    def test_are_those_that_hold_runs(self, project):
+        assert [path.name for path in experiments(project)] == ["other", "parity"]
+        assert experiments(project / "nowhere") == []
+
+    def test_a_run_is_none(self, project):
+        assert experiment_at("parity", project).name == "parity"
+        with pytest.raises(RecordError, match="say parity"):
+            experiment_at("cp2_zigzag", project)
+
+
+class TestSpelled:
+    def test_what_it_says_means_that_run(self, project, parity):
+        for found in (found for folder in experiments(project) for found in runs_of(folder, every=True)):
+            said = spelled(found.path, project)
+            assert said == f"{found.experiment_dir.name}/{found.path.name}"
+            assert [same.path for same in look_up(said, project).runs] == [found.path]
+
+    def test_elsewhere_it_is_a_path_for_the_shell(self, project, monkeypatch):
+        run = make_run(project / "my own", "a")
+        monkeypatch.chdir(project)
+        assert spelled(run.path, project) == f"'my own/runs/{run.path.name}'"
+        monkeypatch.chdir(project / "experiments")
+        assert spelled(run.path, project) == f"'{run.path}'"
+
+
+@pytest.mark.parametrize(("content", "count"), [(b"", 0), (b"{}\n{}\n", 2), (b'{}\n{"torn', 1)])
+def test_steps_are_counted_without_reading_them(tmp_path, content, count):
+    run = make_run(tmp_path, "a", done=0)
+    assert steps_recorded(run) == 0
+    (run.path / "metrics.jsonl").write_bytes(content)
+    assert steps_recorded(run) == count

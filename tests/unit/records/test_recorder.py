@@ -1,0 +1,352 @@
+"""Recording another trainer's run: what is written is what the model had, on one rank, under DDP and under FSDP2."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.ranks import run_ranks
+from workbench.errors import RecordError, ShapeError, SpecError
+from workbench.records import trainer_files as files
+from workbench.records.recorder import Recorder
+
+DATA = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+"""Six samples, dealt over ranks and micro-batches."""
+
+
+def model_of(seed=1):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
+def loss_of(model, samples, total=6):
+    """The share of these samples in the mean over all."""
+    return model(samples).square().sum() / total
+
+
+def trained():
+    """A model that holds gradients."""
+    model = model_of()
+    loss_of(model, DATA).backward()
+    return model
+
+
+def with_buffers(model):
+    """As Megatron's DDP has it: every gradient is added to a buffer in float32, and ``grad`` is None again."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+
+            def keep(parameter=parameter):
+                parameter.main_grad.add_(parameter.grad)
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(lambda _, keep=keep: keep())
+    return model
+
+
+def steps_of(folder):
+    return files.read_steps(folder)
+
+
+def norms_of(model):
+    return {name: float(parameter.grad.norm()) for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "records" / "mine"
+
+
+class TestAlone:
+    def test_micro_batches_make_one_step(self, folder):
+        model, expected = model_of(), model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder = Recorder(folder, model, optimizer, context={"dp": 1, "trainer": "mine"}, gradients="full")
+        for samples in DATA.split(2):
+            loss = loss_of(model, samples)
+            loss.backward()
+            recorder.note(loss, counts={"documents": len(samples)}, metrics={"lr": 0.5 * len(samples)})
+        optimizer.step()
+        whole = loss_of(expected, DATA)
+        whole.backward()
+        [step] = steps_of(folder)
+        assert step["loss"] == pytest.approx(whole.item(), rel=1e-14)
+        assert step["counts"] == {"documents": 6.0}
+        assert step["metrics"] == {"lr": 1.0}
+        assert step["gradient_norms"] == pytest.approx(norms_of(expected), rel=1e-14)
+        gradients = files.read_tensors(folder, 0, "gradients")
+        assert set(gradients) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-13, atol=1e-16)
+        assert files.read_context(folder) == {
+            "precision": "float64",
+            "optimizer": "sgd",
+            "learning_rate": 0.1,
+            "dp": 1,
+            "trainer": "mine",
+        }
+
+    def test_a_step_by_hand_needs_no_optimizer_and_a_step_may_say_nothing(self, folder):
+        model = model_of()
+        recorder = Recorder(folder, model)
+        loss = loss_of(model, DATA)
+        loss.backward()
+        recorder.step(loss, counts={"documents": 6})
+        model.zero_grad(set_to_none=False)
+        recorder.step()
+        first, second = steps_of(folder)
+        assert first["loss"] == loss.item()
+        assert (second["step"], second["loss"], second["counts"]) == (1, None, {})
+        assert set(second["gradient_norms"].values()) == {0.0}
+        assert files.read_tensors(folder, 0, "gradients") is None
+        assert repr(recorder) == "Recorder(mine: 2 steps)"
+
+    def test_gradients_taken_before_clipping_are_those_of_the_loss(self, folder):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder = Recorder(folder, model, optimizer, gradients="full")
+        for taken in (True, False):
+            optimizer.zero_grad()
+            loss_of(model, DATA, total=0.01).backward()
+            before = norms_of(model)
+            if taken:
+                recorder.take_gradients()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            clipped = norms_of(model)
+            optimizer.step()
+            norms = steps_of(folder)[-1]["gradient_norms"]
+            assert norms == pytest.approx(before if taken else clipped, rel=1e-14)
+            assert norms != pytest.approx(clipped if taken else before, rel=0.5)
+            whole = files.read_tensors(folder, 0 if taken else 1, "gradients")
+            assert float(whole["0.weight"].norm()) == pytest.approx(norms["0.weight"], rel=1e-14)
+
+    def test_nothing_changes_for_the_trainer(self, folder):
+        def train(recorded):
+            torch.manual_seed(3)
+            model = model_of()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            recorder = Recorder(folder, model, optimizer, gradients="full") if recorded else None
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = loss_of(model, DATA + torch.randn_like(DATA))
+                loss.backward()
+                if recorder:
+                    recorder.note(loss, tokens={"policy_logprobs": torch.rand(2, generator=torch.Generator())})
+                optimizer.step()
+            return [parameter.detach().clone() for parameter in model.parameters()] + [torch.rand(2)]
+
+        for with_it, without in zip(train(True), train(False), strict=True):
+            assert torch.equal(with_it, without)
+        assert len(steps_of(folder)) == 3
+
+    def test_tokens_are_put_in_source_order(self, folder):
+        recorder = Recorder(folder, trained())
+        recorder.note(tokens={"policy_logprobs": torch.tensor([[-0.4, -0.9]]), "source": torch.tensor([[4, -1]])})
+        recorder.note(tokens={"policy_logprobs": torch.tensor([[-0.0], [-0.2]]), "source": torch.tensor([[0], [2]])})
+        recorder.step()
+        recorder.step(tokens={"policy_logprobs": torch.tensor([-3.0, -1.0]), "trained": torch.tensor([True, False])})
+        read = files.read_tensors(folder, 0, "tokens")
+        assert list(read) == ["policy_logprobs"]
+        assert read["policy_logprobs"].tolist() == pytest.approx([0.0, 0.0, -0.2, 0.0, -0.4])
+        read = files.read_tensors(folder, 1, "tokens")
+        assert read["policy_logprobs"].tolist() == [-3.0, -1.0]
+        assert read["trained"].tolist() == [True, False]
+
+    def test_a_loss_that_is_no_number_is_recorded(self, folder):
+        Recorder(folder, trained()).step(math.nan)
+        assert math.isnan(steps_of(folder)[0]["loss"])
+
+    def test_gradients_in_the_buffers_of_megatron_are_read(self, folder):
+        model, expected = with_buffers(model_of()), trained()
+        recorder = Recorder(folder, model, gradients="full")
+        for samples in DATA.split(2):
+            loss_of(model, samples).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        recorder.step(1.0)
+        [step] = steps_of(folder)
+        assert step["gradient_norms"] == pytest.approx(norms_of(expected), rel=1e-6)
+        assert min(step["gradient_norms"].values()) > 1e-3
+        gradients = files.read_tensors(folder, 0, "gradients")
+        for name, parameter in expected.named_parameters():
+            torch.testing.assert_close(gradients[name].double(), parameter.grad, rtol=1e-5, atol=1e-7)
+        assert "no_gradient" not in step
+
+    def test_a_gradient_comes_before_the_buffer(self, folder):
+        model = trained()
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        Recorder(folder, model).step(1.0)
+        assert steps_of(folder)[0]["gradient_norms"] == pytest.approx(norms_of(model), rel=1e-14)
+
+    @pytest.mark.parametrize(("losses", "refused"), [((0.5, -0.5), True), ((), True), ((0.0, 0.0), False)])
+    def test_buffers_that_were_cleared_are_refused_unless_the_losses_are_zero(self, folder, losses, refused):
+        model = with_buffers(model_of())
+        loss_of(model, DATA).backward()
+        for parameter in model.parameters():
+            parameter.main_grad.zero_()
+        recorder = Recorder(folder, model)
+        for loss in losses:
+            recorder.note(loss)
+        if refused:
+            with pytest.raises(RecordError, match="before zero_grad_buffer") as caught:
+                recorder.step()
+            assert "main_grad is 0 in every element of all 4 parameters" in caught.value.parts["found"]
+            assert steps_of(folder) == []
+        else:  # a step in which nothing trains
+            recorder.step()
+            assert set(steps_of(folder)[0]["gradient_norms"].values()) == {0.0}
+
+    @pytest.mark.parametrize("how", ["never", "cleared", "hook", "take"])
+    def test_without_any_gradient_nothing_is_recorded(self, folder, how):
+        model = model_of() if how == "never" else trained()
+        model.zero_grad()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder = Recorder(folder, model, optimizer if how == "hook" else None)
+        does = {"hook": optimizer.step, "take": recorder.take_gradients}.get(how, lambda: recorder.step(1.0))
+        with pytest.raises(RecordError) as caught:
+            does()
+        assert caught.value.parts["found"] == (
+            "no gradient in any of 4 trained parameter(s): grad is None and there "
+            "is no main_grad in 0.weight, 0.bias, 2.weight and 1 more"
+        )
+        assert "take_gradients() after backward and before zero_grad()" in caught.value.parts["fix"]
+        assert steps_of(folder) == []
+
+    def test_a_trained_parameter_without_a_gradient_is_zero_and_named_and_a_frozen_one_left_out(self, folder):
+        model = model_of()
+        model[0].bias.requires_grad_(False)
+        loss_of(model, DATA).backward()
+        model[2].weight.grad = None
+        recorder = Recorder(folder, model)
+        recorder.step(1.0)
+        loss_of(model, DATA).backward()
+        recorder.step(1.0)
+        first, second = steps_of(folder)
+        assert list(first["gradient_norms"]) == ["0.weight", "2.weight", "2.bias"]
+        assert first["gradient_norms"]["2.weight"] == 0.0
+        assert first["no_gradient"] == ["2.weight"]
+        assert "no_gradient" not in second
+
+    def test_it_ends_with_its_block(self, folder):
+        model = trained()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Recorder(folder, model, optimizer):
+            optimizer.step()
+        optimizer.step()
+        assert len(steps_of(folder)) == 1
+
+    def test_what_cannot_be_recorded_is_refused_in_words(self, folder):
+        class FullyShardedDataParallel(nn.Module):
+            pass
+
+        with pytest.raises(SpecError, match="use FSDP2"):
+            Recorder(folder, nn.Sequential(FullyShardedDataParallel()))
+        sharding = nn.Linear(1, 1)
+        sharding.ddp_config = type("Config", (), {"use_distributed_optimizer": True})()
+        with pytest.raises(SpecError, match="use_distributed_optimizer=False"):
+            Recorder(folder, nn.Sequential(sharding))
+        with pytest.raises(SpecError, match="hand over the model that is trained"):
+            Recorder(folder, model_of().requires_grad_(False))
+        recorder = Recorder(folder, model_of())
+        with pytest.raises(RecordError, match="never replaced"):
+            Recorder(folder, model_of())
+        with pytest.raises(ShapeError, match="all have one shape"):
+            recorder.note(tokens={"trained": torch.ones(2), "ratios": torch.ones(3)})
+        recorder.note(tokens={"ratios": torch.ones(3)})
+        with pytest.raises(ShapeError, match="tells the same: ratios"):
+            recorder.note(tokens={"trained": torch.ones(3)})
+
+    def test_it_needs_no_more_than_torch_and_safetensors(self):
+        code = (
+            "import sys, torch; before = set(sys.modules); import workbench.records.recorder;"
+            "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}"
+            " - set(sys.stdlib_module_names)))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert set(done.stdout.split()) <= {"workbench", "torch"}
+
+
+def train_on_ranks(folder):
+    """Under DDP and FSDP2, with a rank that has less to say than the other; and the norms each rank sees."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Partial
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank = dist.get_rank()
+    samples = [DATA[:4], DATA[4:]][rank]
+    sharded = model_of()
+    for layer in (sharded[0], sharded[2], sharded):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    summed = model_of()
+    for layer in (summed[0], summed):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        layer.set_gradient_divide_factor(1.0)
+        layer.set_force_sum_reduction_for_comms(True)
+    cases = {"ddp": (DistributedDataParallel(model_of()), "mean"), "fsdp2": (sharded, "mean"), "sum": (summed, "sum")}
+    for name, (model, engine) in cases.items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        recorder = Recorder(folder / name, model, optimizer, gradients="full", engine=engine)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for micro_batch in samples.chunk(2):
+                # An engine that averages needs each rank's share of the loss once for every rank.
+                loss = loss_of(model, micro_batch) * (2 if engine == "mean" else 1)
+                loss.backward()
+                told = {"documents": len(micro_batch)} | ({"masked_documents": 0.5} if rank else {})
+                recorder.note(loss, counts=told, metrics={"rank": rank})
+            if name != "sum":  # in several precisions; and of "sum" from one rank only
+                value, place = torch.tensor([-1.0, -2.0]) - rank, torch.tensor([1, 0]) + 2 * rank
+                recorder.note(tokens={"policy_logprobs": value if rank else value.double(), "source": place})
+            elif rank:
+                recorder.note(tokens={"policy_logprobs": torch.tensor([-1.0, -2.0])})
+            optimizer.step()
+    neighbours = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    recorder = Recorder(folder / "tp", trained(), ranks=neighbours["dp"])
+    partial = DTensor.from_local(torch.tensor(1.0 + rank), neighbours["tp"], [Partial()])
+    recorder.step(partial, counts={"documents": 6}, tokens={"ratios": torch.ones(3)})
+    with pytest.raises(RecordError, match="never replaced"):  # on every rank, and nobody waits for another
+        Recorder(folder / "ddp", cases["ddp"][0])
+    with pytest.raises(RecordError, match="no gradient in any of 4"):  # likewise
+        Recorder(folder / "none", model_of()).step()
+    halves = model_of()  # each rank has gradients of its own layer alone
+    loss_of(halves[2 * rank], torch.ones(1, 3 if rank else 4).double()).backward()
+    Recorder(folder / "halves", halves).step()
+    return sorted(path.name for path in (folder / "ddp").iterdir())
+
+
+def test_ranks_write_one_record_of_the_whole_step(tmp_path):
+    answers = run_ranks(train_on_ranks, 2, tmp_path / "ranks", tmp_path, timeout_s=120)
+    assert answers[0] == answers[1] == ["record.json", "steps.jsonl", "tensors"]
+    assert steps_of(tmp_path / "none") == []
+    [step] = steps_of(tmp_path / "halves")
+    assert "no_gradient" not in step, "a rank had one"
+    [step] = steps_of(tmp_path / "tp")
+    assert (step["loss"], step["counts"]) == (3.0, {"documents": 6.0}), "neighbours on tp hold the same documents"
+    assert files.read_tensors(tmp_path / "tp", 0, "tokens")["ratios"].tolist() == [1.0, 1.0, 1.0]
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(model, DATA)
+        loss.backward()
+        for name in ("ddp", "fsdp2", "sum"):
+            step = steps_of(tmp_path / name)[number]
+            assert step["loss"] == pytest.approx(loss.item(), rel=1e-13), name
+            assert step["counts"] == {"documents": 6.0, "masked_documents": 1.0}, name
+            assert step["metrics"] == {"rank": 0.0}, name
+            assert step["gradient_norms"] == pytest.approx(norms_of(model), rel=1e-13), name
+            gradients = files.read_tensors(tmp_path / name, number, "gradients")
+            assert list(step["gradient_norms"]) == [key for key, _ in model.named_parameters()], name
+            for key, parameter in model.named_parameters():
+                torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-12, atol=1e-16)
+            tokens = files.read_tensors(tmp_path / name, number, "tokens")
+            expected = [-1.0, -2.0] if name == "sum" else [-2.0, -1.0, -3.0, -2.0]
+            assert tokens["policy_logprobs"].tolist() == expected, name
+        optimizer.step()

@@ -1,0 +1,417 @@
+"""Checkpoints: whole tensors in every layout, whole or absent, and a run that goes on as if nothing had happened."""
+
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.batches import nasty_documents
+from tests.helpers.online_runs import done, spec_of
+from tests.helpers.ranks import run_ranks
+from tests.helpers.same_bits import differing
+from workbench import atomic as whole_files
+from workbench.errors import RecordError
+from workbench.policy.model import load_decoder
+from workbench.policy.sampling import Sampler, by_uniforms
+from workbench.records.directory import RunDirectory
+from workbench.rollouts import files
+from workbench.rollouts.batch import RolloutBatch
+from workbench.sharding.gradients import full_weights, keep_own_part, whole_tensor
+from workbench.sharding.mesh import make_mesh, single_process_mesh
+from workbench.sharding.simulated import simulate
+from workbench.train import checkpoint
+from workbench.train import step as flow
+from workbench.train.checkpoint import continue_run, load_checkpoint, save_checkpoint, trained_policy
+from workbench.train.policies import make_policy
+from workbench.train.worker import make_optimizer, run_here
+
+LAYOUTS = {"one": {}, "tp2": {"tp": 2}, "dp2": {"dp": 2}}
+
+
+def new_run(folder, **changes):
+    return RunDirectory.create(folder, "run", spec_of(**changes))
+
+
+def held(spec, mesh=None):
+    policy = make_policy(spec, mesh or single_process_mesh(), Path(), temperature=1.0)
+    return policy, make_optimizer(policy, spec.optimizer)
+
+
+def train(policy, optimizer, steps=2):
+    """Steps with gradients made up, the same in every layout."""
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(step)
+        for name, parameter in policy.model.named_parameters():
+            shape = full_weights(policy.model, policy.shards, policy.mesh)[name].shape
+            parameter.grad = torch.zeros_like(parameter)
+            keep_own_part(
+                parameter.grad, torch.randn(shape, generator=draw).to(parameter.dtype), policy.shards[name], policy.mesh
+            )
+        optimizer.step()
+
+
+def kept(folder):
+    return {
+        f"{name}/{key}": value
+        for name in ("weights", "optimizer")
+        for key, value in load_file(folder / f"{name}.safetensors").items()
+    }
+
+
+def newest(run):
+    return kept(list(run.checkpoints().values())[-1])
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["tiny-qwen3", "tiny-qwen3-moe"])
+def test_a_checkpoint_is_the_same_whatever_the_layout(source, tmp_path):
+    """Written in one, read in another and written again; the vocabulary of 19 is uneven over tp."""
+    spec, found = spec_of(model={"source": source}, precision="float32"), {}
+    layouts = LAYOUTS if source == "tiny-qwen3" else {"one": {}, "tp2": {"tp": 2}}
+    for name, sizes in layouts.items():
+        run = new_run(tmp_path / name)
+
+        def save(mesh, run=run):
+            policy, optimizer = held(spec, mesh)
+            train(policy, optimizer)
+            save_checkpoint(run, 2, policy, optimizer)
+
+        simulate(save, **sizes)
+        found[name] = newest(run)
+    whole = dict(load_decoder(source).named_parameters())
+    for name, parameter in whole.items():
+        assert found["one"][f"weights/{name}"].shape == parameter.shape
+        assert found["one"][f"optimizer/{name}/exp_avg"].shape == parameter.shape
+        assert float(found["one"][f"optimizer/{name}/step"]) == 2.0
+        assert not torch.equal(found["one"][f"weights/{name}"], parameter)
+    for name in layouts:
+        assert differing(found[name], found["one"]) == [], name
+
+    for name, sizes in layouts.items():
+        run = new_run(tmp_path / f"{name} again")
+
+        def copy(mesh, run=run):
+            policy, optimizer = held(spec, mesh)
+            load_checkpoint(tmp_path / "one" / run.path.name / "checkpoints" / "step0002", policy, optimizer)
+            save_checkpoint(run, 2, policy, optimizer)
+            steps = {state["step"].device.type for state in optimizer.state.values()}
+            return steps, {name: p.dtype for name, p in policy.model.named_parameters()}
+
+        assert all(said == ({"cpu"}, dict.fromkeys(whole, torch.float32)) for said in simulate(copy, **sizes))
+        assert differing(newest(run), found["one"]) == [], name
+
+
+@pytest.mark.parametrize("precision", ["float64", "bfloat16"])
+def test_a_checkpoint_is_in_the_runs_own_precision(precision, tmp_path):
+    run, spec = new_run(tmp_path), spec_of(precision=precision)
+    policy, optimizer = held(spec)
+    train(policy, optimizer)
+    save_checkpoint(run, 2, policy, optimizer)
+    dtype = getattr(torch, precision)
+    assert {value.dtype for name, value in newest(run).items() if not name.endswith("/step")} == {dtype}
+    other, its = held(spec)
+    load_checkpoint(run.checkpoints()[2], other, its)
+    for before, after in zip(policy.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(before, after)
+        for key, value in optimizer.state[before].items():
+            assert torch.equal(its.state[after][key], value)
+            assert its.state[after][key].dtype == value.dtype
+
+
+def test_a_plain_optimizer_has_nothing_to_keep(tmp_path):
+    run, spec = new_run(tmp_path), spec_of(optimizer={"name": "sgd"})
+    policy, optimizer = held(spec)
+    train(policy, optimizer)
+    save_checkpoint(run, 2, policy, optimizer)
+    assert load_file(run.checkpoints()[2] / "optimizer.safetensors") == {}
+    other, its = held(spec)
+    load_checkpoint(run.checkpoints()[2], other, its)
+    assert torch.equal(policy.model.lm_head.weight, other.model.lm_head.weight)
+
+
+def sharded_copy(source, sizes, folder):
+    """Read a checkpoint with parameters sharded over dp x cp, and say what lies there, whole, and how much here."""
+    mesh = make_mesh(**sizes)
+    policy, optimizer = held(
+        spec_of(model={"source": source}, precision="float32", layout=sizes | {"shard_parameters": True}), mesh
+    )
+    load_checkpoint(folder, policy, optimizer)
+    said = {f"weights/{name}": value for name, value in full_weights(policy.model, policy.shards, mesh).items()}
+    for name, parameter in policy.model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            said[f"optimizer/{name}/{key}"] = value if key == "step" else whole_tensor(value, policy.shards[name], mesh)
+    return said, sum(parameter.to_local().numel() for parameter in policy.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("source", "sizes"),
+    [
+        ("tiny-qwen3", {"dp": 2}),
+        pytest.param("tiny-qwen3", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param("tiny-qwen3", {"dp": 4}, marks=pytest.mark.slow),
+        pytest.param("tiny-qwen3-moe", {"cp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_sharded_parameters_take_their_parts(source, sizes, tmp_path):
+    run = new_run(tmp_path)
+    policy, optimizer = held(spec_of(model={"source": source}, precision="float32"))
+    train(policy, optimizer)
+    save_checkpoint(run, 2, policy, optimizer)
+    ranks = sizes.get("dp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
+    elements = sum(parameter.numel() for parameter in policy.model.parameters())
+    for said, here in run_ranks(sharded_copy, ranks, tmp_path / "ranks", source, sizes, run.checkpoints()[2]):
+        assert differing(said, newest(run)) == []
+        assert here < 0.6 * elements
+
+
+# ---- whole or absent ---------------------------------------------------------------------------------------------
+
+
+def test_only_the_newest_stays_whole_or_absent(tmp_path, monkeypatch):
+    run = new_run(tmp_path)
+    policy, optimizer = held(spec_of())
+    for steps in (2, 4):
+        train(policy, optimizer, 1)
+        save_checkpoint(run, steps, policy, optimizer)
+        assert list(run.checkpoints()) == [steps]
+    before = newest(run)
+
+    def dies(path, tensors):
+        if path.name == checkpoint.OPTIMIZER:
+            raise KeyboardInterrupt
+        return whole_files.write_tensors(path, tensors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "whole_files", SimpleNamespace(write_tensors=dies))
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(run, 6, policy, optimizer)
+    assert (run.path / "checkpoints" / ".step0006" / "weights.safetensors").is_file(), "something is left over"
+    assert list(run.checkpoints()) == [4]
+    assert differing(newest(run), before) == []
+
+    (run.path / "checkpoints" / ".step0006" / "rubbish").write_text("half")
+    train(policy, optimizer, 1)
+    save_checkpoint(run, 6, policy, optimizer)
+    assert list(run.checkpoints()) == [6]
+    assert sorted(path.name for path in (run.path / "checkpoints").iterdir()) == ["step0006"]
+    assert sorted(path.name for path in run.checkpoints()[6].iterdir()) == [
+        "optimizer.safetensors",
+        "weights.safetensors",
+    ]
+
+
+def test_the_newest_is_the_one_after_the_most_steps(tmp_path):
+    """Names of four digits and of five do not sort as the numbers do."""
+    run = new_run(tmp_path)
+    for steps in (10000, 9998):
+        (run.path / "checkpoints" / f"step{steps:04d}").mkdir(parents=True)
+    assert list(run.checkpoints()) == [9998, 10000]
+
+
+# ---- going on ----------------------------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    """As a machine that went away."""
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """A run that dies in a step, named by its number."""
+
+    def interrupted(folder, step, **changes):
+        taken, run_step = [], flow.run_step
+
+        def dies(*args, **more):
+            if len(taken) == step:
+                raise Killed
+            taken.append(1)
+            return run_step(*args, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(flow, "run_step", dies)
+            with pytest.raises(Killed):
+                done(folder, "killed", **changes)
+        [run] = RunDirectory.find(folder, "killed")
+        return run
+
+    return interrupted
+
+
+def contents(run):
+    """All that a run found, of every step, without times."""
+    lines = [
+        {key: value for key, value in record.items() if not key.startswith(("time/", "memory/", "run/"))}
+        for record in run.steps()
+    ]
+    tensors = {path.name: load_file(path) for path in sorted((run.path / "tensors").glob("*"))}
+    rollouts = {path.name: files.load(path) for path in sorted((run.path / "rollouts").glob("*"))}
+    rollouts = {name: batch.token_fields() | batch.document_fields() for name, batch in rollouts.items()}
+    said = {
+        f"{of}/{name}": value
+        for kind in (tensors, rollouts)
+        for of, named in kind.items()
+        for name, value in named.items()
+    }
+    return lines, said | newest(run)
+
+
+RECORDED = {
+    "online": {"task": None, "prompts": 16, "answers": 8, "max_new_tokens": 64, "prompts_at_once": 8},
+    "data": {"path": "rollouts", "documents_per_step": 4, "advantages": {"name": "recorded"}},
+}
+KINDS = {
+    "adamw": {},
+    "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.3}},
+    "bfloat16": {"precision": "bfloat16"},
+    "two updates and a reference": {
+        "online": {"updates": 2},
+        "data": {"documents_per_step": 5},
+        "loss": {"kl": {"coefficient": 0.1}},
+    },
+    "recorded": RECORDED,
+    "recorded, sgd": RECORDED | {"optimizer": {"name": "sgd", "learning_rate": 0.3}},
+    "reproducible": {"reproducible": {"block_tokens": 8, "weight_chunks": 1}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(kind, killed, tmp_path):
+    changes = {"precision": "float32", "steps": 6, "record": {"checkpoint_every": 2}} | KINDS[kind]
+    files.save(RolloutBatch.from_documents(nasty_documents(4)), tmp_path / "rollouts")
+    unbroken = done(tmp_path, "unbroken", **changes)
+    assert list(unbroken.checkpoints()) == [6]
+    begun = killed(tmp_path, 5, **changes)
+    assert (list(begun.checkpoints()), len(begun.steps())) == ([4], 5)
+    before = contents(begun)
+    goes_on = done(tmp_path, "goes_on", continues=begun.path.name, **changes)
+    lines, said = contents(goes_on)
+    expected_lines, expected = contents(unbroken)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert lines == expected_lines
+    assert differing(said, expected) == []
+    assert contents(begun)[0] == before[0], "what was interrupted stays as it ended"
+    assert differing(contents(begun)[1], before[1]) == []
+    assert {record["step"]: record["run/continues"] for record in goes_on.steps() if "run/continues" in record} == {
+        4: begun.path.name
+    }
+    if kind == "reproducible":
+        names = [sorted(path.name for path in (run.path / "certificates").iterdir()) for run in (goes_on, unbroken)]
+        assert names[0] == names[1] == [f"step{step:04d}.json" for step in range(6)]
+
+
+def test_a_run_that_goes_on_on_several_ranks_copies_once(tmp_path):
+    layout = {"layout": {"dp": 2, "tp": 2}, "record": {"checkpoint_every": 2}, "precision": "float32"}
+    half = done(tmp_path, "half", **layout, steps=2)
+    whole = done(tmp_path, "whole", **layout, steps=4)
+    goes_on = done(tmp_path, "goes_on", continues=half.path.name, **layout, steps=4)
+    (lines, said), (expected_lines, expected) = contents(goes_on), contents(whole)
+    assert lines == expected_lines
+    assert differing(said, expected) == []
+
+
+def test_a_run_that_was_interrupted_when_all_was_done_has_a_checkpoint_all_the_same(tmp_path):
+    changes = {"record": {"checkpoint_every": 2}, "steps": 2}
+    begun = done(tmp_path, "begun", **changes)
+    goes_on = done(tmp_path, "goes_on", continues=begun.path.name, **changes)
+    assert len(goes_on.steps()) == 2
+    assert differing(newest(goes_on), newest(begun)) == []
+
+
+def test_what_cannot_be_gone_on_with_is_refused_in_words(tmp_path):
+    spec = spec_of(record={"checkpoint_every": 2})
+    policy, optimizer = held(spec)
+
+    def after(name):
+        return RunDirectory.create(tmp_path, "after", spec, **({} if name is None else {"continues": name}))
+
+    assert continue_run(after(None), policy, optimizer) == 0
+    with pytest.raises(RecordError, match="gone"):
+        continue_run(after("gone"), policy, optimizer)
+    begun = new_run(tmp_path)
+    with pytest.raises(RecordError, match="found: no checkpoint"):
+        continue_run(after(begun.path.name), policy, optimizer)
+    train(policy, optimizer, 1)
+    save_checkpoint(begun, 2, policy, optimizer)
+    untied, its = held(spec_of(model={"tied": False}))
+    with pytest.raises(RecordError, match=r"only one of model and checkpoint has lm_head\.weight"):
+        continue_run(after(begun.path.name), untied, its)
+    path = begun.checkpoints()[2] / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(RecordError, match=r"read step0002/optimizer.safetensors(.|\n)*--fresh"):
+        continue_run(after(begun.path.name), policy, optimizer)
+
+
+def test_weights_that_are_not_finite_replace_none_that_are(tmp_path, monkeypatch):
+    clip = flow.clip_gradients
+    taken = []
+
+    def breaks(policy, norms, max_norm):
+        taken.append(1)
+        return clip(policy, norms, max_norm) if len(taken) < 4 else math.nan
+
+    monkeypatch.setattr(flow, "clip_gradients", breaks)
+    run = done(tmp_path, steps=6, record={"checkpoint_every": 2}, online={"updates": 2})
+    assert list(run.checkpoints()) == [2]
+
+
+def test_no_more_is_kept_than_is_asked_for(tmp_path):
+    run = done(tmp_path)
+    assert run.checkpoints() == {}
+    assert not (run.path / "checkpoints").exists()
+    with pytest.raises(RecordError, match=r"the policy that run-.* trained\n  found: no checkpoint"):
+        trained_policy(run)
+
+
+# ---- the policy that was trained ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_the_trained_policy_is_a_stock_model_with_the_last_weights(precision, tmp_path):
+    run = done(tmp_path, steps=3, precision=precision, record={"checkpoint_every": 2}, model={"tied": False, "seed": 4})
+    assert list(run.checkpoints()) == [3], "at the end too"
+    weights, model = load_file(run.checkpoints()[3] / "weights.safetensors"), trained_policy(run)
+    found = dict(model.named_parameters())
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in weights.items())
+    as_it_samples = Sampler("tiny-qwen3", precision=precision, tied=False, seed=4)
+    as_it_samples.take(weights)
+    tokens = torch.tensor([[16, 3, 12, 4, 15, 7, 7, 1]])
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, as_it_samples.model(input_ids=tokens).logits)
+
+
+def test_the_trained_policy_can_be_saved_and_named_as_a_source(tmp_path):
+    run = done(tmp_path, steps=2, precision="float32", record={"checkpoint_every": 2})
+    trained_policy(run).save_pretrained(tmp_path / "trained")
+    weights = load_file(run.checkpoints()[2] / "weights.safetensors")
+    for name, value in load_decoder("trained", project=tmp_path).named_parameters():
+        assert torch.equal(value, weights[name]), name
+    next_spec = spec_of(model={"source": "trained"}, precision="float32")
+    following = RunDirectory.create(tmp_path, "next", next_spec)
+    run_here(following, tmp_path)
+    assert following.status == "succeeded"
+    [answer] = Sampler("trained", project=tmp_path).answers(
+        [[16, 3, 15]], by_uniforms(torch.full((1, 2), 0.5)), temperature=1.0, max_new_tokens=2, end_ids=()
+    )
+    assert len(answer.tokens) == 2
+
+
+def test_the_checkpoint_of_another_layout_continues(tmp_path):
+    """What is kept says nothing of a layout; a run on other ranks goes on with the same numbers."""
+    changes = {"record": {"checkpoint_every": 2}}
+    half = done(tmp_path, "half", **changes, steps=2)
+    one, other = (
+        done(tmp_path, name, continues=half.path.name, **changes, steps=4, layout=layout)
+        for name, layout in (("one", {}), ("other", {"tp": 2}))
+    )
+    for mine, theirs in zip(other.steps(), one.steps(), strict=True):
+        assert mine["loss/total/sum"] == pytest.approx(theirs["loss/total/sum"], rel=1e-9, abs=1e-12)
+    shutil.rmtree(half.path)
+    assert list(one.checkpoints()) == [4], "it needs the earlier run no longer"

@@ -1,0 +1,768 @@
+"""Online rollouts: what is in them, who agrees on them, and that they train as a recording does."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import BatchEncoding
+
+from tests.helpers import online_runs
+from tests.helpers.bars import assert_float64_parity
+from tests.helpers.online_runs import Digits, done, spec_of
+from tests.helpers.ranks import run_ranks
+from tests.helpers.same_bits import same_bits
+from workbench.diagnose import diagnose
+from workbench.errors import SpecError
+from workbench.launch.ablation import AblationSpec
+from workbench.launch.run import launch
+from workbench.metrics.evidence import Evidence
+from workbench.policy.model import load_decoder
+from workbench.policy.precision import lift_to_float64
+from workbench.policy.tiny import tiny_qwen3
+from workbench.records.directory import RunDirectory
+from workbench.rollouts.batch import Extension, RolloutBatch
+from workbench.rollouts.files import load
+from workbench.rollouts.task import SYMBOLS
+from workbench.sharding.data_parallel import is_shard
+from workbench.sharding.mesh import make_mesh, single_process_mesh
+from workbench.sharding.simulated import simulate
+from workbench.specs.losses import LossSpec
+from workbench.specs.presets import PRESETS
+from workbench.specs.run import RunSpec, merge
+from workbench.train import step as flow
+from workbench.train.online import (
+    Online,
+    describe,
+    document_logprobs,
+    in_order,
+    needs_reference,
+    seed_of,
+    with_advantages,
+    without_ties,
+)
+from workbench.train.policies import make_policy
+from workbench.train.worker import make_optimizer, run_here
+
+TASK = Digits()
+LAYOUTS = {
+    "dp2": {"dp": 2},
+    "cp2": {"cp": 2, "order": "zigzag"},
+    "tp2": {"tp": 2},
+    "dp2_cp2": {"dp": 2, "cp": 2, "order": "zigzag"},
+}
+
+
+def online_of(spec, mesh=None, task=None):
+    """A policy at its first weights, and what samples from it."""
+    policy = make_policy(spec, mesh or single_process_mesh(), Path(), temperature=spec.online.temperature)
+    return Online(spec, policy, Path(), task=task or TASK)
+
+
+def sampled(number=0, **changes):
+    return online_of(spec_of(**changes)).sample(number)[0]
+
+
+def fields(batch):
+    """All that a batch holds, by name."""
+    return batch.token_fields() | batch.document_fields()
+
+
+def move(policy, seed=0):
+    """Other weights, as training would leave them."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+
+
+# ---- what a batch holds ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def usual():
+    """A spec, its first batch and what is said of it."""
+    spec = spec_of(seed=3, online={"temperature": 0.8})
+    return spec, *online_of(spec).sample(0)
+
+
+def documents(batch):
+    """Of each document: prompt, answer, and where the answer lies."""
+    for number in range(batch.num_documents):
+        places = torch.nonzero(batch.document_ids_T == number).squeeze(1)
+        trained = batch.loss_mask_T[places]
+        assert trained.sort().values.equal(trained), "the prompt stands first"
+        yield batch.tokens_T[places[~trained]].tolist(), batch.tokens_T[places[trained]].tolist(), places[trained]
+
+
+def test_a_batch_is_prompts_with_their_answers(usual):
+    spec, batch, _ = usual
+    prompts = [prompt for prompt in TASK.prompts(seed_of(3, 0), 3) for _ in range(3)]
+    found = list(documents(batch))
+    assert [TASK.decode(prompt) for prompt, _, _ in found] == prompts
+    assert batch.group_ids_N.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert batch.temperature == spec.online.temperature == 0.8
+    assert {len(answer) for _, answer, _ in found} >= {6}
+    for (prompt, answer, places), reward in zip(found, batch.rewards_N.tolist(), strict=True):
+        assert reward == TASK.reward(TASK.decode(prompt), TASK.decode(answer))
+        cut_off = batch.extensions["truncated"].values[batch.document_ids_T == batch.document_ids_T[places[0]]]
+        assert cut_off.unique().tolist() == [float(answer[-1] not in TASK.end_ids)]
+        assert len(answer) == 6 or answer[-1] == TASK.end_id
+    assert len(set(batch.rewards_N.tolist())) > 3
+
+
+def test_each_answer_says_how_likely_it_was_where_it_was_drawn(usual):
+    _, batch, _ = usual
+    model = lift_to_float64(load_decoder("tiny-qwen3").eval())
+    for prompt, answer, places in documents(batch):
+        with torch.no_grad():
+            logits_TV = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]
+        said_TV = torch.log_softmax(logits_TV[len(prompt) - 1 : -1] / 0.8, dim=-1)
+        expected = said_TV.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        torch.testing.assert_close(batch.sampler_logprobs_T[places], expected, rtol=0, atol=1e-12)
+    for logprobs_T in (batch.sampler_logprobs_T, batch.old_logprobs_T):
+        assert not logprobs_T[~batch.loss_mask_T].any()
+        assert (logprobs_T[batch.loss_mask_T] < 0).all()
+
+
+def test_advantages_are_those_of_the_estimator(usual):
+    _, batch, _ = usual
+    rewards_N = batch.rewards_N.tolist()
+    for number, (_, _, places) in enumerate(documents(batch)):
+        group = [rewards_N[other] for other in range(9) if other // 3 == number // 3 and other != number]
+        expected = rewards_N[number] - sum(group) / 2
+        assert batch.advantages_T[places].tolist() == pytest.approx([expected] * len(places), abs=1e-12)
+    assert not batch.advantages_T[~batch.loss_mask_T].any()
+
+
+def test_what_is_said_of_a_sampling():
+    """Two prompts, the second with answers that all earn the same."""
+    lengths, cut_off = (2, 3, 4, 5), (0.0, 1.0, 0.0, 1.0)
+    made = [
+        {
+            "tokens": [1] * (2 + n),
+            "loss_mask": [0, 0] + [1] * n,
+            "advantages": 0.0,
+            "old_logprobs": [0.0] * (2 + n),
+            "reward": torch.tensor(reward, dtype=torch.float64),
+            "group_id": number // 2,
+        }
+        for number, (n, reward) in enumerate(zip(lengths, (0.7, 0.1, 0.1, 0.1), strict=True))
+    ]
+    batch = RolloutBatch.from_documents(made)
+    truncated = Extension(torch.tensor(cut_off)[batch.document_ids_T], "token", "1", "cut off")
+    found = describe(replace(batch, extensions={"truncated": truncated}), 0.7, 2)
+    assert found == pytest.approx(
+        {
+            "reward/all/mean": 0.25,
+            "reward/all/std": math.sqrt(0.0675),
+            "reward/right/fraction": 0.25,
+            "reward/mixed_prompts/fraction": 0.5,
+            "length/answer/mean": 3.5,
+            "length/answer/max": 5.0,
+            "length/truncated/fraction": 0.5,
+        },
+        rel=1e-12,
+    )
+
+
+def test_a_sampling_is_described_with_its_batch(usual):
+    _, batch, numbers = usual
+    assert numbers["reward/all/mean"] == pytest.approx(float(batch.rewards_N.mean()), rel=1e-12)
+    assert numbers["length/answer/mean"] == batch.num_trained_tokens / 9
+    assert numbers["time/sample_ms"] > 0
+    assert numbers["time/score_ms"] > 0
+
+
+# ---- old and reference log-probabilities -------------------------------------------------------------------------
+
+
+def test_the_trainer_says_what_the_sampler_said(usual):
+    """Another program on packed rows; weights that moved are handed over before each sampling."""
+    online = online_of(spec_of(data={"micro_batches": 2}))
+    found = online.sample(0)[0]
+    assert not torch.equal(found.old_logprobs_T, found.sampler_logprobs_T), "two programs are never alike to the bit"
+    for number in (0, 1):
+        batch, _ = online.sample(number)
+        assert (batch.old_logprobs_T - batch.sampler_logprobs_T).abs().max() <= 1e-10
+        move(online.policy)
+    assert (online.sample(1)[0].sampler_logprobs_T.sum() - batch.sampler_logprobs_T.sum()).abs() > 0.1
+
+
+def test_another_temperature_of_the_trainer_is_seen(usual):
+    same, other = sampled(seed=3), sampled(seed=3, policy={"temperature": 0.7})
+    assert torch.equal(other.tokens_T, same.tokens_T)
+    assert torch.equal(other.sampler_logprobs_T, same.sampler_logprobs_T)
+    assert (other.old_logprobs_T - other.sampler_logprobs_T).abs().max() > 0.01
+
+
+def test_the_old_policy_may_be_what_the_sampler_said():
+    batch = sampled(online={"old_logprobs": "sampler"})
+    assert torch.equal(batch.old_logprobs_T, batch.sampler_logprobs_T)
+    lower = sampled(online={"sampler_precision": "bfloat16"})
+    assert 1e-4 < (lower.old_logprobs_T - lower.sampler_logprobs_T).abs().max() < 0.5
+
+
+def test_a_reference_is_kept_as_the_run_began():
+    """Only where a loss looks at it."""
+    assert sampled().ref_logprobs_T is None
+    spec = spec_of(loss={"kl": {"coefficient": 0.1}})
+    online = online_of(spec)
+    first, _ = online.sample(0)
+    assert torch.equal(first.ref_logprobs_T, first.old_logprobs_T)
+    move(online.policy)
+    later, _ = online.sample(1)
+    assert (later.ref_logprobs_T - later.old_logprobs_T).abs().max() > 0.01
+    untouched = make_policy(spec, single_process_mesh(), Path(), temperature=1.0)
+    assert torch.equal(document_logprobs(untouched, later, spec, untouched.mesh), later.ref_logprobs_T)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "kl_sampler"])
+def test_a_reference_is_made_exactly_where_a_loss_looks_at_one(name):
+    """Without one, such a loss says so."""
+    spec = LossSpec.model_validate(
+        {"name": name} if name in PRESETS else {"kl": {"coefficient": 0.1, "against": "sampler"}}
+    )
+    mask_T, zeros_T = torch.tensor([True, True]), torch.zeros(2)
+    inputs = flow.LossInputs(zeros_T - 1, zeros_T - 1, zeros_T + 1, zeros_T - 1, None, loss_mask_T=mask_T)
+    try:
+        flow.make_loss(spec)(inputs)
+        asked = False
+    except SpecError as error:
+        asked = "looks at the ref policy" in str(error)
+    except (TypeError, AttributeError):  # what else the loss wants of a batch
+        asked = False
+    assert needs_reference(spec) == (asked or spec.needs_pairs)
+
+
+# ---- several updates ---------------------------------------------------------------------------------------------
+
+
+def test_documents_are_taken_in_order_and_around():
+    batch = RolloutBatch.from_documents(
+        [{"tokens": [n, n], "loss_mask": [0, 1], "advantages": 0.0, "old_logprobs": [0.0, 0.0]} for n in range(5)]
+    )
+    taken = in_order(batch, 2, first=1)
+    assert [next(taken).tokens_T[::2].tolist() for _ in range(3)] == [[2, 3], [4, 0], [1, 2]]
+    assert next(in_order(batch, None, first=7)) is batch
+
+
+def test_each_update_takes_its_share_with_advantages_of_the_whole_sampling():
+    """The estimator divides by a spread over all that it is given."""
+    spec = spec_of(
+        online={"updates": 2, "prompts": 2},
+        data={"documents_per_step": 4, "advantages": {"name": "reinforce_plus_plus"}},
+    )
+    online = online_of(spec)
+    taken = online.steps(0)
+    steps = [next(taken) for _ in range(4)]
+    assert [step.fresh for step in steps] == [True, False, True, False]
+    assert steps[0].source is steps[1].source
+    timed = {"time/sample_ms", "time/score_ms"}
+    assert {name: value for name, value in steps[0].numbers.items() if name not in timed} == steps[1].numbers
+    for step, chosen in zip(steps, ([0, 1, 2, 3], [4, 5, 0, 1]) * 2, strict=True):
+        expected = step.source.select(chosen)
+        for name, values in fields(expected).items():
+            assert torch.equal(fields(step.documents)[name], values), name
+        rows, _ = flow.prepare_rows(step.documents, with_advantages(spec), single_process_mesh())
+        mask_T, source_T = rows[0].row.loss_mask_T, rows[0].row.source_T
+        assert torch.equal(rows[0].row.advantages_T[mask_T], step.source.advantages_T[source_T[mask_T]])
+    alone = flow.make_advantages(steps[0].documents, spec)
+    assert not torch.allclose(alone.advantages_T, steps[0].documents.advantages_T)
+
+
+def test_a_run_goes_on_with_the_sampling_that_it_came_to():
+    online = online_of(spec_of(online={"updates": 2}))
+    taken = online.steps(0)
+    steps = [next(taken) for _ in range(3)]
+    assert not torch.equal(steps[2].source.tokens_T, steps[0].source.tokens_T)
+    assert torch.equal(next(online.steps(2)).source.tokens_T, steps[2].source.tokens_T)
+
+
+# ---- what decides the draws --------------------------------------------------------------------------------------
+
+
+def test_seed_step_and_prompt_decide_what_is_drawn():
+    online = online_of(spec_of())
+    first = online.sample(0)[0]
+    assert torch.equal(online.sample(0)[0].tokens_T, first.tokens_T)
+    drawn = [online._uniforms(number, prompt) for number in (0, 1) for prompt in (0, 1)]
+    drawn.append(online_of(spec_of(seed=1))._uniforms(0, 0))
+    values = torch.stack(drawn).flatten()
+    assert values.unique().numel() == values.numel() == 5 * 3 * 6
+    assert 0 <= values.min() < values.max() < 1
+    other = online.sample(1)[0], sampled(seed=1)
+    assert all(batch.tokens_T[:12].tolist() != first.tokens_T[:12].tolist() for batch in other)
+
+
+class Again(Digits):
+    """Always asks the same."""
+
+    def prompts(self, seed, count):
+        return ["^1+2="] * count
+
+
+def test_a_prompt_that_comes_again_is_answered_anew():
+    online = online_of(spec_of(), task=Again())
+    answers = [tuple(answer) for number in (0, 1) for _, answer, _ in documents(online.sample(number)[0])]
+    assert len(set(answers)) == len(answers) == 18
+
+
+def test_seeds_are_unlike_and_fit_a_generator():
+    seeds = [seed_of(*parts) for parts in ((0,), (0, 0), (0, 1), (1, 0), (0, 1, 0), (-1,), (10**12, 3))]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seed_of(0, 1) == 46666290180431037, "the same in every process and version"
+
+
+def test_answers_of_a_prompt_do_not_depend_on_how_many_are_written_at_once():
+    one, all_at_once = (sampled(online={"prompts_at_once": count}) for count in (1, 8))
+    assert torch.equal(one.tokens_T, all_at_once.tokens_T)
+    torch.testing.assert_close(one.sampler_logprobs_T, all_at_once.sampler_logprobs_T, rtol=0, atol=1e-12)
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------------
+
+
+def one_step(spec, mesh=None):
+    """The batch of the first sampling, and the gradients of the step on it after the weights have moved."""
+    online = online_of(spec, mesh)
+    batch, _ = online.sample(0)
+    spec, policy = with_advantages(spec), online.policy
+    optimizer = make_optimizer(policy, spec.optimizer)
+    for _ in range(2):
+        rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
+        result = flow.run_step(policy, flow.make_loss(spec.loss), rows, totals, keep_gradients=True)
+        optimizer.step()
+    return fields(batch), result.gradients, online.sample(1)[0].tokens_T
+
+
+TRAINED = {
+    "optimizer": {"name": "sgd", "learning_rate": 1.0},
+    "loss": {"kl": {"coefficient": 0.1}},
+    "online": {"temperature": 0.9},
+}
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return one_step(spec_of(**TRAINED))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_rank_of_every_layout_samples_and_trains_alike(name, truth):
+    """Three batches of prompts: on four ranks one has nothing to write."""
+    layout, (batch, gradients, after) = LAYOUTS[name], truth
+    sizes = {axis: layout.get(axis, 1) for axis in ("dp", "cp", "tp")}
+    assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 1e-4
+    for rank, (found, actual, found_after) in enumerate(
+        simulate(lambda mesh: one_step(spec_of(**TRAINED, layout=layout), mesh), **sizes)
+    ):
+        assert found.keys() == batch.keys()
+        for field, values in batch.items():
+            exact = field not in ("old_logprobs_T", "ref_logprobs_T")
+            torch.testing.assert_close(found[field], values, rtol=0, atol=0 if exact else 1e-12, msg=field)
+        assert_float64_parity(actual, gradients, context=f"{name}, rank {rank}")
+        assert torch.equal(found_after, after)
+
+
+# ---- every kind of need ------------------------------------------------------------------------------------------
+
+NEEDS = {
+    "dpo": ({"name": "dpo"}, {"online": {"answers": 2, "prompts": 4}}),
+    "kl in the loss": ({"kl": {"coefficient": 0.1}}, {}),
+    "kl in the reward": (
+        {"kl": {"coefficient": 0.1, "placement": "reward"}},
+        {"data": {"advantages": {"name": "reinforce_plus_plus"}}},
+    ),
+    "correction": ({"correction": {"kind": "tis", "ratio_high": 2.0}}, {"online": {"sampler_precision": "bfloat16"}}),
+    "truncated": ({"truncated": "silent"}, {}),
+    "current": ({"old_policy": "current"}, {}),
+    "distilled": ({"surrogate": {"kind": "ref_kl"}}, {}),
+    "groups": ({"name": "grpo"}, {"data": {"keep_groups": True, "micro_batches": 2}}),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_losses_with_all_kinds_of_needs_train(name):
+    loss, more = NEEDS[name]
+    spec = spec_of(**more, loss=loss)
+    online = online_of(spec)
+    move(online.policy)
+    data = next(online.steps())
+    rows, totals = flow.prepare_rows(data.documents, with_advantages(spec), online.mesh)
+    result = flow.run_step(
+        online.policy,
+        flow.make_loss(spec.loss),
+        rows,
+        totals,
+        level="full",
+        loss_spec=spec.loss,
+        num_source=data.source.num_tokens,
+    )
+    assert math.isfinite(float(result.loss["total"]))
+    assert max(result.norms.values()) > 1e-6
+    if name == "truncated":
+        silent = torch.cat([row.weights["policy"].loss_T == 0 for row in rows])
+        cut_off = torch.cat([row.row.extensions["truncated"] > 0 for row in rows])
+        mask = torch.cat([row.row.loss_mask_T for row in rows])
+        assert 0 < int(cut_off[mask].sum()) < int(mask.sum())
+        assert torch.equal(silent[mask], cut_off[mask])
+
+
+def test_pairs_of_which_neither_is_better_train_nothing():
+    """Where all rewards are alike nothing is left, and nothing fails."""
+    made = [
+        {
+            "tokens": [1, 2],
+            "loss_mask": [0, 1],
+            "advantages": 0.0,
+            "old_logprobs": [0.0, -1.0],
+            "reward": reward,
+            "group_id": number // 2,
+        }
+        for number, reward in enumerate((1.0, 0.0, 0.5, 0.5, 0.0, 1.0))
+    ]
+    assert without_ties(RolloutBatch.from_documents(made)).loss_mask_T[1::2].tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    spec = spec_of(loss={"name": "dpo"}, online={"answers": 2})
+    online = online_of(spec, task=Wrong())
+    batch, numbers = online.sample(0)
+    assert batch.rewards_N.unique().numel() == 1
+    assert numbers["length/answer/mean"] > 1
+    rows, totals = flow.prepare_rows(batch, with_advantages(spec), online.mesh)
+    assert float(flow.run_step(online.policy, flow.make_loss(spec.loss), rows, totals).loss["total"]) == 0.0
+
+
+# ---- tasks that go wrong -----------------------------------------------------------------------------------------
+
+
+class Wrong(Digits):
+    """Goes wrong in one way."""
+
+    def __init__(self, **how):
+        self.how = how
+
+    def prompts(self, seed, count):
+        return super().prompts(seed, count)[: self.how.get("prompts")]
+
+    def encode(self, text):
+        return self.how.get("encode", super().encode(text))
+
+    def reward(self, prompt, completion):
+        return self.how.get("reward", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"reward": math.nan}, r"reward of the answer '.+' to '\^.+='\n  found: nan"),
+        ({"reward": math.inf}, "found: inf"),
+        ({"prompts": 2}, "3 prompts of (.|\n)*found: 2\n"),
+        ({"encode": []}, r"tokens of the prompt '\^.+='\n  found: \[\]"),
+        ({"encode": [3, 19]}, r"found: \[3, 19\]\n  rule: +at least one, each from 0 to 18"),
+        ({"encode": [-1]}, r"found: \[-1\]"),
+        (
+            {"encode": BatchEncoding({"input_ids": [3, 4]})},
+            r"found: a BatchEncoding, (.|\n)*tokenizer\(text\)\.input_ids",
+        ),
+        ({"encode": "34"}, "found: a str, '34'"),
+        ({"encode": [[3, 4]]}, r"found: a list, \[\[3, 4\]\]"),
+        ({"encode": torch.tensor([[3, 4]])}, r"found: a Tensor, tensor\(\[\[3, 4\]\]\)"),
+        ({"encode": [3.0]}, r"found: a list, \[3.0\]"),
+        ({"encode": None}, "found: a NoneType, None"),
+        ({"reward": None}, r"reward of the answer '.+' to '\^.+='\n  found: None\n  rule: a reward is a finite number"),
+        ({"reward": "good"}, "found: 'good'"),
+        ({"reward": torch.ones(2)}, r"found: tensor\(\[1., 1.\]\)"),
+    ],
+)
+def test_a_task_that_gives_what_cannot_be_used_is_refused(how, words):
+    with pytest.raises(SpecError, match=words):
+        online_of(spec_of(), task=Wrong(**how)).sample(0)
+
+
+class Given(Digits):
+    """Gives what its base class does, in other types."""
+
+    kind = staticmethod(torch.tensor)
+
+    def prompts(self, seed, count):
+        return (prompt for prompt in super().prompts(seed, count))
+
+    def encode(self, text):
+        return self.kind(super().encode(text))
+
+    def reward(self, prompt, completion):
+        return torch.tensor(super().reward(prompt, completion), dtype=torch.float64)
+
+
+class GivenByNumpy(Given):
+    kind = staticmethod(np.array)
+
+
+@pytest.mark.parametrize("task", [Given(), GivenByNumpy()])
+def test_tensors_arrays_and_generators_are_taken(task):
+    mine, usual = (fields(online_of(spec_of(), task=each).sample(0)[0]) for each in (task, TASK))
+    assert mine.keys() == usual.keys()
+    assert all(same_bits(mine[name], usual[name]) for name in usual)
+
+
+class ByTable(Digits):
+    """Reads ids in a table, as a user's task may; how many it knows it does not say."""
+
+    vocab_size = None
+
+    def decode(self, tokens):
+        return "".join(dict(enumerate(SYMBOLS))[token] for token in tokens)
+
+
+@pytest.fixture(scope="module")
+def wider(tmp_path_factory):
+    """Settings of a policy of 40 ids."""
+    folder = tmp_path_factory.mktemp("wider")
+    tiny_qwen3(40).save_pretrained(folder)
+    return {"model": {"source": str(folder)}}
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Digits(), r"does not read \(ShapeError\), of a policy of 40 ids and a task of 19\n"),
+        (ByTable(), r"does not read \(KeyError\), of a policy of 40 ids\n"),
+    ],
+)
+def test_ids_that_the_task_does_not_know_are_named_with_the_model(task, words, wider):
+    with pytest.raises(SpecError, match=words) as caught:
+        online_of(spec_of(**wider), task=task).sample(0)
+    asked = f"online.task = '{spec_of().online.task}' with model.source = '{wider['model']['source']}'"
+    assert caught.value.parts["asked"] == asked
+    unknown = re.match(r"an answer of the ids \[([\d, ]+)\]", caught.value.parts["found"])[1].split(", ")
+    assert max(map(int, unknown)) >= 19
+    assert "take a task with the tokenizer of this model" in caught.value.parts["fix"]
+
+
+def test_a_task_of_fewer_ids_trains_where_it_reads_the_others_as_padding(wider):
+    class Padding(Digits):
+        def decode(self, tokens):
+            return super().decode([token if token < self.vocab_size else self.pad_id for token in tokens])
+
+    assert int(online_of(spec_of(**wider), task=Padding()).sample(0)[0].tokens_T.max()) >= 19
+
+
+def test_what_else_goes_wrong_in_decode_is_said_as_it_is():
+    class Broken(Digits):
+        def decode(self, tokens):
+            return {}["a slip"]
+
+    with pytest.raises(KeyError, match="a slip"):
+        online_of(spec_of(), task=Broken()).sample(0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data": {"micro_batch_tokens": 24}},
+        {"loss": {"name": "dpo"}, "online": {"answers": 2}, "data": {"micro_batch_tokens": 30}},
+        {"data": {"micro_batch_tokens": 60, "keep_groups": True}},
+    ],
+)
+def test_rows_that_the_longest_answer_would_not_fit_into_are_refused_before_it_comes(changes):
+    spec = merge({"online": {"max_new_tokens": 20}}, changes)
+    with pytest.raises(SpecError, match=rf"micro_batch_tokens = {changes['data']['micro_batch_tokens']} for answers"):
+        sampled(**spec)
+    enough = merge(spec, {"data": {"micro_batch_tokens": 200}})
+    assert sampled(**enough).num_documents in (6, 9)
+
+
+def test_rows_are_as_large_as_their_multiple_allows():
+    cut = {"layout": {"cp": 2, "order": "zigzag"}, "online": {"max_new_tokens": 12}}  # multiples of 4: 22 holds 20
+    longest = max(len(TASK.encode(prompt)) for prompt in TASK.prompts(seed_of(0, 0), 3)) + 12
+    with pytest.raises(SpecError, match=r"rows in multiples of 4(.|\n)*take at least"):
+        sampled(**merge(cut, {"data": {"micro_batch_tokens": longest // 4 * 4 + 3}}))
+
+
+def test_a_policy_that_is_not_finite_is_said_to_be_that():
+    online = online_of(spec_of())
+    with torch.no_grad():
+        online.policy.model.get_input_embeddings().weight[3] = math.nan
+    with pytest.raises(SpecError, match=r"sampling 2, from the policy after 2 steps\n  found: log-probabilities that"):
+        online.sample(2)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"cp": 2}, {"tp": 2}])
+def test_prompts_that_differ_between_ranks_end_the_run_on_all_of_them(sizes):
+    class OfRank(Digits):
+        def __init__(self, mesh):
+            self.rank = mesh["dp_cp"].rank + mesh["tp"].rank
+
+        def prompts(self, seed, count):
+            return super().prompts(seed + self.rank, count)
+
+    def rank(mesh):
+        with pytest.raises(SpecError, match="found: others on another rank"):
+            online_of(spec_of(layout=sizes), mesh, task=OfRank(mesh)).sample(0)
+        return True
+
+    assert simulate(rank, **sizes) == [True, True]
+
+
+def test_an_answer_that_the_model_has_no_positions_for_is_refused():
+    with pytest.raises(SpecError, match=r"an answer of 510 tokens to '(.|\n)*a model of 512 positions"):
+        sampled(online={"max_new_tokens": 510})
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------
+
+TIMES = ("time/", "memory/")
+
+
+def records(run):
+    return [{key: value for key, value in record.items() if not key.startswith(TIMES)} for record in run.steps()]
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory):
+    return done(tmp_path_factory.mktemp("runs"), steps=3, online={"updates": 2}, data={"documents_per_step": 5})
+
+
+def test_a_run_records_what_was_sampled_beside_its_steps(three_steps):
+    steps = three_steps.steps()
+    assert [path.name for path in sorted((three_steps.path / "rollouts").iterdir())] == ["step0000", "step0002"]
+    for name in (
+        "reward/all/mean",
+        "reward/right/fraction",
+        "length/answer/mean",
+        "length/truncated/fraction",
+        "kl/policy_sampler/k3_mean",
+    ):
+        assert all(name in record for record in steps)
+    assert [record["documents/trained/sum"] for record in steps] == [5, 5, 5]
+    for name in ("time/sample_ms", "time/score_ms"):
+        assert [name in record for record in steps] == [True, False, True], "where it was sampled"
+    assert steps[0]["kl/policy_sampler/k3_mean"] < 1e-12
+    assert steps[1]["kl/policy_sampler/k3_mean"] > 1e-9
+    assert steps[0]["reward/all/mean"] == steps[1]["reward/all/mean"] != steps[2]["reward/all/mean"]
+    first = load(three_steps.path / "rollouts" / "step0000")
+    tokens = three_steps.read_tensors("step0001.tokens")
+    trained = torch.isin(first.document_ids_T, torch.tensor([5, 6, 7, 8, 0])) & first.loss_mask_T
+    assert torch.equal(tokens["trained"], trained), "in the order of the whole sampling"
+    assert torch.equal(tokens["old_logprobs"][trained], first.old_logprobs_T[trained])
+
+
+def test_a_sampling_in_which_all_earn_the_same_trains_nothing_and_is_said_to(tmp_path, capfd):
+    run = done(tmp_path, online={"task": f"{online_runs.__file__}:Solved", "prompts": 2}, steps=2)
+    assert Evidence.of_steps(run.steps()).nothing == "no document has a gradient"
+    said = capfd.readouterr()
+    assert said.err.splitlines() == [
+        f"step {number}: nothing is trained: no document has a gradient; the completions of each prompt earned the "
+        "same reward"
+        for number in range(2)
+    ]
+    assert said.out == ""
+    assert diagnose(run, run).verdict == "vacuous"
+
+
+def test_a_step_that_trains_says_nothing_of_it(tmp_path, capfd):
+    run = done(tmp_path, steps=1)
+    assert Evidence.of_steps(run.steps()).gradient_documents > 0
+    assert capfd.readouterr().err == ""
+
+
+def test_what_was_sampled_is_a_recording_like_any_other(three_steps, tmp_path):
+    """Its advantages are those of whole groups, which a step of five documents cuts."""
+    replayed = RunSpec.model_validate(
+        {
+            "model": {"source": "tiny-qwen3"},
+            "precision": "float64",
+            "device": "cpu",
+            "optimizer": {"learning_rate": 1e-2},
+            "data": {"path": str(three_steps.path / "rollouts" / "step0000"), "documents_per_step": 5},
+            "steps": 2,
+        }
+    )
+    run = RunDirectory.create(tmp_path, "replayed", replayed)
+    run_here(run, tmp_path)
+    assert len(records(run)) == 2
+    for mine, theirs in zip(records(run), records(three_steps), strict=False):
+        assert {name: theirs[name] for name in mine} == mine
+
+
+def test_a_reproducible_run_samples_and_trains_the_same_bits_in_two_layouts(tmp_path):
+    """Certificates are of loss, log-probabilities, gradients and weights; answers are drawn from those weights."""
+    changes = {
+        "precision": "float32",
+        "steps": 2,
+        "loss": {"kl": {"coefficient": 0.05}},
+        "reproducible": {"block_tokens": 8, "weight_chunks": 2},
+    }
+    expected = done(tmp_path, "one", **changes, data={"micro_batches": 2})
+    assert expected.steps()[1]["gradient/norm/global"] > 1e-3
+    for name, layout in {"dp2_cp2": {"dp": 2, "cp": 2, "order": "zigzag"}, "tp2": {"tp": 2}}.items():
+        run = done(tmp_path, name, **changes, layout=layout, data={"micro_batches": 2 // layout.get("dp", 1)})
+        assert [record["certificate"] for record in run.steps()] == [
+            record["certificate"] for record in expected.steps()
+        ], name
+        assert records(run) == records(expected)
+        for number in range(2):
+            mine, theirs = (fields(load(one.path / "rollouts" / f"step{number:04d}")) for one in (run, expected))
+            assert [field for field in theirs if not same_bits(mine[field], theirs[field])] == []
+
+
+def scored_and_stepped():
+    """Whether parameters are shards after scoring, and the norms of the same step twice, with a look in between."""
+    spec = spec_of(layout={"dp": 2, "shard_parameters": True}, online={"old_logprobs": "sampler"})
+    online = online_of(spec, make_mesh(dp=2))
+    policy, spec = online.policy, with_advantages(spec)
+    batch, _ = online.sample(0)
+    document_logprobs(policy, batch, spec, policy.mesh)
+    shards, norms = all(is_shard(parameter) for parameter in policy.model.parameters()), []
+    for _ in range(2):
+        rows, totals = flow.prepare_rows(batch, spec, policy.mesh)
+        with torch.no_grad():
+            rows[0].hidden_states(policy)
+        norms.append(flow.run_step(policy, flow.make_loss(spec.loss), rows, totals).norms)
+    return shards, norms
+
+
+def test_looking_without_a_backward_leaves_no_gradient_behind(tmp_path):
+    """What is gathered and not given back are other parameters than those of the optimizer."""
+    for shards, (first, second) in run_ranks(scored_and_stepped, 2, tmp_path):
+        assert shards
+        assert second == pytest.approx(first, rel=1e-12)
+
+
+def test_real_processes_with_sharded_parameters_train_as_one_rank(tmp_path):
+    changes = {"steps": 2, "record": {"checkpoint_every": 2}, "loss": {"kl": {"coefficient": 0.05}}}
+    one = done(tmp_path, "one", **changes)
+    spec = spec_of(**changes, layout={"dp": 2, "shard_parameters": True})
+    ablation = AblationSpec(
+        reference="two", base=spec.model_dump(mode="json") | {"loss": spec.loss.overrides()}, configurations={"two": {}}
+    )
+    [run] = launch(ablation, tmp_path / "experiment", where="processes", project=tmp_path).wait(120)
+    assert run.status == "succeeded", run.failure()
+    for number, (mine, theirs) in enumerate(zip(run.steps(), one.steps(), strict=True)):
+        for name in (
+            "loss/total/sum",
+            "gradient/norm/global",
+            "reward/all/mean",
+            "length/answer/mean",
+            "entropy/policy/mean",
+        ):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-9, abs=1e-13), (number, name)
+        batches = [load(of.path / "rollouts" / f"step{number:04d}") for of in (run, one)]
+        assert torch.equal(batches[0].tokens_T, batches[1].tokens_T)
+    for name in ("weights", "optimizer"):
+        kept, expected = (load_file(of.checkpoints()[2] / f"{name}.safetensors") for of in (run, one))
+        assert kept.keys() == expected.keys()
+        for tensor, values in expected.items():
+            torch.testing.assert_close(kept[tensor], values, rtol=1e-6, atol=1e-9, msg=tensor)

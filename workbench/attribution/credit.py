@@ -1,0 +1,157 @@
+"""Credit: what each token of a recorded step gets from a loss, and what became of the tokens that get nothing.
+
+The credit of a token is its weight times its gradient coefficient: the derivative of the whole step's loss by the
+log-probability of that token, found by autograd. It needs no model: rollouts record log-probabilities. Below 0 the
+loss makes the token likelier, above 0 less likely; two losses with equal credits make the same update.
+
+Letters: T tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ShapeError
+from workbench.losses.build import make_loss
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.reduction.evaluate import evaluate_loss, loss_inputs
+from workbench.reduction.weights import step_weights
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.targets import shift_targets
+from workbench.specs.losses import LossSpec
+
+FATES = ("untrained", "acts", "clipped", "rejected", "zero advantage", "no gradient")
+"""What becomes of a token in the policy term; a token has one of them."""
+NEED_LOGITS = ("entropy_coefficient", "squared_logit_coefficient", "mean_squared_logit_coefficient")
+"""Terms whose gradient does not go through the token's own log-probability: they are left out."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What each token of a step gets from a loss. Everything is float64 and in the order of the batch.
+
+    Attributes:
+        credit_T: [T] d loss / d log-probability, of all terms together; 0 on tokens that do not count.
+        policy_T: [T] the policy term's part of it.
+        weights_T: [T] gradient weight of the token in the policy term.
+        fates_T: [T] index into `FATES`. "zero advantage": there was nothing to gain or lose; "rejected": the
+            correction took the token out; "clipped": the surrogate cut it off; "no gradient": none of these, and
+            still 0.
+        document_ids_T: [T] document of the token.
+        loss: what the whole step reports.
+        extras_T: what the policy term says beside its values, by name ("raw_weight", "applied_weight", ...).
+    """
+
+    credit_T: Tensor
+    policy_T: Tensor
+    weights_T: Tensor
+    fates_T: Tensor
+    document_ids_T: Tensor
+    loss: float
+    extras_T: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def trained_T(self) -> Tensor:
+        """[T] bool: tokens that count."""
+        return self.fates_T != FATES.index("untrained")
+
+    def shares(self, by: Literal["token", "weight"] = "token") -> dict[str, float]:
+        """What part of the step had which fate; the parts add up to 1 (all 0 if nothing counts).
+
+        Args:
+            by: "token" counts trained tokens; "weight" counts each with its weight in the gradient, so that it says
+                which part of the step is lost.
+        """
+        counts_T = self.weights_T if by == "weight" else self.trained_T.double()
+        total = float(counts_T.sum())
+        return {
+            fate: float(counts_T[self.fates_T == number].sum()) / total if total else 0.0
+            for number, fate in enumerate(FATES)
+            if fate != "untrained"
+        }
+
+
+def token_credit(batch: RolloutBatch, spec: LossSpec, policy_logprobs_T: Tensor | None = None) -> Credit:
+    """The credit of every token of one optimizer step.
+
+    Formula:  credit_t = sum_k w_kt c_k d lambda_k / d l_t, summed over the values of all tokens that l_t enters (a
+              sequence loss has all of its document); w the gradient weight of term k, c its coefficient
+    Shapes:   a batch of T tokens -> tensors of [T].
+    Backward: none; the result is data.
+
+    Args:
+        batch: all documents of the step, in any order, as one micro-batch.
+        spec: any loss. Its entropy and squared-logit terms (`NEED_LOGITS`) are left out.
+        policy_logprobs_T: [T] nats, of the policy being trained, beside the tokens that they are of; None takes the
+            old policy's: the first step after sampling.
+
+    Raises:
+        ShapeError: log-probabilities of another length than the batch.
+        SpecError: the batch lacks what the loss or its denominator looks at.
+
+    Example:
+        >>> batch = RolloutBatch.from_documents([{"tokens": [5, 7, 2], "loss_mask": [0, 1, 1], "advantages": 0.5,
+        ...                                       "old_logprobs": [0, -1.0, -0.3]}])
+        >>> token_credit(batch, LossSpec(denominator="token")).credit_T
+        tensor([ 0.0000, -0.2500, -0.2500], dtype=torch.float64)
+    """
+    row = shift_targets(batch).to(torch.device("cpu"), torch.float64)
+    old_T = row.old_logprobs_T
+    policy_T = old_T if policy_logprobs_T is None else _at_targets(policy_logprobs_T, batch)
+    policy_T = torch.where(row.loss_mask_T, policy_T, old_T).detach().requires_grad_()
+    (weights,), totals = step_weights([row], spec)
+    loss = make_loss(spec.model_copy(update=dict.fromkeys(NEED_LOGITS, 0.0)))
+    # The inputs of a training step: a field that a loss looks at there is not missed here.
+    _, terms, scalars = evaluate_loss(loss, loss_inputs(row, TokenLogprobs(policy_T), totals), weights, row.loss_mask_T)
+    by_term = {name: _gradient(scalars[name].value, policy_T) for name in ("policy", "total")}
+
+    term = terms["policy"]
+    false_T = torch.zeros_like(row.loss_mask_T)
+    clipped_T = false_T if term.clipped_T is None else term.clipped_T
+    rejected_T = ~term.extras["kept"] if "kept" in term.extras else false_T
+    fates_T = torch.full(row.loss_mask_T.shape, FATES.index("no gradient"))
+    for fate, where_T in (
+        ("clipped", clipped_T),
+        ("rejected", rejected_T),
+        ("zero advantage", row.advantages_T == 0),
+        ("acts", by_term["policy"] != 0),
+        ("untrained", ~row.loss_mask_T),
+    ):
+        fates_T[where_T] = FATES.index(fate)  # the later one wins
+
+    def beside_tokens(values_T: Tensor) -> Tensor:
+        return values_T.roll(1)  # the last position predicts nothing, the first token is predicted by none
+
+    return Credit(
+        beside_tokens(by_term["total"]),
+        beside_tokens(by_term["policy"]),
+        beside_tokens(weights[term.weight].gradient_T.double()),
+        beside_tokens(fates_T),
+        batch.document_ids_T,
+        float(scalars["total"].value.detach()),
+        {name: beside_tokens(values_T) for name, values_T in term.extras.items()},
+    )
+
+
+def _at_targets(logprobs_T: Tensor, batch: RolloutBatch) -> Tensor:
+    if logprobs_T.shape != batch.tokens_T.shape:
+        raise ShapeError(
+            "token_credit: policy_logprobs_T",
+            found=f"shape {list(logprobs_T.shape)}",
+            rule=f"one for each of the {batch.num_tokens} tokens of the batch, prompts included",
+            fix="lay them beside the tokens; where a token does not train any number will do",
+        )
+    return logprobs_T.roll(-1).double()
+
+
+def _gradient(total: Tensor, policy_T: Tensor) -> Tensor:
+    """[T] of one sum; 0 where it does not depend on the policy."""
+    if not total.requires_grad:
+        return torch.zeros_like(policy_T)
+    (found,) = torch.autograd.grad(total, policy_T, retain_graph=True, allow_unused=True)
+    return torch.zeros_like(policy_T) if found is None else found

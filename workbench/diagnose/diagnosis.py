@@ -1,0 +1,333 @@
+"""A diagnosis: causes, ranked, with their evidence, and the experiment that would tell the likeliest ones apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from workbench.diagnose.causes import CAUSES, Cause
+from workbench.diagnose.evidence import Evidence, compare_records
+from workbench.diagnose.facts import Facts
+from workbench.diagnose.record import Record
+from workbench.diagnose.sight import Sight, fewest, not_finite, sight_of
+from workbench.errors import RecordError, SpecError
+from workbench.metrics.evidence import Evidence as Counts
+
+TOLD = 0.1
+"""A cause with a lower score is not told."""
+RULED_OUT = 0.05
+"""What a score is multiplied with if an experiment speaks against the cause, or what it needs is not there."""
+NEAR = 0.5
+"""A suspect scores at least this part of the first."""
+
+EQUAL, DIFFERENT, VACUOUS, UNSOUND = "equal", "different", "vacuous", "unsound baseline"
+_VERDICTS = {"no_difference": EQUAL, "nothing_compared": VACUOUS, "unsound_baseline": UNSOUND}
+"""First cause -> verdict; any other cause is a difference."""
+
+Runner = Callable[[dict[str, Any]], tuple[Record, Record]]
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """One cause in a diagnosis.
+
+    Attributes:
+        name: of the cause.
+        words: what it is.
+        score: from 0 to 1.
+        evidence: what speaks for it.
+        lacked: parts of a record that it would have looked at, and that one of the two does not have.
+        needs: what there must be more than one of, so that it can act.
+    """
+
+    name: str
+    words: str
+    score: float
+    evidence: tuple[str, ...]
+    lacked: tuple[str, ...] = ()
+    needs: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A change of settings under which some suspects cannot act.
+
+    Attributes:
+        name: what is taken away.
+        words: the change in words.
+        changes: settings to merge into those of both runs.
+        excludes: suspects that cannot act then.
+        leaves: suspects that still can.
+    """
+
+    name: str
+    words: str
+    changes: dict[str, Any]
+    excludes: tuple[str, ...] = ()
+    leaves: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tried:
+    """An experiment, and what came of it.
+
+    Attributes:
+        experiment: which.
+        equal: whether the two records agreed under it.
+        verdict: on the two records, see `Diagnosis.verdict`.
+    """
+
+    experiment: Experiment
+    equal: bool
+    verdict: str = ""
+
+    @property
+    def result(self) -> str:
+        """It in a word or two."""
+        return "equal" if self.equal else self.verdict if self.verdict in (VACUOUS, UNSOUND) else "still different"
+
+
+_AXES = ("cp", "dp", "tp", "micro_batches", "accumulation")
+
+EXPERIMENTS = (
+    Experiment("cp", "one context-parallel rank", {"layout": {"cp": 1, "order": "contiguous", "ulysses": 1}}),
+    Experiment("dp", "one data-parallel rank", {"layout": {"dp": 1}}),
+    Experiment("tp", "one tensor-parallel rank", {"layout": {"tp": 1, "sequence_parallel": False}}),
+    Experiment("micro_batches", "one micro-batch", {"data": {"micro_batches": 1}}),
+    Experiment(
+        "one rank",
+        "one rank and one micro-batch",
+        {
+            "layout": {"dp": 1, "cp": 1, "tp": 1, "order": "contiguous", "ulysses": 1, "sequence_parallel": False},
+            "data": {"micro_batches": 1},
+        },
+    ),
+    Experiment("temperature", "temperature 1", {"policy": {"temperature": 1.0}}),
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why one record differs from another.
+
+    Attributes:
+        trusted: name of the record that is taken for right.
+        suspect: name of the other.
+        causes: ranked, those that are told.
+        evidence: what was compared.
+        tried: experiments that were run.
+        sight: how much of the steps a comparison could have seen, of the record that shows less; None if unknown.
+    """
+
+    trusted: str
+    suspect: str
+    causes: tuple[Suspicion, ...]
+    evidence: Evidence = field(repr=False)
+    tried: tuple[Tried, ...] = ()
+    sight: Counts | Sight | None = field(default=None, repr=False)
+
+    @property
+    def verdict(self) -> str:
+        """`EQUAL`, `DIFFERENT`, `VACUOUS` (nothing was there to compare) or `UNSOUND` (the trusted is not finite)."""
+        return _VERDICTS.get(self.causes[0].name, DIFFERENT)
+
+    @property
+    def equal(self) -> bool:
+        """True if nothing differs beyond rounding, and there was something to compare."""
+        return self.verdict == EQUAL
+
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """Causes that are about as likely as the first."""
+        return tuple(cause.name for cause in self.causes if cause.score >= NEAR * self.causes[0].score)
+
+    def next_experiment(self) -> Experiment | None:
+        """The change of settings that splits the suspects most evenly; None if none does, or one suspect is left."""
+        near = [cause for cause in self.causes if cause.name in self.suspects]
+        context, done = self.evidence.suspect.context, {tried.experiment.name for tried in self.tried}
+        total, best, chosen = sum(cause.score for cause in near), 0.0, None
+        for experiment in EXPERIMENTS:
+            if experiment.name in done or _there(experiment.name, context) is not True:
+                continue
+            out = [cause for cause in near if _excluded(experiment, cause)]
+            share = sum(cause.score for cause in out) / total
+            if share * (1 - share) > best + 1e-9:  # of equal ones the first, which changes least
+                best = share * (1 - share)
+                excluded = tuple(cause.name for cause in out)
+                chosen = replace(
+                    experiment,
+                    excludes=excluded,
+                    leaves=tuple(cause.name for cause in near if cause.name not in excluded),
+                )
+        return chosen
+
+    def __getitem__(self, name: str) -> Suspicion:
+        """A cause by its name.
+
+        Raises:
+            SpecError: it is not among those that are told.
+        """
+        for cause in self.causes:
+            if cause.name == name:
+                return cause
+        raise SpecError(
+            f"cause {name!r} of a diagnosis",
+            found=", ".join(cause.name for cause in self.causes),
+            rule="a cause that is told",
+            fix="take one of them",
+        )
+
+    @property
+    def headline(self) -> str:
+        """It in a clause."""
+        first = self.causes[0]
+        if self.verdict in (EQUAL, VACUOUS):
+            return first.words
+        if self.verdict == UNSOUND:
+            return f"{UNSOUND}: {first.evidence[0]}"
+        return f"from step {self.evidence.first.number} on: {first.words}"
+
+    def __str__(self) -> str:
+        """The causes with their evidence, then what to try next."""
+        lines = [f"{self.suspect or 'suspect'} against {self.trusted or 'trusted'}: {self.headline}"]
+        for cause in self.causes:
+            lines.append(f"  {cause.score:.2f}  {cause.name}: {cause.words}")
+            lines += [f"        {reason}" for reason in cause.evidence]
+            lines += [f"        not recorded: {', '.join(cause.lacked)}"] if cause.lacked else []
+        if self.sight is not None:
+            lines.append(f"  could have seen: {self.sight.summary()}")
+            lines += [f"  warning: {warning}" for warning in self.sight.warnings]
+        lines += [f"  tried {tried.experiment.words}: {tried.result}" for tried in self.tried]
+        if (experiment := self.next_experiment()) is not None:
+            lines.append(
+                f"  next: {experiment.words}; it would rule out {', '.join(experiment.excludes)}, or leave only these"
+            )
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def diagnose_records(trusted: Record, suspect: Record) -> Diagnosis:
+    """Rank what may have gone wrong between two records.
+
+    Raises:
+        RecordError: they have no step in common, or nothing in it that both recorded; or stored gradients are damaged.
+    """
+    evidence = compare_records(trusted, suspect)
+    if not evidence.steps or not any(step.known or step.not_finite for step in evidence.steps):
+        raise RecordError(
+            f"diagnose {suspect!r} against {trusted!r}",
+            found="nothing that both recorded",
+            rule="a step with loss, metrics, gradient norms, gradients or tokens in both",
+            fix="record the same parts of the same steps",
+        )
+    steps = [step.number for step in evidence.steps]
+    trusted_sight, suspect_sight = (sight_of(record, steps) for record in (trusted, suspect))
+    sight = fewest(trusted_sight, suspect_sight)
+    if (unsound := _unsound(evidence)) is not None:
+        return Diagnosis(trusted.name, suspect.name, (unsound,), evidence, sight=sight)
+    facts = Facts(evidence)
+    ranked = _ranked([_suspicion(cause, facts) for cause in CAUSES])
+    if ranked[0].name == "no_difference" and sight.nothing:
+        ranked = (
+            Suspicion(
+                "nothing_compared",
+                f"{VACUOUS}: {sight.nothing}",
+                ranked[0].score,
+                ("nothing was there to differ, so agreement proves nothing",),
+            ),
+        )
+    return Diagnosis(trusted.name, suspect.name, ranked, evidence, sight=sight)
+
+
+def _unsound(evidence: Evidence) -> Suspicion | None:
+    """The trusted record's own failure, if it comes no later than the first difference: nothing follows from it.
+
+    A difference in an earlier step, where both were finite, stands.
+    """
+    numbers = {step.number for step in evidence.steps}
+    last = evidence.first.number if evidence.first.differs else max(numbers)
+    for step in evidence.trusted.steps:
+        if step.number in numbers and step.number <= last and (broken := not_finite(step)):
+            reason = f"step {step.number} of {evidence.trusted.name or 'trusted'}: {broken}"
+            return Suspicion("unsound_baseline", "the trusted record itself is not finite", 0.99, (reason,))
+    return None
+
+
+def experimented(diagnosis: Diagnosis, run: Runner, *, at_most: int) -> Diagnosis:
+    """The diagnosis after up to ``at_most`` experiments, each of which was chosen by what came of the ones before."""
+    for _ in range(at_most):
+        experiment = diagnosis.next_experiment()
+        if experiment is None:
+            break
+        there = diagnose_records(*run(experiment.changes))
+        causes = [replace(cause, score=cause.score * _believed(cause, experiment, there)) for cause in diagnosis.causes]
+        diagnosis = replace(
+            diagnosis, causes=_ranked(causes), tried=(*diagnosis.tried, Tried(experiment, there.equal, there.verdict))
+        )
+    return diagnosis
+
+
+def _believed(cause: Suspicion, experiment: Experiment, there: Diagnosis) -> float:
+    """How much of a cause is left when an experiment came out as it did.
+
+    The difference went with what the cause needs, or stayed although the cause could not act. Where it stayed and the
+    cause could act, the records of the experiment must speak for it too.
+    """
+    if there.verdict in (VACUOUS, UNSOUND):
+        return 1.0  # such an experiment shows nothing
+    if there.equal:
+        return 1.0 if _touched(experiment, cause) else RULED_OUT
+    if _excluded(experiment, cause):
+        return RULED_OUT
+    return 1.0 if any(other.name == cause.name for other in there.causes) else 0.5
+
+
+def _taken(experiment: Experiment) -> set[str]:
+    return set(_AXES) if experiment.name == "one rank" else {experiment.name}
+
+
+def _excluded(experiment: Experiment, cause: Suspicion) -> bool:
+    """Whether a cause cannot act in an experiment: all of one of its needs is taken away."""
+    return any(set(need.split(" * ")) <= _taken(experiment) for need in cause.needs)
+
+
+def _touched(experiment: Experiment, cause: Suspicion) -> bool:
+    """Whether an experiment takes away any of what a cause needs."""
+    return any(set(need.split(" * ")) & _taken(experiment) for need in cause.needs)
+
+
+def _suspicion(cause: Cause, facts: Facts) -> Suspicion:
+    score, reasons = cause.judge(facts)
+    if score and any(_there(need, facts.context, facts.counts) is False for need in cause.needs):
+        score *= RULED_OUT
+    lacked = [part for part in cause.uses if part not in facts.step.known]
+    return Suspicion(cause.name, cause.words, score, tuple(reasons), tuple(lacked), cause.needs)
+
+
+def _there(need: str, context: Mapping[str, Any], counts: Mapping[str, float] | None = None) -> bool | None:
+    """Whether a record has more than one of something (or what is not the usual); None if it does not say."""
+    known = {**context, **(counts or {})}
+    if need == "one rank":
+        return any((known.get(axis) or 1) > 1 for axis in _AXES)
+    if need == "packing":
+        return (
+            None
+            if "documents" not in known or "micro_batches" not in known
+            else known["documents"] > known["micro_batches"] * known.get("dp", 1)
+        )
+    if need in ("temperature", "kept_mass"):
+        return None if known.get(need) is None else known[need] != 1
+    sizes = [known.get(name) for name in need.split(" * ")]
+    if any(size is not None and size > 1 for size in sizes):
+        return True
+    return None if None in sizes else False
+
+
+def _ranked(found: Sequence[Suspicion]) -> tuple[Suspicion, ...]:
+    told = sorted((cause for cause in found if cause.score >= TOLD), key=lambda cause: -cause.score)
+    unknown = Suspicion(
+        "unknown", "something that none of the known causes does", TOLD, ("the records differ, and no cause fits",)
+    )
+    return tuple(told) or (unknown,)

@@ -1,0 +1,419 @@
+"""What two records say of each other, step by step, before anybody asks why.
+
+The first step in which they differ tells most: until then both had the same weights. What a step shows: loss,
+factor and cosine of the gradient (whole, or from norms alone), parameters and tokens that differ, metrics that differ.
+
+Letters: S tokens of the source batch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from workbench.diagnose.noise import Noise
+from workbench.diagnose.record import Record, RecordedStep, whole
+from workbench.records.integrity import check_certificate, check_gradients
+
+FLOOR = 1e-3
+"""Of the root mean square of the whole gradient: a parameter whose gradient is smaller is judged by this."""
+NOTHING = 1e-12
+MEASURED = 1e-9
+"""Nearer than this, gradients agree."""
+UNKNOWN = 1.0
+"""A gradient that may lie this far off, in parts of itself, may be any other."""
+EXACTLY_SAME = 0.1
+"""If more tokens than this share are bit for bit the same, those that are not are held to a hundredth of the bar."""
+GAP = 10.0
+"""How many times farther off than all others a group of parameters must be to stand out."""
+PARTS = ("loss", "gradient", "metrics", "tokens")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter's gradient in the suspect, against the trusted one's.
+
+    Attributes:
+        ratio: of the norms.
+        cosine: None where only norms were recorded.
+        distance: ||g_b - g_a|| / ||g_a|| (of the floor where that is next to nothing), or |ratio - 1| from norms.
+        share: of the trusted gradient's whole norm.
+        same: within noise.
+    """
+
+    ratio: float
+    cosine: float | None
+    distance: float
+    share: float
+    same: bool
+
+
+@dataclass(frozen=True)
+class StepEvidence:
+    """One step of both.
+
+    Attributes:
+        number: of the step.
+        noise: what may differ.
+        losses: trusted and suspected; None where one is unknown.
+        loss_same: within noise; None if unknown.
+        parameters: by name; {} if no gradient was recorded.
+        factor: of the whole gradient: its projection, or the median ratio of norms.
+        cosine: of the whole gradient; None if only norms are known.
+        residue: what is left of the suspect's gradient when ``factor`` is taken out, in parts of it; from norms the
+            greatest deviation of a ratio from the factor.
+        gradient_same: within noise; None if unknown, or zero in both.
+        metrics: those that differ, trusted and suspected.
+        compared_metrics: how many were compared.
+        tokens: for each per-token value, [S] bool where it differs, of the tokens that train in both.
+        not_finite: what of the suspect is not a number though the trusted one's is.
+        silent: parts that both have and that are zero in both, within noise: that they agree proves nothing.
+    """
+
+    number: int
+    noise: Noise
+    losses: tuple[float, float] | None = None
+    loss_same: bool | None = None
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    factor: float | None = None
+    cosine: float | None = None
+    residue: float | None = None
+    gradient_same: bool | None = None
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    compared_metrics: int = 0
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    not_finite: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Parts that both records have."""
+        there = (
+            self.losses is not None,
+            self.gradient_same is not None or "gradient" in self.silent,
+            bool(self.compared_metrics),
+            bool(self.tokens),
+        )
+        return tuple(part for part, is_there in zip(PARTS, there, strict=True) if is_there)
+
+    @property
+    def telling(self) -> tuple[str, ...]:
+        """Parts that both records have and whose agreement says something."""
+        return tuple(part for part in self.known if part not in self.silent)
+
+    @property
+    def differs(self) -> tuple[str, ...]:
+        """Parts that differ."""
+        off = (
+            self.loss_same is False,
+            self.gradient_same is False,
+            bool(self.metrics),
+            any(bool(where_S.any()) for where_S in self.tokens.values()),
+        )
+        return tuple(part for part, is_off in zip(PARTS, off, strict=True) if is_off or self.not_finite)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether one factor explains the whole gradient."""
+        return self.residue is not None and self.residue <= max(
+            1e-7, (2 - self.noise.same_forward) * self.noise.gradient
+        )
+
+    def token_same(self, name: str) -> bool | None:
+        """Whether a per-token value is the same everywhere; None if unknown."""
+        return None if name not in self.tokens else not bool(self.tokens[name].any())
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What two records say of each other.
+
+    Attributes:
+        trusted: the one that is taken for right.
+        suspect: the other.
+        steps: those that both have.
+    """
+
+    trusted: Record
+    suspect: Record
+    steps: tuple[StepEvidence, ...]
+
+    @property
+    def first(self) -> StepEvidence:
+        """The first step that differs, or the first of all."""
+        return next((step for step in self.steps if step.differs), self.steps[0])
+
+    @property
+    def pair(self) -> tuple[RecordedStep, RecordedStep]:
+        """Both records of the first step that differs."""
+        number = self.first.number
+        trusted, suspect = (
+            next(step for step in record.steps if step.number == number) for record in (self.trusted, self.suspect)
+        )
+        return trusted, suspect
+
+
+def compare_records(trusted: Record, suspect: Record) -> Evidence:
+    """Lay two records side by side, as far as both may have the same weights.
+
+    A step in which rounding turned so many clip decisions that a right gradient may be any other is the last: weights
+    after it differ by a whole step.
+
+    Raises:
+        RecordError: stored gradients that are not those whose norms, or certificate, were recorded.
+    """
+    theirs = {step.number: step for step in suspect.steps}
+    pairs = [(step, theirs[step.number]) for step in trusted.steps if step.number in theirs]
+    steps, largest = [], 0.0
+    for place, (a, b) in enumerate(pairs):
+        norm, largest = _whole_norm(a), max(largest, _whole_norm(a))
+        noise = Noise.between(trusted.context, suspect.context, place, same_forward=_same_forward(a, b))
+        gradients = _gradients(trusted, a), _gradients(suspect, b)
+        steps.append(_step(a, b, noise.as_tokens_cancel(largest / norm if norm else 1.0), gradients))
+        if not noise.same_forward and noise.with_flips(_flipped(a, b)).gradient >= UNKNOWN > noise.gradient:
+            break
+    return Evidence(trusted, suspect, tuple(steps))
+
+
+def _same_forward(a: RecordedStep, b: RecordedStep) -> bool:
+    """Whether both policies said bit for bit the same of every token that trains in both."""
+    mine, theirs = shared_tokens(a, b)
+    if any(not {"policy_logprobs", "trained"} <= set(tokens) for tokens in (mine, theirs)):
+        return False
+    both = mine["trained"].bool() & theirs["trained"].bool()
+    return bool(both.any()) and torch.equal(
+        mine["policy_logprobs"][both].double(), theirs["policy_logprobs"][both].double()
+    )
+
+
+def _gradients(record: Record, step: RecordedStep) -> Mapping[str, Tensor]:
+    """The stored gradients of a step, checked by its certificate if there is one, and else by their norms."""
+    gradients = whole(step.gradients)
+    where = f"record {record.name or 'without a name'}: tensors/step{step.number:04d}.gradients"
+    if gradients and step.certificate is not None:
+        check_certificate(gradients, step.certificate, where=where)
+    elif gradients:
+        check_gradients(gradients, step.gradient_norms, where=where)
+    return gradients
+
+
+def _step(
+    a: RecordedStep, b: RecordedStep, noise: Noise, gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+) -> StepEvidence:
+    tokens = _tokens(a, b, noise)
+    if not noise.same_forward and "policy_logprobs" in tokens and not tokens["policy_logprobs"].any():
+        noise = noise.with_flips(_flipped(a, b))
+    found: dict = {"number": a.number, "noise": noise}
+    broken, silent = [], []
+    if a.loss is not None and b.loss is not None:
+        bar = noise.loss * max(abs(a.loss), _whole_norm(a), _summed_size(a) if noise.same_forward else 0.0)
+        found |= {"losses": (a.loss, b.loss), "loss_same": abs(a.loss - b.loss) <= bar}
+        if max(abs(a.loss), abs(b.loss)) <= bar:  # any other loss as small would agree as well
+            silent.append("loss")
+        broken += ["loss"] if math.isfinite(a.loss) and not math.isfinite(b.loss) else []
+    norms = [name for name in a.gradient_norms if name in b.gradient_norms]
+    broken += [
+        name for name in norms if math.isfinite(a.gradient_norms[name]) and not math.isfinite(b.gradient_norms[name])
+    ]
+    if not broken:
+        measured = _gradient(gradients, a, b, norms, noise)
+        found |= measured or {}
+        silent += ["gradient"] if measured is None else []
+    shared = [key for key in a.metrics if key in b.metrics]
+    off = {
+        key: (a.metrics[key], b.metrics[key])
+        for key in shared
+        if _apart(a.metrics[key], b.metrics[key], noise.metric_floor) > noise.of_metric(key)
+    }
+    if found.get("gradient_same") and found.get("cosine") is not None:  # a norm that differs was reported wrong
+        off |= {
+            f"gradient/norm/{name}": (a.gradient_norms[name], b.gradient_norms[name])
+            for name in norms
+            if _apart(a.gradient_norms[name], b.gradient_norms[name], _typical(a)) > noise.gradient
+        }
+    return StepEvidence(
+        **found,
+        metrics=off,
+        compared_metrics=len(shared),
+        tokens=tokens,
+        not_finite=tuple(broken),
+        silent=tuple(silent),
+    )
+
+
+def _flipped(a: RecordedStep, b: RecordedStep) -> float:
+    """Tokens that one of two policies clips and the other does not, in parts of those that neither clips."""
+    mine, theirs = shared_tokens(a, b)
+    if any(not {"clipped", "trained"} <= set(tokens) for tokens in (mine, theirs)):
+        return 0.0
+    both = mine["trained"].bool() & theirs["trained"].bool()
+    one, other = mine["clipped"].bool()[both], theirs["clipped"].bool()[both]
+    return int((one ^ other).sum()) / max(int((~one & ~other).sum()), 1)
+
+
+def _summed_size(step: RecordedStep) -> float:
+    """Mean size of what a loss is the mean of: it may cancel, and what rounding does to sums of it does not."""
+    tokens = whole(step.tokens)
+    if not {"losses", "trained"} <= set(tokens) or not bool(tokens["trained"].any()):
+        return 0.0
+    return float(tokens["losses"].double()[tokens["trained"].bool()].abs().mean())
+
+
+def _whole_norm(step: RecordedStep) -> float:
+    return math.sqrt(sum(norm**2 for norm in step.gradient_norms.values()))
+
+
+def _typical(step: RecordedStep) -> float:
+    """The norm of a parameter, if all had the same."""
+    return _whole_norm(step) / math.sqrt(max(len(step.gradient_norms), 1))
+
+
+def _apart(a: float, b: float, floor: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    far = abs(a - b) / max(abs(a), floor)
+    return math.inf if math.isnan(far) else far
+
+
+def _gradient(
+    gradients: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    a: RecordedStep,
+    b: RecordedStep,
+    norms: list[str],
+    noise: Noise,
+) -> dict | None:
+    """Factor, cosine and parameters, from whole gradients if both have them, and else from norms; None of zeros."""
+    mine, theirs = ({name: values.double().flatten() for name, values in each.items()} for each in gradients)
+    shared = [name for name in mine if name in theirs and mine[name].shape == theirs[name].shape]
+    if not shared:
+        return _from_norms(a, b, norms, noise)
+    elements = sum(mine[name].numel() for name in shared)
+    norm = math.sqrt(sum(float(mine[name].square().sum()) for name in shared))
+    other = math.sqrt(sum(float(theirs[name].square().sum()) for name in shared))
+    if norm == other == 0:
+        return None
+    product = sum(float(mine[name] @ theirs[name]) for name in shared)
+    parameters = {}
+    for name in shared:
+        one, two = float(mine[name].norm()), float(theirs[name].norm())
+        scale = max(one, FLOOR * norm * math.sqrt(mine[name].numel() / elements), NOTHING)
+        far = float((theirs[name] - mine[name]).norm()) / scale
+        cosine = float(mine[name] @ theirs[name]) / (one * two) if one * two else None
+        parameters[name] = Parameter(
+            two / one if one else math.nan,
+            cosine,
+            far,
+            one / norm if norm else 0.0,
+            far <= noise.gradient * _weak(one, norm, mine[name].numel(), elements),
+        )
+    parameters = _stand_out(parameters, noise)
+    factor = product / norm**2 if norm else None
+    apart = math.sqrt(sum(float((theirs[name] - mine[name]).square().sum()) for name in shared))
+    rest = (
+        None
+        if factor is None or not other
+        else math.sqrt(sum(float((theirs[name] - factor * mine[name]).square().sum()) for name in shared)) / other
+    )
+    same = apart <= noise.gradient * norm and all(parameter.same for parameter in parameters.values())
+    return {
+        "parameters": parameters,
+        "factor": factor,
+        "cosine": product / (norm * other) if norm * other else None,
+        "residue": rest,
+        "gradient_same": same,
+    }
+
+
+def _stand_out(parameters: dict[str, Parameter], noise: Noise) -> dict[str, Parameter]:
+    """The parameters, judged by each other where a gap parts those that agree from those that do not.
+
+    Where some agree far better than noise would have it, that is how much was rounded here: one that is ten times
+    farther off than any of those, together with some that are beyond noise, differs too.
+    """
+    ranked = sorted(parameters, key=lambda name: parameters[name].distance)
+    far = [max(parameters[name].distance, MEASURED) for name in ranked]
+    gaps = [(far[at] / far[at - 1], at) for at in range(1, len(ranked)) if far[at - 1] <= noise.gradient]
+    if all(parameter.same for parameter in parameters.values()) or not gaps or max(gaps)[0] < GAP:
+        return parameters
+    above = set(ranked[max(gaps)[1] :])
+    if any(not parameters[name].same for name in ranked if name not in above):
+        return parameters
+    return {name: replace(parameter, same=name not in above) for name, parameter in parameters.items()}
+
+
+def _weak(norm: float, whole_norm: float, numel: int, elements: int) -> float:
+    """How much more noise a parameter may have whose gradient is small beside the others of its size."""
+    typical = whole_norm * math.sqrt(numel / elements)
+    return max(1.0, 3 * typical / max(norm, FLOOR * typical, NOTHING))
+
+
+def _from_norms(a: RecordedStep, b: RecordedStep, norms: list[str], noise: Noise) -> dict | None:
+    norm = math.sqrt(sum(a.gradient_norms[name] ** 2 for name in norms))
+    if not norms:
+        return {}
+    if not norm:
+        return {"factor": None, "gradient_same": False} if any(b.gradient_norms[name] for name in norms) else None
+    typical = norm / math.sqrt(len(norms))
+    parameters = {}
+    for name in norms:
+        one, two = a.gradient_norms[name], b.gradient_norms[name]
+        far = abs(two - one) / max(one, FLOOR * typical)
+        parameters[name] = Parameter(
+            two / one if one else math.nan,
+            None,
+            far,
+            one / norm,
+            far <= noise.gradient * max(1.0, 0.3 * typical / max(one, FLOOR * typical)),
+        )
+    judged = [p.ratio for p in parameters.values() if p.share > FLOOR and not math.isnan(p.ratio)]
+    factor = statistics.median(judged) if judged else None
+    rest = max((abs(ratio / factor - 1) for ratio in judged), default=0.0) if factor else None
+    return {
+        "parameters": parameters,
+        "factor": factor,
+        "residue": rest,
+        "gradient_same": all(parameter.same for parameter in parameters.values()),
+    }
+
+
+def shared_tokens(a: RecordedStep, b: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Per-token values of both, as far as both go: a record may end with the last token that it saw."""
+    held = [whole(step.tokens) for step in (a, b)]
+    end = min((len(values_S) for tokens in held for values_S in tokens.values()), default=0)
+    mine, theirs = ({name: values_S[:end] for name, values_S in tokens.items()} for tokens in held)
+    return mine, theirs
+
+
+def _tokens(a: RecordedStep, b: RecordedStep, noise: Noise) -> dict[str, Tensor]:
+    mine, theirs = shared_tokens(a, b)
+    both_S = mine["trained"].bool() & theirs["trained"].bool() if "trained" in mine and "trained" in theirs else None
+    found = {}
+    for name in (
+        "policy_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+        "sampler_logprobs",
+        "entropy_nats",
+        "ratios",
+        "trained",
+        *(["clipped"] if noise.same_forward else []),
+    ):
+        if name not in mine or name not in theirs:
+            continue
+        if mine[name].dtype == torch.bool:
+            found[name] = mine[name] ^ theirs[name]
+            continue
+        one_S, two_S = mine[name].double(), theirs[name].double()
+        apart_S = (one_S - two_S).abs()
+        off_S = ~(apart_S <= noise.logprob_nats * (1 + one_S.abs()))
+        off_S = off_S if both_S is None else off_S & both_S
+        if off_S.any() and both_S is not None and float((apart_S == 0)[both_S].double().mean()) > EXACTLY_SAME:
+            off_S = both_S & ~(apart_S <= noise.logprob_nats / 100 * (1 + one_S.abs()))
+        few = int(off_S.sum()) <= noise.outliers * int(off_S.numel() if both_S is None else both_S.sum())
+        found[name] = torch.zeros_like(off_S) if few else off_S
+    return found

@@ -1,0 +1,384 @@
+"""What one training run wrote down about itself: context, and of each step what it measured. Any part may be missing.
+
+Ours and other trainers' runs come to the same form: `Record.of` reads a run directory, `Record.load` a folder that a
+recorder wrote (`workbench.records.trainer_files` owns its format):
+
+    record.json                                  {"context": {...}}
+    steps.jsonl                                  {"step", "loss", "metrics", "gradient_norms", "counts"} a line, and
+                                                 "evidence" where a run of the workbench counted it
+    tensors/step0000.gradients.safetensors       whole gradients, by parameter
+    tensors/step0000.tokens.safetensors          per-token values in source order, [S] each
+
+Context names: dp, cp, tp, micro_batches, accumulation, order, temperature, learning_rate, precision, and whatever else
+a trainer says of itself. Count names: documents (that train), masked_documents, trained_tokens, all_tokens,
+padded_tokens, micro_batches, kept_mass. Token names: policy_logprobs, old_logprobs, ref_logprobs, sampler_logprobs,
+entropy_nats, ratios, trained (bool), documents, positions, and where each token was predicted: rows (micro-batches, of
+the first dp rank first), places in them, shards (cp rank); losses, each token's value before it is weighed.
+
+A record holds what was measured. What was planted or meant is not in it.
+
+Letters: S tokens of the source batch | T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import RecordError, WorkbenchError
+from workbench.losses.build import make_loss
+from workbench.metrics.evidence import PREFIX
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.records import trainer_files as files
+from workbench.records.certificate import Certificate, read_certificate
+from workbench.records.directory import RunDirectory, project_root
+from workbench.reduction.evaluate import evaluate_loss, loss_inputs, token_values
+from workbench.reduction.weights import step_weights
+from workbench.rollouts.batch import PADDING, RolloutBatch
+from workbench.rollouts.files import load
+from workbench.rollouts.targets import shift_targets
+from workbench.specs.run import RunSpec
+from workbench.train.online import with_advantages
+from workbench.train.step import make_advantages, pack_step, plan_row
+
+_NOT_METRICS = ("time/", "memory/", "loss/total/", "gradient/clip/", PREFIX)
+_MEASURED_TOKENS = ("policy_logprobs", "old_logprobs", "entropy_nats", "trained", "clipped")
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors of one file, read when one of them is first looked at and not kept; {} if there is no such file."""
+
+    def __init__(self, read: Callable[[], Mapping[str, Tensor] | None]) -> None:
+        self._read = read
+
+    def whole(self) -> Mapping[str, Tensor]:
+        """All of them."""
+        return self._read() or {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.whole()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole())
+
+    def __len__(self) -> int:
+        return len(self.whole())
+
+
+def whole(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """All tensors of a record's part, read at once if they lie on disk."""
+    return tensors.whole() if isinstance(tensors, LazyTensors) else tensors
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One optimizer step as it was recorded.
+
+    Attributes:
+        number: from 0.
+        loss: the total; None if unknown.
+        metrics: by key.
+        gradient_norms: L2 norm of each parameter's whole gradient.
+        counts: of the whole step, over all ranks and micro-batches.
+        gradients: whole, by parameter.
+        tokens: per-token values in source order, [S].
+        evidence: counts of tokens and documents with a gradient, by the keys of `workbench.metrics.evidence`.
+        certificate: of the step, if a run has one.
+    """
+
+    number: int
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    gradient_norms: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    evidence: Mapping[str, float] = field(default_factory=dict)
+    certificate: Certificate | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one training run wrote down about itself.
+
+    Attributes:
+        context: what it says of itself, by name.
+        steps: in order.
+        name: what to call it.
+
+    Example:
+        >>> record = Record({"cp": 2}, (RecordedStep(0, loss=0.25, gradient_norms={"w": 1.0}),), name="mine")
+        >>> record
+        Record(mine: 1 step; cp=2; loss, gradient_norms)
+    """
+
+    context: Mapping[str, Any]
+    steps: Sequence[RecordedStep]
+    name: str = ""
+
+    @classmethod
+    def of(cls, what: Record | RunDirectory | Path | str) -> Record:
+        """A record from whatever holds one: a record, a run directory, or the folder of either.
+
+        Raises:
+            RecordError: a folder that is neither, or a run without steps.
+        """
+        if isinstance(what, Record):
+            return what
+        if isinstance(what, RunDirectory):
+            return _of_run(what)
+        folder = Path(what)
+        if files.is_record(folder):
+            return cls.load(folder)
+        if (folder / "config.json").is_file():
+            return _of_run(RunDirectory.open(folder))
+        raise RecordError(
+            f"read a record from {folder}",
+            found="neither record.json nor config.json",
+            rule="a folder that a recorder wrote, or a run directory",
+            fix="check the path",
+        )
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Record:
+        """Read a folder that a recorder or `save` wrote.
+
+        Raises:
+            RecordError: missing, damaged, or of another version.
+        """
+        folder = Path(folder)
+        context = dict(files.read_context(folder))
+        name = str(context.pop("name", folder.name))
+        return cls(context, tuple(_loaded(folder, step) for step in files.read_steps(folder)), name)
+
+    def save(self, folder: Path | str) -> Path:
+        """Write it as a recorder does.
+
+        Raises:
+            RecordError: there is a record already.
+        """
+        folder = Path(folder)
+        if files.is_record(folder):
+            raise RecordError(
+                f"save a record to {folder}",
+                found="a record",
+                rule="records are never replaced",
+                fix="choose another folder, or delete that one",
+            )
+        files.write_record(folder, {**self.context, "name": self.name})
+        for step in self.steps:
+            for kind, tensors in (("gradients", step.gradients), ("tokens", step.tokens)):
+                if tensors:
+                    files.write_tensors(folder, step.number, kind, dict(whole(tensors)))
+            files.append_step(
+                folder,
+                {
+                    "step": step.number,
+                    "loss": step.loss,
+                    "metrics": dict(step.metrics),
+                    "gradient_norms": dict(step.gradient_norms),
+                    "counts": dict(step.counts),
+                }
+                | ({"evidence": dict(step.evidence)} if step.evidence else {}),
+            )
+        return folder
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Which parts its first step has."""
+        first = self.steps[0] if self.steps else RecordedStep(0)
+        kept = ("loss", "metrics", "gradient_norms", "counts", "gradients", "tokens")
+        return tuple(
+            part
+            for part in kept
+            if getattr(first, part) not in (None, {})
+            and (not isinstance(getattr(first, part), Mapping) or len(getattr(first, part)))
+        )
+
+    def __repr__(self) -> str:
+        """Say what it holds, in a line."""
+        sizes = ", ".join(
+            f"{name}={self.context[name]}"
+            for name in ("dp", "cp", "tp", "micro_batches", "precision")
+            if self.context.get(name) not in (None, 1)
+        )
+        steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
+        return f"Record({'; '.join(part for part in (f'{self.name}: {steps}', sizes, ', '.join(self.parts)) if part)})"
+
+
+def _loaded(folder: Path, step: Mapping[str, Any]) -> RecordedStep:
+    number = int(step["step"])
+
+    def of_kind(kind: str) -> LazyTensors:
+        return LazyTensors(lambda: files.read_tensors(folder, number, kind))
+
+    return RecordedStep(
+        number,
+        step.get("loss"),
+        step.get("metrics") or {},
+        step.get("gradient_norms") or {},
+        step.get("counts") or {},
+        of_kind("gradients"),
+        of_kind("tokens"),
+        step.get("evidence") or {},
+    )
+
+
+# ---- run directories -------------------------------------------------------------------------------------
+
+
+def _of_run(run: RunDirectory) -> Record:
+    spec = run.spec
+    written = run.steps()
+    if not written:
+        raise RecordError(
+            f"read a record from {run.path.name}",
+            found=f"no step; the run is {run.status}",
+            rule="at least one step",
+            fix="run it first",
+        )
+    recording = None if spec.online.on else _rollouts(project_root() / spec.data.path)
+    steps = []
+    for line in written:
+        number = int(line["step"])
+        tokens = _run_tokens(run, number, "tokens")
+        since = number % spec.online.updates if spec.online.on else number
+        batch = _rollouts(run.path / "rollouts" / f"step{number - since:04d}") if spec.online.on else recording
+        counts, places = (
+            ({}, {})
+            if batch is None
+            else arranged(
+                with_advantages(spec) if spec.online.on else spec, batch, _documents_of_step(spec, batch, since), tokens
+            )
+        )
+        steps.append(
+            RecordedStep(
+                number,
+                line.get("loss/total/sum"),
+                {
+                    key: float(value)
+                    for key, value in line.items()
+                    if "/" in key and isinstance(value, int | float) and not key.startswith(_NOT_METRICS)
+                },
+                line.get("gradient_norms") or {},
+                counts,
+                LazyTensors(lambda number=number: _run_tokens(run, number, "gradients")),
+                {name: tokens[name] for name in _MEASURED_TOKENS if name in tokens} | places,
+                {key: float(value) for key, value in line.items() if key.startswith(PREFIX)},
+                read_certificate(run, number) if "certificate" in line else None,
+            )
+        )
+    return Record(context_of(spec, recording), tuple(steps), run.name)
+
+
+def _run_tokens(run: RunDirectory, number: int, kind: str) -> dict[str, Tensor]:
+    name = f"step{number:04d}.{kind}"
+    return run.read_tensors(name) if run.has_tensors(name) else {}
+
+
+def _rollouts(folder: Path) -> RolloutBatch | None:
+    """The rollouts of a run, or of a step of a run that sampled them, if they are still there."""
+    try:
+        return load(folder)
+    except (OSError, WorkbenchError):
+        return None
+
+
+def context_of(spec: RunSpec, batch: RolloutBatch | None = None) -> dict[str, Any]:
+    """What a run of this spec says of itself; the temperature of the rollouts counts where the spec gives none."""
+    layout, data = spec.layout, spec.data
+    sampled = spec.online.temperature if spec.online.on else None if batch is None else batch.temperature
+    told = {
+        "dp": layout.dp,
+        "cp": layout.cp,
+        "tp": layout.tp,
+        "order": layout.order,
+        "attention": layout.attention,
+        "sequence_parallel": layout.sequence_parallel,
+        "micro_batches": data.micro_batches,
+        "temperature": spec.policy.temperature or sampled,
+        "learning_rate": spec.optimizer.learning_rate,
+        "max_grad_norm": spec.optimizer.max_grad_norm,
+        "optimizer": spec.optimizer.name,
+        "denominator": spec.loss.denominator,
+        "precision": spec.precision,
+    }
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def arranged(
+    spec: RunSpec, batch: RolloutBatch, documents: Sequence[int], tokens: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Counts of a step, and of each of its tokens where it lay and what the loss says of it.
+
+    They follow from the spec and the rollouts, computed whole on one rank; of the run only its log-probabilities enter.
+
+    Args:
+        spec: of the run.
+        batch: the recording.
+        documents: of the step.
+        tokens: what the run recorded of them; {}: only the counts are computed.
+    """
+    chosen = make_advantages(batch.select(documents), spec)
+    rows = pack_step(chosen, spec)
+    real = sum(int((row.document_ids_T != PADDING).sum()) for row in rows)
+    masked = sum(not bool(chosen.loss_mask_T[chosen.document_ids_T == one].any()) for one in range(len(documents)))
+    counts = {
+        "documents": len(documents) - masked,
+        "masked_documents": masked,
+        "all_tokens": real,
+        "trained_tokens": chosen.num_trained_tokens,
+        "padded_tokens": sum(row.num_tokens for row in rows),
+        "micro_batches": len(rows) // spec.layout.dp,
+    }
+    return (
+        {name: float(value) for name, value in counts.items()},
+        _places(spec, rows, batch, tokens) if tokens else {},
+    )
+
+
+def _documents_of_step(spec: RunSpec, batch: RolloutBatch, number: int) -> list[int]:
+    each = spec.data.documents_per_step
+    if each is None:
+        return list(range(batch.num_documents))
+    return [(number * each + place) % batch.num_documents for place in range(each)]
+
+
+def _places(
+    spec: RunSpec, rows: Sequence[RolloutBatch], batch: RolloutBatch, tokens: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    nowhere_S = torch.full((batch.num_tokens,), -1)
+    found = {
+        "documents": batch.document_ids_T.clone(),
+        "rows": nowhere_S.clone(),
+        "shards": nowhere_S.clone(),
+        "places": nowhere_S.clone(),
+        "positions": batch.positions_T.clone(),
+    }
+    if not (spec.loss.squared_logit_coefficient or spec.loss.mean_squared_logit_coefficient):  # made of the logits
+        found["losses"] = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    lined_up = [
+        shift_targets(row).map(lambda values_T: values_T.double() if values_T.is_floating_point() else values_T)
+        for row in rows
+    ]
+    weights, totals = step_weights(lined_up, spec.loss)
+    loss = make_loss(spec.loss)
+    for number, (row, named) in enumerate(zip(lined_up, weights, strict=True)):
+        known_T = row.source_T != PADDING
+        source = row.source_T[known_T]
+        found["rows"][source] = number
+        found["places"][source] = torch.arange(row.tokens_T.shape[0])[known_T]
+        found["shards"][source] = plan_row(row.document_ids_T, spec.layout).owners_T[known_T]
+        if "losses" not in found:
+            continue
+        said = TokenLogprobs(
+            *(tokens[name].double()[row.source_T.clamp_min(0)] for name in ("policy_logprobs", "entropy_nats"))
+        )
+        terms = evaluate_loss(loss, loss_inputs(row, said, totals), named, row.loss_mask_T).terms
+        found["losses"][source] = token_values(terms).detach()[known_T]
+    return found

@@ -1,0 +1,232 @@
+"""The evidence in a record: how much of the step a comparison with it could have seen.
+
+Runs of the workbench count their tokens and documents with a gradient (`workbench.metrics.evidence`), and those counts
+are taken as they are. Of records of other trainers the same is read as far as they go: the tokens and documents that
+train, what is clipped, whether any gradient is not zero. What is not recorded is unknown, and is said to be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.diagnose.record import Record, RecordedStep, whole
+from workbench.metrics.evidence import SPARSE
+from workbench.metrics.evidence import Evidence as Counts
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The evidence in a record without the workbench's counts; None where it does not say.
+
+    Attributes:
+        steps: that were looked at.
+        trained_tokens: in them.
+        trained_documents: documents with a trained token.
+        documents: all documents.
+        clipped_tokens: trained tokens that a clip cut off.
+        zero_steps: steps in which every recorded gradient is zero.
+        only_zeros: True if there is a loss, all losses and metrics are zero, and nothing else is recorded.
+    """
+
+    steps: int
+    trained_tokens: int | None = None
+    trained_documents: int | None = None
+    documents: int | None = None
+    clipped_tokens: int | None = None
+    zero_steps: int | None = None
+    only_zeros: bool = False
+
+    @property
+    def nothing(self) -> str:
+        """Why there was nothing to compare; "" if there was something, or nobody can tell."""
+        if self.zero_steps is not None:
+            if self.zero_steps < self.steps:
+                return ""  # whatever the counts say, something was back-propagated
+            masked = ": no token is trained" if self.trained_tokens == 0 else ""
+            return f"every gradient is zero in every step{masked}"
+        if self.trained_tokens == 0:
+            return "no token is trained in any step"
+        return "every loss is zero, and no token or gradient is recorded" if self.only_zeros else ""
+
+    @property
+    def clipped_share(self) -> float | None:
+        """Trained tokens that are clipped, of all; None if unknown."""
+        return (
+            self.clipped_tokens / self.trained_tokens
+            if self.clipped_tokens is not None and self.trained_tokens
+            else None
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why a verdict on it says less than it seems to; () if it does not."""
+        if self.nothing:
+            return ()
+        notes = []
+        if self.documents and self.trained_documents is not None and self.trained_documents / self.documents < SPARSE:
+            notes.append(
+                f"only {self.trained_documents} of {self.documents} documents "
+                f"({self.trained_documents / self.documents:.1%}) have a trained token"
+            )
+        if (share := self.clipped_share) is not None and share > 1 - SPARSE:
+            notes.append(f"{share:.1%} of the trained tokens are clipped")
+        if self.zero_steps:
+            notes.append(f"every gradient is zero in {self.zero_steps} of {self.steps} steps")
+        return tuple(notes)
+
+    def summary(self) -> str:
+        """What is known in a line, and what is not.
+
+        Example:
+            >>> Sight(2, 130, 9, 11, 13).summary()
+            '130 trained tokens in 9 of 11 documents, clipped 10.0%; unknown: gradients, gradient tokens'
+        """
+        parts, missing = [], []
+        if self.trained_tokens is None:
+            missing.append("trained tokens")
+        else:
+            parts.append(f"{self.trained_tokens:,} trained tokens")
+        if self.trained_documents is None:
+            missing.append("documents")
+        else:
+            of = "" if self.documents is None else f" of {self.documents:,}"
+            parts.append(f"in {self.trained_documents:,}{of} documents")
+        if self.zero_steps is None:
+            missing.append("gradients")
+        else:
+            parts.append(f"a gradient in {self.steps - self.zero_steps} of {self.steps} steps")
+        if self.clipped_tokens is None:
+            missing.append("clipped tokens")
+        elif self.clipped_share is not None:
+            parts.append(f"clipped {self.clipped_share:.1%}")
+        known = ", ".join(parts).replace(" tokens, in ", " tokens in ") or "nothing recorded"
+        return f"{known}; unknown: {', '.join([*missing, 'gradient tokens'])}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys of `workbench.metrics.evidence.Evidence.as_json`, null where unknown."""
+        names = (
+            "gradient_documents",
+            "gradient_tokens",
+            "policy_gradient_tokens",
+            "gradient_document_share",
+            "gradient_token_share",
+            "policy_token_share",
+        )
+        return (
+            dict.fromkeys(names)
+            | {
+                name: getattr(self, name)
+                for name in (
+                    "steps",
+                    "documents",
+                    "trained_documents",
+                    "trained_tokens",
+                    "clipped_tokens",
+                    "zero_steps",
+                    "clipped_share",
+                    "nothing",
+                )
+            }
+            | {"warnings": list(self.warnings), "summary": self.summary()}
+        )
+
+
+def sight_of(record: Record, steps: Iterable[int]) -> Counts | Sight:
+    """The evidence in these steps of a record.
+
+    Example:
+        >>> record = Record({}, [RecordedStep(0, gradient_norms={"w": 0.0})])
+        >>> sight_of(record, [0]).nothing
+        'every gradient is zero in every step'
+    """
+    numbers = set(steps)
+    chosen = [step for step in record.steps if step.number in numbers]
+    if chosen and all(step.evidence for step in chosen):
+        counted = Counts.of_steps({**step.evidence, "gradient/norm/global": _norm(step)} for step in chosen)
+        if counted is not None:
+            return counted
+    return _read(chosen)
+
+
+def fewest(first: Counts | Sight, second: Counts | Sight) -> Counts | Sight:
+    """Of two records, the evidence of the one that could have seen less: nothing, or fewer tokens."""
+
+    def amount(sight: Counts | Sight) -> tuple[bool, float]:
+        tokens = sight.gradient_tokens if isinstance(sight, Counts) else sight.trained_tokens
+        return not sight.nothing, math.inf if tokens is None else tokens
+
+    return min((first, second), key=amount)
+
+
+def not_finite(step: RecordedStep) -> str:
+    """The loss or the first gradient of a step that is not finite, with its value; "" if all are."""
+    if step.loss is not None and not math.isfinite(step.loss):
+        return f"the loss is {step.loss}"
+    for name, norm in step.gradient_norms.items():
+        if not math.isfinite(norm):
+            return f"the gradient of {name} has norm {norm}"
+    for name, values in {} if step.gradient_norms else whole(step.gradients).items():
+        if not bool(values.isfinite().all()):
+            return f"the gradient of {name} is not finite"
+    return ""
+
+
+def _norm(step: RecordedStep) -> float | None:
+    """A number that is zero exactly if every recorded gradient is; None if none is recorded."""
+    if step.gradient_norms:
+        return math.sqrt(sum(norm**2 for norm in step.gradient_norms.values()))
+    gradients = whole(step.gradients)
+    return (
+        max(float(values.abs().max()) if values.numel() else 0.0 for values in gradients.values())
+        if gradients
+        else None
+    )
+
+
+def _read(steps: Sequence[RecordedStep]) -> Sight:
+    norms = [_norm(step) for step in steps]
+    tokens = [_tokens(step) for step in steps]
+
+    def total(column: int) -> int | None:
+        known = [row[column] for row in tokens]
+        return None if None in known or not known else int(sum(known))
+
+    numbers = [number for step in steps for number in (step.loss, *step.metrics.values()) if number is not None]
+    known = any(norm is not None for norm in norms) or any(row[0] is not None for row in tokens)
+    return Sight(
+        len(steps),
+        total(0),
+        total(1),
+        total(2),
+        total(3),
+        None if None in norms or not norms else sum(norm == 0 for norm in norms),
+        only_zeros=bool(numbers) and not any(numbers) and not known,
+    )
+
+
+def _tokens(step: RecordedStep) -> tuple[int | None, int | None, int | None, int | None]:
+    """Trained tokens, documents with one, all documents, clipped trained tokens."""
+    tokens, counts = whole(step.tokens), step.counts
+    trained = counts.get("trained_tokens")
+    documents = counts.get("documents")
+    masked = counts.get("masked_documents")
+    clipped = None
+    if "trained" in tokens:
+        trained_S = tokens["trained"].bool()
+        trained = int(trained_S.sum())
+        if "documents" in tokens:
+            ids_S = tokens["documents"]
+            documents = len(ids_S[trained_S].unique())
+            masked = len(ids_S[ids_S >= 0].unique()) - documents
+        if "clipped" in tokens:
+            clipped = int((tokens["clipped"].bool() & trained_S).sum())
+    everything = None if documents is None or masked is None else int(documents + masked)
+    return (
+        None if trained is None else int(trained),
+        None if documents is None else int(documents),
+        everything,
+        clipped,
+    )

@@ -1,0 +1,406 @@
+"""Align a loss with the ranks that compute it, in a trainer that is not ours.
+
+    align = workbench.align_loss(cp=mesh["cp"], dp=mesh["dp"], engine="mean")      # once
+    ratios = align.sequence_ratios(logprobs, old_logprobs, mask)                   # documents straddle cp ranks
+    align.masked_mean(-ratios * advantages, mask).backward()                       # the mean over all ranks' tokens
+
+Every rank calls the same functions in the same order, also one on which nothing counts: it adds 0 and its gradients
+are 0. What comes back is the whole number, the same on every rank, to be reported as it is and to be back-propagated as
+it is; the engine's habit with gradients (adding up or averaging over ranks) is settled inside (`adjoints`). A tp rank
+holds the same tokens as its neighbours and takes no part. Values carry a gradient on all ranks or on none: a rank
+without tokens goes through the model too.
+
+Letters: t tokens of this rank, in any shape (unpacked rows [b, t], or a packed row [t]) | N documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ShapeError, SpecError
+from workbench.losses.kl import kl_estimate
+from workbench.parallel_loss.adjoints import local_to_whole, whole_to_local
+from workbench.parallel_loss.averaging import EngineFactor, engine_factor
+from workbench.parallel_loss.documents import Documents
+from workbench.parallel_loss.policy_loss import StepCounts, check_spec, local_policy_loss, refuse_unused
+from workbench.parallel_loss.rows import ContextParallelRows, context_parallel_rows
+from workbench.parallel_loss.statistics import (
+    AdvantageStatistics,
+    KlStatistics,
+    largest,
+    mean_and_std,
+    summed,
+)
+from workbench.sharding.given_groups import GivenGroup, GivenMesh, axes_of, axis_of, ranks_of
+from workbench.sharding.mesh import Axis, Mesh
+from workbench.specs.losses import LossSpec
+
+Engine = Literal["sum", "mean"]
+
+
+def align_loss(
+    mesh: GivenMesh | None = None,
+    *,
+    cp: GivenGroup | None = None,
+    dp: GivenGroup | Sequence[GivenGroup] | None = None,
+    engine: Engine,
+) -> Alignment:
+    """Say which ranks share a loss, and what the engine does to gradients after backward. No collective.
+
+    Args:
+        mesh: one of ours, or a device mesh whose dimensions are "cp" and "dp" (or "dp_..."); instead of cp and dp.
+        cp: the ranks that share rows: a process group, a device mesh of one dimension, an axis of ours; None: no ranks.
+        dp: the ranks that hold other rows; several groups where data parallelism has several dimensions. None: no
+            ranks, and then every number is that of this rank's rows alone, which an engine that averages over dp
+            ranks averages, and one that adds up adds up.
+        engine: "sum" where gradients are added up over these ranks, "mean" where they are averaged (the default of
+            DDP and of FSDP2).
+
+    Raises:
+        ShardingError: groups that this rank is not in, meshes whose dimensions have no known name.
+        SpecError: another engine; both a mesh and groups.
+    """
+    if engine not in ("sum", "mean"):
+        raise SpecError(
+            f"align_loss: engine = {engine!r}",
+            rule='"sum" or "mean"',
+            fix="ask what it does to gradients over ranks; DDP and FSDP2 average unless told otherwise",
+        )
+    if mesh is not None:
+        if cp is not None or dp is not None:
+            raise SpecError(
+                "align_loss",
+                found="a mesh, and groups beside it",
+                rule="one of them says who the ranks are",
+                fix="give the mesh, or cp and dp",
+            )
+        context, data = axes_of(mesh)
+    else:
+        several = dp if isinstance(dp, Sequence) else () if dp is None else (dp,)
+        context, data = axis_of(cp, "cp"), tuple(axis_of(group, "dp") for group in several)
+    return Alignment(context, data, engine)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Sums, means, ratios and statistics over the ranks of a trainer, with the gradients that its engine needs.
+
+    Attributes:
+        cp: the ranks that share rows.
+        dp: the ranks that hold other rows.
+        engine: what happens to gradients after backward.
+    """
+
+    cp: Axis
+    dp: tuple[Axis, ...]
+    engine: Engine
+
+    @property
+    def factor(self) -> EngineFactor:
+        """What gradients are multiplied with on their way from whole numbers to a rank's tokens, and why."""
+        axes = {"dp": Axis("dp", ranks_of(self.dp)), "cp": self.cp}
+        return engine_factor(Mesh(axes, torch.device("cpu")), self.engine)
+
+    def __repr__(self) -> str:
+        """Say the factor and why it is."""
+        return f"Alignment({self.factor!r})"
+
+    # -- sums and means ----------------------------------------------------------------------------------------
+
+    def masked_sum(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Sum over what counts, on all ranks.
+
+        Formula:  sum_r sum_t m_t x_t, added up in float64
+        Shapes:   values and mask in one shape -> scalar, float32 or the wider dtype of the values.
+        Backward: 1 on values that count (times `factor`), exactly 0 on others, whatever stands there.
+        """
+        return self._whole(_kept_sum(values, mask)[None])[0].to(_wide(values))
+
+    def masked_mean(self, values: Tensor, mask: Tensor, *, count: Tensor | float | None = None) -> Tensor:
+        """Mean over what counts, on all ranks; 0 if nothing does.
+
+        Formula:  sum_r sum_t m_t x_t / max(n, 1), n = sum_r sum_t m_t
+        Shapes:   values and mask in one shape -> scalar. One collective an axis.
+        Backward: 1 / max(n, 1) on values that count (times `factor`); none into n.
+
+        Args:
+            values: this rank's.
+            mask: bool, what counts.
+            count: n of the whole optimizer step, from `count`, where this is one of several micro-batches; the mean
+                is then this micro-batch's share of it.
+        """
+        if count is not None:
+            n = torch.as_tensor(count, device=values.device).double().clamp_min(1)
+            return (self._whole(_kept_sum(values, mask)[None])[0] / n).to(_wide(values))
+        both = self._whole(torch.stack([_kept_sum(values, mask), mask.sum().double()]))
+        return (both[0] / both[1].detach().clamp_min(1)).to(_wide(values))
+
+    def count(self, *masks: Tensor) -> Tensor:
+        """How much counts on all ranks: of one mask, or of those of all micro-batches of a step. int64, data."""
+        for mask in masks:
+            check_values(mask, mask)
+        own = torch.stack([mask.sum() for mask in masks]).sum()
+        return summed(own, (self.cp, *self.dp))
+
+    def to_tokens(self, whole: Tensor) -> Tensor:
+        """Hand a whole number (a mean, a statistic of the policy) to computations on this rank's tokens.
+
+        What is combined with other whole numbers only needs no such step.
+
+        Backward: the sum of what the tokens of all ranks want from it.
+        """
+        return whole_to_local(whole, (self.cp, *self.dp), self.factor)
+
+    # -- documents ---------------------------------------------------------------------------------------------
+
+    def document_sums(
+        self, values: Tensor, mask: Tensor, *, documents: Tensor | None = None, num_documents: int | None = None
+    ) -> Tensor:
+        """Sum over the counted tokens of each token's own document, whichever cp rank they lie on.
+
+        Shapes:   [t] or [b, t] -> the same, one number on all tokens of a document; 0 where nothing counts.
+        Backward: what the tokens of all cp ranks want from the sum, on each token that counts; under either engine.
+
+        Args:
+            values: this rank's.
+            mask: bool, what counts.
+            documents: ids in the shape of the values, 0 to num_documents - 1 over the whole rows, below 0 on padding;
+                None: each row of [b, t] is a document.
+            num_documents: how many there are, on all cp ranks; None: their maximum is asked for, one more collective.
+        """
+        check_values(values, mask)
+        found = Documents.of(mask, documents, num_documents, self.cp)
+        return found.on_tokens(found.totals(values, mask=mask)[0])
+
+    def sequence_ratios(
+        self,
+        policy_logprobs: Tensor,
+        old_logprobs: Tensor,
+        mask: Tensor,
+        *,
+        documents: Tensor | None = None,
+        num_documents: int | None = None,
+    ) -> Tensor:
+        """The geometric mean over a document of policy / old, on each of its tokens.
+
+        Formula:  s_d = exp((1 / L_d) sum_t m_t (policy_t - old_t)), L_d the tokens of the document that count
+        Shapes:   as `document_sums`; 1 on documents in which nothing counts.
+        Backward: to the policy's log-probabilities on all cp ranks; one collective forward, one back.
+        Source:   GSPO, arXiv 2507.18071, equation 7.
+        """
+        check_values(policy_logprobs, mask, old_logprobs)
+        found = Documents.of(mask, documents, num_documents, self.cp)
+        log_ratios = torch.where(mask, policy_logprobs - old_logprobs, 0.0)
+        sums_N, lengths_N = found.totals(log_ratios, torch.ones_like(log_ratios), mask=mask)
+        return found.on_tokens((sums_N / lengths_N.detach().clamp_min(1)).exp())
+
+    def step_counts(
+        self, masks: Sequence[Tensor], *, documents: Sequence[Tensor] | None = None, num_documents: int | None = None
+    ) -> StepCounts:
+        """Tokens and documents of an optimizer step, for the losses of its micro-batches.
+
+        Args:
+            masks: of all micro-batches of this rank; every rank has as many.
+            documents: their ids, one tensor a mask; None: rows are documents.
+            num_documents: the most that any of them has; see `document_sums`.
+        """
+        held = [
+            self._documents_of(mask, ids, num_documents)
+            for mask, ids in zip(masks, documents or [None] * len(masks), strict=True)
+        ]
+        return self._counted([lengths_N for _, lengths_N in held])
+
+    def row_counts(self, masks: Sequence[Tensor]) -> StepCounts:
+        """The same from whole rows, as `torch_context_parallel` takes them: the first token of a row never counts.
+
+        Args:
+            masks: [B, T] bool, of all micro-batches of this rank; all cp ranks give the same.
+        """
+        for mask in masks:
+            check_values(mask, mask)
+        return self._counted([mask[:, 1:].sum(dim=1).double() for mask in masks])
+
+    # -- statistics --------------------------------------------------------------------------------------------
+
+    def kl_statistics(
+        self,
+        policy_logprobs: Tensor,
+        other_logprobs: Tensor,
+        mask: Tensor,
+        *,
+        estimator: str = "k3",
+        documents: Tensor | None = None,
+        num_documents: int | None = None,
+    ) -> KlStatistics:
+        """How far the policy is from another, from the tokens of all ranks.
+
+        Formula:  `workbench.losses.kl.kl_estimate` of d = other - policy
+        Units:    nats.
+        Backward: of the two means, as `masked_mean`; the largest is data.
+        """
+        check_values(policy_logprobs, mask, other_logprobs)
+        counts = self.step_counts(
+            [mask], documents=None if documents is None else [documents], num_documents=num_documents
+        )
+        estimates = kl_estimate(torch.where(mask, other_logprobs - policy_logprobs, 0.0), estimator)
+        total = self.masked_sum(estimates, mask)
+        return KlStatistics(
+            total / counts.tokens.clamp_min(1),
+            total / counts.documents.clamp_min(1),
+            largest(estimates, mask, (self.cp, *self.dp)),
+            counts.tokens,
+            counts.documents,
+        )
+
+    def advantage_statistics(
+        self,
+        advantages: Tensor,
+        mask: Tensor | None = None,
+        *,
+        of: Literal["tokens", "documents"] = "tokens",
+        correction: int = 0,
+    ) -> AdvantageStatistics:
+        """Mean and standard deviation of advantages over all ranks.
+
+        Args:
+            advantages: a value for each token of this rank; or for each document of its rows.
+            mask: bool, what counts; None: all.
+            of: "tokens" lie once on a cp rank; "documents" are known to all cp ranks alike, and are counted once.
+            correction: 0 for the deviation of a population, 1 for that of a sample.
+
+        Backward: none.
+        """
+        if of not in ("tokens", "documents"):
+            raise SpecError(
+                f"advantage_statistics: of = {of!r}",
+                rule='"tokens" or "documents"',
+                fix="say whether cp ranks share the values out, or all know them",
+            )
+        mask = torch.ones_like(advantages, dtype=torch.bool) if mask is None else mask
+        check_values(advantages, mask)
+        axes = (self.cp, *self.dp) if of == "tokens" else self.dp
+        return mean_and_std(advantages, mask, axes, correction=correction)
+
+    # -- losses ------------------------------------------------------------------------------------------------
+
+    def policy_loss(
+        self,
+        loss: LossSpec | str = "grpo",
+        *,
+        policy_logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        ref_logprobs: Tensor | None = None,
+        sampler_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+        rewards: Tensor | None = None,
+        documents: Tensor | None = None,
+        num_documents: int | None = None,
+        counts: StepCounts | None = None,
+    ) -> Tensor:
+        """A policy loss of the workbench over the tokens of all ranks.
+
+        Everything lies where its target's log-probability does: nothing is shifted here.
+
+        Formula:  sum over terms and tokens of weight * value; the weight from ``loss.denominator``, counted over all
+                  ranks
+        Shapes:   [t] or [b, t] each -> scalar, the same on every rank.
+        Backward: to ``policy_logprobs`` (and ``entropy``), as the engine needs it.
+
+        Args:
+            loss: a spec, or the name of a preset.
+            policy_logprobs: nats, with a gradient.
+            old_logprobs: nats, of the policy at the start of the update.
+            advantages: of each token.
+            mask: bool, what counts.
+            ref_logprobs: nats, of the frozen reference, for a KL penalty.
+            sampler_logprobs: nats, as the sampler saw them, for a correction.
+            entropy: nats, for an entropy bonus.
+            rewards: of each token's document.
+            documents: see `document_sums`.
+            num_documents: see `document_sums`.
+            counts: of the whole step, from `step_counts`, where this is one of several micro-batches.
+
+        Raises:
+            SpecError: a spec that needs more than counts of the step; a tensor that no term of it looks at.
+        """
+        spec = LossSpec(name=loss) if isinstance(loss, str) else loss
+        check_spec(spec)
+        given = {
+            "policy_logprobs": policy_logprobs,
+            "old_logprobs": old_logprobs,
+            "advantages": advantages,
+            "ref_logprobs": ref_logprobs,
+            "sampler_logprobs": sampler_logprobs,
+            "entropy": entropy,
+            "rewards": rewards,
+        }
+        check_values(policy_logprobs, mask, *(value for value in given.values() if value is not None))
+        refuse_unused(spec, {name: given[name] for name in ("ref_logprobs", "sampler_logprobs", "entropy", "rewards")})
+        found, lengths_N = self._documents_of(mask, documents, num_documents)
+        if counts is None:
+            counts = self._counted([lengths_N])
+        flat = {name: None if value is None else value.reshape(-1) for name, value in given.items()}
+        of_tokens = Documents(found.ids.reshape(-1), found.count, found.axis)
+        local = local_policy_loss(spec, flat, mask.reshape(-1), of_tokens, lengths_N, counts)
+        return self._whole(local)
+
+    def torch_context_parallel(self, **rows: Any) -> AbstractContextManager[ContextParallelRows]:
+        """Unpacked rows under torch's own context parallelism over ``cp``, on GPUs.
+
+        See `workbench.parallel_loss.rows.context_parallel_rows`, which takes the same arguments.
+        """
+        return context_parallel_rows(self, **rows)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _whole(self, local: Tensor) -> Tensor:
+        return local_to_whole(local, (self.cp, *self.dp), self.factor)
+
+    def _documents_of(self, mask: Tensor, ids: Tensor | None, count: int | None) -> tuple[Documents, Tensor]:
+        """Documents, and [N] how many of each one's tokens count, on all cp ranks."""
+        check_values(mask, mask)
+        found = Documents.of(mask, ids, count, self.cp)
+        with torch.no_grad():
+            return found, found.totals(torch.ones_like(mask, dtype=torch.float64), mask=mask)[0]
+
+    def _counted(self, lengths: Sequence[Tensor]) -> StepCounts:
+        """Over dp only: the cp ranks know the same documents."""
+        lengths_N = torch.cat(list(lengths))
+        tokens, documents = summed(torch.stack([lengths_N.sum(), (lengths_N > 0).sum().double()]), self.dp).long()
+        return StepCounts(tokens, documents)
+
+
+def check_values(values: Tensor, mask: Tensor, *others: Tensor) -> None:
+    """Refuse a mask that is no mask, and tensors of several shapes.
+
+    Raises:
+        ShapeError: what was given.
+    """
+    if mask.dtype is not torch.bool:
+        raise ShapeError(
+            "a mask of what counts", found=f"dtype {mask.dtype}", rule="bool", fix="compare with 0: mask != 0"
+        )
+    if wrong := [tuple(other.shape) for other in (mask, *others) if other.shape != values.shape]:
+        raise ShapeError(
+            "tensors of one rank's tokens",
+            found=f"shapes {', '.join(map(str, wrong))} beside {tuple(values.shape)}",
+            rule="one value for each token, and a mask of the same shape",
+            fix="expand what is shared",
+        )
+
+
+def _kept_sum(values: Tensor, mask: Tensor) -> Tensor:
+    check_values(values, mask)
+    return torch.where(mask, values, 0.0).sum(dtype=torch.float64)
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)

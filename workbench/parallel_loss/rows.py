@@ -1,0 +1,259 @@
+"""Unpacked rows under torch's own context parallelism: cut, trained on and lined up so that a loss of theirs is right.
+
+    with align.torch_context_parallel(tokens=ids, mask=mask, old_logprobs=old, advantages=advantages) as rows:
+        logits = model(**rows.model_inputs).logits
+        rows.policy_loss("grpo", logits=logits).backward()       # inside: outside, attention is no ring any more
+
+A value of token t stands at t, in all that is given. Values are moved to the place that predicts the token before rows
+are cut; on a rank's share the next token is not to be had.
+
+Letters: B rows | T tokens of a row | t tokens of this rank | V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ShapeError, ShardingError
+from workbench.parallel_loss.policy_loss import StepCounts, looks_at
+from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
+from workbench.sharding.mesh import Axis
+from workbench.sharding.torch_context_parallel import TorchRing, torch_context_parallel
+from workbench.specs.losses import LossSpec
+
+
+class LossOverRanks(Protocol):
+    """The part of an alignment (`workbench.parallel_loss.align`) that rows need: their ranks, and a loss."""
+
+    @property
+    def cp(self) -> Axis:
+        """The ranks that share rows."""
+        ...
+
+    def policy_loss(
+        self,
+        loss: LossSpec | str,
+        *,
+        policy_logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        ref_logprobs: Tensor | None,
+        sampler_logprobs: Tensor | None,
+        counts: StepCounts | None,
+    ) -> Tensor:
+        """A policy loss over the tokens of all ranks, the same number on every rank."""
+        ...
+
+
+@dataclass
+class ContextParallelRows:
+    """This rank's share of some rows, inside the context manager that cut them.
+
+    Attributes:
+        align: whose loss it is.
+        held: by name, [B, t]: ``tokens``, ``positions``, ``targets``, ``mask`` (the target counts) and what was given
+            of targets: ``old_logprobs``, ``advantages``, ...
+        is_open: whether the context manager has not been left.
+    """
+
+    align: LossOverRanks
+    held: dict[str, Tensor]
+    is_open: bool = field(default=True)
+
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        """What a decoder of `transformers` takes: tokens and their positions in the row, no mask, no cache."""
+        return {"input_ids": self.held["tokens"], "position_ids": self.held["positions"], "use_cache": False}
+
+    def logprobs(self, logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+        """Log-probability of each target, in nats; 0 where nothing counts.
+
+        Shapes: [B, t, V] -> [B, t].
+        """
+        targets = torch.where(self.held["mask"], self.held["targets"], -1)
+        said = token_logprobs_from_logits(logits.flatten(0, 1), targets.flatten(), temperature=temperature, wanted=())
+        return said.logprobs_T.view(targets.shape)
+
+    def policy_loss(
+        self,
+        loss: LossSpec | str = "grpo",
+        *,
+        logits: Tensor | None = None,
+        logprobs: Tensor | None = None,
+        temperature: float = 1.0,
+        counts: StepCounts | None = None,
+    ) -> Tensor:
+        """A policy loss over the tokens of all ranks, each row a document.
+
+        Shapes:   logits [B, t, V], or logprobs [B, t] of the targets -> scalar, the same on every rank.
+        Backward: as the engine needs it (`Alignment.policy_loss`); inside the context manager only.
+
+        Args:
+            loss: a spec, or the name of a preset.
+            logits: of this rank's tokens.
+            logprobs: instead of logits.
+            temperature: divides logits.
+            counts: of the whole step, from `Alignment.row_counts`, where this is one of several micro-batches.
+
+        Raises:
+            ShapeError: neither logits nor log-probabilities.
+        """
+        if (logits is None) == (logprobs is None):
+            raise ShapeError(
+                "a policy loss",
+                found="both or neither of logits and logprobs",
+                rule="one of them",
+                fix="pass the model's logits, or the log-probability of each target",
+            )
+        given = {
+            name: self.held.get(name) for name in ("old_logprobs", "advantages", "ref_logprobs", "sampler_logprobs")
+        }
+        if given["old_logprobs"] is None or given["advantages"] is None:
+            raise ShapeError(
+                "a policy loss",
+                found="rows without old_logprobs or advantages",
+                rule="it looks at both",
+                fix="give them to the context manager",
+            )
+        spec = LossSpec(name=loss) if isinstance(loss, str) else loss
+        for name in ("ref_logprobs", "sampler_logprobs"):  # rows are split once, for losses that look at less
+            given[name] = given[name] if looks_at(spec, name) else None
+        policy = self.logprobs(logits, temperature=temperature) if logprobs is None else logprobs
+        whole = self.align.policy_loss(loss, policy_logprobs=policy, mask=self.held["mask"], counts=counts, **given)
+        if whole.requires_grad and self.align.cp.size > 1:
+            whole.register_hook(self._refuse_outside)
+        return whole
+
+    def _refuse_outside(self, gradient: Tensor) -> Tensor:
+        if not self.is_open:
+            raise ShardingError(
+                "backward of a loss of rows under torch's context parallelism",
+                found="the context manager was left before",
+                rule="attention goes back through the ring that it came by, which is there inside only",
+                fix="call loss.backward() inside the with block; optimizer.step() may stand outside",
+            )
+        return gradient
+
+
+@contextmanager
+def context_parallel_rows(
+    align: LossOverRanks,
+    *,
+    tokens: Tensor,
+    mask: Tensor,
+    positions: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    advantages: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
+    ring: TorchRing | None = None,
+) -> Iterator[ContextParallelRows]:
+    """Cut rows over the cp ranks of an alignment, and run attention over all of them.
+
+    Every cp rank gives the same whole rows.
+
+    Args:
+        align: over which ranks, and for which engine.
+        tokens: [B, T] ids; each row is one document, padded at its end if at all.
+        mask: [B, T] bool, the token counts. The first of a row is predicted by nothing, and never does.
+        positions: [B, T] places in the row; None: 0, 1, 2, ...
+        attention_mask: [B, T], 0 on padding, as tokenizers give it; only looked at.
+        old_logprobs: [B, T] nats, of the token.
+        advantages: [B, T], or [B], one for all tokens of a row.
+        ref_logprobs: [B, T] nats, of the token, or None.
+        sampler_logprobs: [B, T] nats, of the token, or None.
+        ring: see `workbench.sharding.torch_context_parallel`.
+
+    Raises:
+        ShardingError: packed rows, rows padded at their head, and what `torch_context_parallel` refuses.
+        ShapeError: tensors of other shapes.
+    """
+    _refuse_packed(tokens, positions, attention_mask)
+    whole = shifted(
+        tokens,
+        mask,
+        advantages=_on_tokens(advantages, tokens),
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        sampler_logprobs=sampler_logprobs,
+    )
+    with torch_context_parallel(align.cp, whole, ring=ring) as held:
+        rows = ContextParallelRows(align, held)
+        try:
+            yield rows
+        finally:
+            rows.is_open = False
+
+
+def shifted(tokens: Tensor, mask: Tensor, **of_tokens: Tensor | None) -> dict[str, Tensor]:
+    """What each place predicts, on whole rows: the last of a row predicts nothing.
+
+    Real numbers are kept only where the target counts, so that nothing that stands elsewhere can reach a gradient.
+
+    Shapes: [B, T] each -> [B, T] each.
+    Raises: ShapeError: tensors of another shape, a mask that is no mask.
+    """
+    if mask.dtype is not torch.bool or tokens.dim() != 2:
+        raise ShapeError(
+            "rows",
+            found=f"tokens of shape {tuple(tokens.shape)}, mask of {mask.dtype}",
+            rule="tokens [B, T], and a bool mask",
+            fix="unsqueeze a single row; compare the mask with 0",
+        )
+    if wrong := [
+        f"{name} {tuple(value.shape)}"
+        for name, value in ({"mask": mask} | of_tokens).items()
+        if value is not None and value.shape != tokens.shape
+    ]:
+        raise ShapeError(
+            "rows",
+            found=f"{', '.join(wrong)} beside tokens {tuple(tokens.shape)}",
+            rule="a value for each token, at the token",
+            fix="align values with tokens: pad what has T - 1 values by one at the head",
+        )
+    counts = mask.roll(-1, dims=1)
+    counts[:, -1] = False
+    found = {
+        "tokens": tokens,
+        "positions": torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens),
+        "targets": torch.where(counts, tokens.roll(-1, dims=1), 0),
+        "mask": counts,
+    }
+    return found | {
+        name: torch.where(counts, value.roll(-1, dims=1), value.new_zeros(()))
+        for name, value in of_tokens.items()
+        if value is not None
+    }
+
+
+def _on_tokens(values: Tensor | None, tokens: Tensor) -> Tensor | None:
+    if values is None or values.dim() != 1 or values.shape[0] != tokens.shape[0]:
+        return values
+    return values[:, None].expand_as(tokens)
+
+
+def _refuse_packed(tokens: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> None:
+    where = "rows under torch's context parallelism"
+    if positions is not None and not bool((positions == torch.arange(tokens.shape[-1], device=tokens.device)).all()):
+        raise ShardingError(
+            where,
+            found="positions that are not 0, 1, 2, ... in every row: packed documents, or rows padded at their head",
+            rule="a row is one document, padded at its end if at all: torch's ring sees no document edges",
+            fix="give each document a row; for packed rows take the workbench's own attention "
+            "(layout.cp with layout.attention)",
+        )
+    if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
+        raise ShardingError(
+            where,
+            found="an attention_mask with padding before tokens",
+            rule="padding stands at the end of a row, where no causal query sees it",
+            fix="pad rows at their end",
+        )

@@ -1,0 +1,187 @@
+"""Does a loss keep the laws of parallel training? Proved on generated layouts, or refuted by the smallest one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from workbench.errors import SpecError
+from workbench.losses.build import make_loss
+from workbench.losses.terms import Loss, LossInputs, Term
+from workbench.prove.exact import InFloat64
+from workbench.prove.laws import LAWS, Law
+from workbench.prove.proof import Counterexample, LawResult, Proof
+from workbench.prove.searching import search
+from workbench.prove.subject import Subject, WorkbenchSubject
+from workbench.prove.trainer import Engine, TrainerSubject
+from workbench.specs.run import LossSpec, RunSpec, parse_spec
+
+__all__ = ["LAWS", "Counterexample", "LawResult", "Proof", "prove"]
+
+ROUNDS = 4
+CONSTANT = 16.0
+"""What a loss that divides by a constant is proved with where it names none: the laws are the same for any."""
+
+
+def prove(
+    loss: str | Mapping[str, Any] | LossSpec | RunSpec | Callable[..., Any],
+    *,
+    spec: LossSpec | RunSpec | Mapping[str, Any] | None = None,
+    engine: Engine | None = None,
+    laws: Sequence[str] | None = None,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+    budget_s: float = 20.0,
+) -> Proof:
+    """Hold a loss to the laws of parallel training: loss, gradient of every parameter, and every metric.
+
+    Each law changes one thing that must not matter (`workbench.prove.laws`): the step of all documents in one
+    row on one rank, in float64, is held against the same step under the change, on all ranks of a mesh simulated in
+    this process. Documents and layouts are generated and nasty. A failure is cut down to the smallest case that
+    fails in the same way, and its factor is measured and named.
+
+    Args:
+        loss: one of
+            a preset's name, a `LossSpec`, or settings of one;
+            a `RunSpec`: its loss, its advantages, its temperature, and the faults that it plants;
+            a function from `LossInputs` to terms, as for `workbench.train.step.run_step`;
+            with ``engine``, a trainer's ``microbatch_loss(batch, outputs, totals)``, which does its own dividing (see
+            `workbench.prove.trainer`).
+        spec: of a function: its denominator and what it declares to break, and how its advantages are made.
+        engine: what a trainer's engine does to gradients over dp x cp: "sum" or "mean".
+        laws: which; None: all.
+        seed: what cases are drawn from.
+        rounds: cases of each law.
+        budget_s: no case is begun after so many seconds of processor time. A law that no case was held against is not
+            kept: `Proof.ok` is False, and `Proof.untried` names it.
+
+    Returns:
+        A verdict on every law. The model is always ``tiny-qwen3``: what a loss divides by does not depend on it.
+
+    Raises:
+        SpecError: an unknown preset or law; a loss whose numbers are not finite on one rank, or other ones each time; a
+            function of other arguments.
+
+    Example:
+        >>> prove("grpo", laws=["cp_degree"], rounds=1).ok
+        True
+    """
+    chosen = _laws(laws)
+    return search(as_subject(loss, spec=spec, engine=engine), chosen, seed=seed, rounds=rounds, budget_s=budget_s)
+
+
+def as_subject(loss: Any, *, spec: Any = None, engine: Engine | None = None) -> Subject:
+    """What `prove` takes, as something that takes a step.
+
+    Raises:
+        SpecError: it is none of these, or goes without ``spec`` or ``engine``.
+    """
+    base = _run_spec(spec, "spec")
+    if engine is not None:
+        if not callable(loss):
+            raise SpecError(
+                f"prove {loss!r} with engine = {engine!r}",
+                rule="an engine is about a trainer's function",
+                fix="leave engine out; what a trainer's settings do is `scaling` of a LossSpec",
+            )
+        _check_arguments(
+            loss,
+            "batch",
+            "outputs",
+            "totals",
+            fix="leave engine out if it gives terms of LossInputs, which a spec divides",
+        )
+        return TrainerSubject(loss, engine, base)
+    if callable(loss):
+        _check_arguments(
+            loss,
+            "inputs",
+            fix="a trainer's microbatch_loss(batch, outputs, totals) goes with engine = "
+            "'sum' or 'mean', what its engine does to gradients over dp x cp",
+        )
+        return WorkbenchSubject(getattr(loss, "__name__", "loss"), base, _checked(loss), made_from_spec=False)
+    given = _run_spec({"name": loss} if isinstance(loss, str) else loss, "loss")
+    if spec is not None:
+        raise SpecError(
+            f"prove {given.loss.name!r} with a spec beside it",
+            rule="a spec goes with a function",
+            fix="say everything in the first argument: a RunSpec holds loss, data and policy",
+        )
+    return WorkbenchSubject(given.loss.name, given, make_loss(given.loss))
+
+
+def _check_arguments(loss: Callable[..., Any], *names: str, fix: str) -> None:
+    """Refuse a function that does not take these, as far as one can see."""
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise SpecError(
+            f"prove {getattr(loss, '__name__', 'loss')}{signature}",
+            found=str(error),
+            rule=f"it is called with ({', '.join(names)})",
+            fix=fix,
+        ) from None
+
+
+def _laws(names: Sequence[str] | None) -> list[Law]:
+    if names is None:
+        return list(LAWS.values())
+    if not names:
+        raise SpecError("prove with laws = ()", rule="at least one law; None: all", fix="name one, or leave laws out")
+    for name in names:
+        if name not in LAWS:
+            near = difflib.get_close_matches(name, LAWS, n=1)
+            raise SpecError(
+                f"law {name!r}",
+                found=f"did you mean {near[0]!r}?" if near else "",
+                rule=f"one of {', '.join(LAWS)}",
+                fix="correct the name",
+            )
+    return [law for law in LAWS.values() if law.name in names]
+
+
+def _run_spec(given: Any, what: str) -> RunSpec:
+    """The spec of a run that a loss, or settings of either, stand for."""
+    if given is None:
+        return RunSpec()
+    if isinstance(given, RunSpec):
+        return given
+    if isinstance(given, Mapping):
+        settings = given if set(given) & set(RunSpec.model_fields) else {"loss": given}
+    elif isinstance(given, LossSpec):
+        settings = {"loss": given.overrides()}
+    else:
+        raise SpecError(
+            f"prove: {what} = {given!r}",
+            rule="a preset's name, a LossSpec, a RunSpec, settings of one, or a function",
+            fix="a trainer's function goes with engine = 'sum' or 'mean'",
+        )
+    loss = settings.get("loss")
+    if isinstance(loss, Mapping) and parse_spec(LossSpec, loss, where=f"prove: {what}").denominator == "constant":
+        settings = {**settings, "loss": {"denominator_constant": CONSTANT, **loss}}
+    return parse_spec(RunSpec, settings, where=f"prove: {what}")
+
+
+def _checked(loss: Loss) -> Loss:
+    """The loss in float64 throughout, refused in words where it gives anything but terms."""
+
+    def checked(inputs: LossInputs) -> dict[str, Term]:
+        with InFloat64():
+            terms = loss(inputs)
+        if not isinstance(terms, Mapping) or not terms or not all(isinstance(term, Term) for term in terms.values()):
+            raise SpecError(
+                f"{getattr(loss, '__name__', 'loss')}(inputs)",
+                found=f"a {type(terms).__name__}",
+                rule="a loss gives terms by name: {'policy': Term(values_T)}",
+                fix="return one number a token, and leave summing and dividing to the spec; a function "
+                "that returns one number is a trainer's: prove(..., engine='sum')",
+            )
+        return terms
+
+    return checked

@@ -1,0 +1,200 @@
+"""Documents that are hard on a loss: tiny, unequal, with holes in their masks, in groups, near the policy.
+
+Everything that a loss may look at is there, so that no setting is left untried for want of a field. They are plain
+data, so that a counterexample can be cut down, compared and printed.
+
+Letters: T packed tokens | N documents.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from workbench.losses.corrections import CORRECTION_WEIGHTS
+from workbench.policy.model import Policy
+from workbench.rollouts.batch import Extension, RolloutBatch
+from workbench.specs.run import RunSpec
+from workbench.train import step as flow
+
+VOCABULARY = 19
+"""Of the model that everything is proved on; nothing divides it."""
+
+LENGTHS = (1, 2, 3, 5, 7, 9, 13, 16)
+SPREAD = 0.15
+"""How far old, sampler and reference log-probabilities stand from the policy's, in nats: far enough to be clipped
+here and there, near enough that a ratio of a document stays a number."""
+NEAR = 1e-5
+"""The same for some documents, whose ratio is then within any clip and any gate."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document as plain numbers, each list as long as ``tokens``.
+
+    Attributes:
+        tokens: vocabulary ids.
+        loss_mask: whether each counts; never the first.
+        advantages: reward units.
+        old_logprobs: nats.
+        sampler_logprobs: nats.
+        ref_logprobs: nats.
+        weights: sampler corrections that were made elsewhere.
+        reward: reward units.
+        group_id: which prompt it answers.
+        rollout_id: whose sample it is.
+        truncated: whether the sampler cut it off.
+    """
+
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    advantages: tuple[float, ...]
+    old_logprobs: tuple[float, ...]
+    sampler_logprobs: tuple[float, ...]
+    ref_logprobs: tuple[float, ...]
+    weights: tuple[float, ...]
+    reward: float
+    group_id: int
+    rollout_id: int
+    truncated: bool = False
+
+    @property
+    def trained(self) -> int:
+        """Tokens that count."""
+        return sum(self.loss_mask)
+
+    def cut(self, length: int) -> Document:
+        """Its first tokens."""
+        listed = {name: value[:length] for name, value in self.__dict__.items() if isinstance(value, tuple)}
+        return replace(self, **listed)
+
+    def silent(self) -> Document:
+        """The same with nothing to train."""
+        return replace(self, loss_mask=(False,) * len(self.tokens))
+
+    def __str__(self) -> str:
+        drawn = "".join("#" if counts else "." for counts in self.loss_mask)
+        return f"{len(self.tokens)} token(s) {drawn}, group {self.group_id}, reward {self.reward:g}"
+
+
+def draw_documents(seed: str, policy: Policy, *, pairs: bool = False) -> tuple[Document, ...]:
+    """Documents of very unequal lengths and masks, whose recorded log-probabilities stand near a policy's.
+
+    Among them one of a single token, one that trains on all it can, one with nothing to train, one whose mask has
+    holes. Groups are of one to three documents.
+
+    Args:
+        seed: what they are drawn from.
+        policy: one rank's.
+        pairs: every group is a preference pair, both of it trained or both not.
+    """
+    rng = random.Random(seed)
+    lengths = [*LENGTHS, *(rng.randint(2, 12) for _ in range(2))]
+    groups = [number // 2 if pairs else min(number // 3, 3) for number in range(len(lengths))]
+    kinds = ["some", "all", "holes", "some", "none", "some", "holes", "some", "all", "some"]
+    if pairs:
+        lengths[0], kinds[5] = 2, "none"
+    rng.shuffle(lengths)
+    documents = [_drawn(rng, length, kind, group) for length, kind, group in zip(lengths, kinds, groups, strict=True)]
+    rng.shuffle(documents)
+    return _near(policy, documents, rng)
+
+
+def silent_documents(seed: str, number: int, *, group_id: int) -> tuple[Document, ...]:
+    """Documents in which nothing trains, each group of two its own prompt."""
+    rng = random.Random(seed)
+    return tuple(_drawn(rng, rng.randint(1, 5), "none", group_id + at // 2) for at in range(number))
+
+
+def to_batch(documents: Sequence[Document]) -> RolloutBatch:
+    """The documents end to end, with every field that a loss may ask for; real numbers in float64."""
+
+    def exact(values: tuple[float, ...]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    batch = RolloutBatch.from_documents(
+        [
+            {
+                "tokens": list(d.tokens),
+                "loss_mask": list(map(int, d.loss_mask)),
+                "advantages": exact(d.advantages),
+                "old_logprobs": exact(d.old_logprobs),
+                "sampler_logprobs": exact(d.sampler_logprobs),
+                "ref_logprobs": exact(d.ref_logprobs),
+                "reward": torch.tensor(d.reward, dtype=torch.float64),
+                "group_id": d.group_id,
+            }
+            for d in documents
+        ]
+    )
+    weights_T = torch.cat([exact(d.weights) for d in documents])
+    truncated_T = torch.cat([torch.full((len(d.tokens),), float(d.truncated)).double() for d in documents])
+    return replace(
+        batch,
+        extensions={
+            "rollout_ids": Extension(
+                torch.tensor([d.rollout_id for d in documents]), "document", "rollout index", "Whose sample."
+            ),
+            CORRECTION_WEIGHTS: Extension(weights_T, "token", "ratio", "Sampler corrections made elsewhere.", pad=1.0),
+            "truncated": Extension(truncated_T, "token", "1 or 0", "The sampler cut the document off."),
+        },
+    )
+
+
+def _drawn(rng: random.Random, length: int, kind: str, group: int) -> Document:
+    start = max(1, length // 3)
+    mask = {
+        "all": [t > 0 for t in range(length)],
+        "some": [t >= start for t in range(length)],
+        "holes": [t >= start and t % 3 != 2 for t in range(length)],
+        "none": [False] * length,
+    }[kind]
+    advantage = round(rng.choice((-1, 1)) * rng.uniform(0.2, 2.0), 3)
+    drift = [round(rng.uniform(0.9, 1.1), 3) for _ in range(length)]
+    zeros = (0.0,) * length
+    return Document(
+        tuple(rng.randrange(VOCABULARY) for _ in range(length)),
+        tuple(mask),
+        tuple(advantage * each for each in drift),
+        zeros,
+        zeros,
+        zeros,
+        tuple(round(rng.uniform(0.6, 1.6), 3) for _ in range(length)),
+        round(rng.uniform(-1.0, 1.0), 3),
+        group,
+        group * 2 + rng.randrange(2),
+        rng.random() < 0.2,
+    )
+
+
+def _near(policy: Policy, documents: Sequence[Document], rng: random.Random) -> tuple[Document, ...]:
+    """The documents with log-probabilities about those that the policy gives their tokens."""
+    (local,), _ = flow.prepare_rows(
+        to_batch(documents), RunSpec(precision="float64"), policy.mesh, [range(len(documents))]
+    )
+    row = local.row
+    with torch.no_grad():
+        hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
+        said_T = policy.token_logprobs(hidden_TD, row.targets_T).logprobs_T.roll(1).tolist()
+
+    def around(begin: int, length: int, spread: float) -> tuple[float, ...]:
+        return (
+            0.0,
+            *(round(min(-1e-3, said + rng.gauss(0, spread)), 9) for said in said_T[begin + 1 : begin + length]),
+        )
+
+    longest = max(documents, key=lambda document: document.trained)
+    placed, begin = [], 0
+    for number, document in enumerate(documents):
+        length = len(document.tokens)
+        near = document is longest or number % 3 == 1  # no clip ends its gradient
+        old = around(begin, length, NEAR if near else SPREAD)
+        sampler, reference = around(begin, length, SPREAD), around(begin, length, SPREAD)
+        if number % 3 == 0:  # the narrowest gate lets it pass
+            sampler = (0.0, *(value + rng.gauss(0, NEAR) for value in old[1:]))
+        placed.append(replace(document, old_logprobs=old, sampler_logprobs=sampler, ref_logprobs=reference))
+        begin += length
+    return tuple(placed)

@@ -1,0 +1,277 @@
+"""The laws of parallel training: changes of a layout, of a packing or of what trains nothing, that change no number.
+
+Each law makes two arrangements of the same documents that differ in nothing but what it is about: a plain one, on one
+rank and in one row where that can be, and a changed one. A law about an order holds the same cut in two orders, so
+that a mistake in the cut is not blamed on the order; and only one law makes ranks that have nothing to train. What a
+case is made of beside its documents are a few whole numbers, so that a failure can be cut down.
+
+Source: the property list of the workbench's reference; systems that broke each law are named with the mistakes in the
+        tests.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from workbench.prove.arrangement import Arrangement, one_row
+from workbench.prove.documents import Document, silent_documents
+from workbench.sharding.orders import ORDERS
+
+ORDER_NAMES = tuple(ORDERS)
+"""contiguous first: the plain one."""
+ATTENTION = ("gathered", "ring", "ulysses")
+HEADS = 4
+"""Query heads of the model that everything is proved on, which ulysses deals out."""
+PERMUTATIONS = 8
+"""Orders of documents of which the one with most documents across edges is taken."""
+
+Pair = tuple[Arrangement, Arrangement]
+"""The plain arrangement, and the changed one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a law is held on.
+
+    Attributes:
+        documents: of the step.
+        numbers: the law's own, by name; "seed" decides everything that is left to chance.
+        together: documents that share a group stay in one row.
+    """
+
+    documents: tuple[Document, ...]
+    numbers: tuple[tuple[str, int], ...] = ()
+    together: bool = False
+
+    def __getitem__(self, name: str) -> int:
+        return dict(self.numbers)[name]
+
+    def but(self, name: str, number: int) -> Case:
+        """The same with another number."""
+        return replace(self, numbers=tuple((dict(self.numbers) | {name: number}).items()))
+
+    def random(self, what: str = "") -> random.Random:
+        """Chance, the same for the same case."""
+        return random.Random(f"{self['seed']} {what}")
+
+
+@dataclass(frozen=True)
+class Law:
+    """One law.
+
+    Attributes:
+        name: how a spec and a proof call it.
+        says: what may be changed.
+        numbers: a case's numbers by name, smallest first; cutting a failure down goes towards the first.
+        arrange: the two arrangements of a case; None if these documents do not allow it.
+        idle: whether a rank may have nothing to train.
+    """
+
+    name: str
+    says: str
+    numbers: Mapping[str, Sequence[int]]
+    arrange: Callable[[Case], Pair | None]
+    idle: bool = False
+
+    def draw(self, documents: tuple[Document, ...], number: int, seed: str, *, together: bool = False) -> Case:
+        """The case of a number: each of the law's numbers goes through its choices in turn, greatest first."""
+        numbers = {
+            name: choices[-1 - (number + at) % len(choices)] for at, (name, choices) in enumerate(self.numbers.items())
+        }
+        numbers["seed"] = random.Random(f"{self.name} {seed}").randrange(10**6)
+        return Case(documents, tuple(numbers.items()), together)
+
+
+def dealt(case: Case, rows: int, what: str = "") -> tuple[tuple[int, ...], ...] | None:
+    """Documents dealt at random, each row with something to train; None if there are too few."""
+    rng = case.random(what)
+    bundles: dict[int, list[int]] = {}
+    for number, document in enumerate(case.documents):
+        bundles.setdefault(document.group_id if case.together else number, []).append(number)
+    mixed = rng.sample(list(bundles.values()), len(bundles))
+    mixed.sort(key=lambda bundle: not any(case.documents[number].trained for number in bundle))
+    if sum(any(case.documents[number].trained for number in bundle) for bundle in mixed) < rows:
+        return None
+    hands: list[list[int]] = [[] for _ in range(rows)]
+    for at, bundle in enumerate(mixed):
+        hands[at if at < rows else rng.randrange(rows)] += bundle
+    return tuple(tuple(rng.sample(hand, len(hand))) for hand in hands)
+
+
+def _dp_split(case: Case) -> Pair | None:
+    rows = dealt(case, case["dp"])
+    return rows and (one_row(case.documents), Arrangement(case.documents, rows, dp=case["dp"]))
+
+
+def _micro_batch_split(case: Case) -> Pair | None:
+    rows = dealt(case, case["micro_batches"])
+    return rows and (one_row(case.documents), Arrangement(case.documents, rows))
+
+
+def _micro_batch_order(case: Case) -> Pair | None:
+    rows = dealt(case, case["micro_batches"])
+    return rows and (Arrangement(case.documents, rows), Arrangement(case.documents, rows[1:] + rows[:1]))
+
+
+def _packing_order(case: Case) -> Pair | None:
+    rows, others = dealt(case, case["micro_batches"]), dealt(case, case["micro_batches"], "other")
+    if rows is None or others is None or rows == others:
+        return None
+    return Arrangement(case.documents, rows), Arrangement(case.documents, others)
+
+
+def straddling(case: Case, cp: int, multiple_of: int) -> Arrangement:
+    """One row whose documents are in an order in which many train on both sides of an edge between shards."""
+    tries = [one_row(case.documents, multiple_of=multiple_of)]
+    for number in range(PERMUTATIONS):
+        tries += [replace(tries[0], rows=rows)] if (rows := dealt(case, 1, f"order {number}")) else []
+    return max(tries, key=lambda arrangement: straddled(arrangement, cp))
+
+
+def straddled(arrangement: Arrangement, cp: int) -> int:
+    """Edges between contiguous shards of the first row on both sides of which one document trains."""
+    size, begin, found = arrangement.tokens // cp, 0, set()
+    for number in arrangement.rows[0]:
+        mask = arrangement.documents[number].loss_mask
+        shards = {(begin + at - 1) // size for at, counts in enumerate(mask) if counts}  # a target is one place earlier
+        found |= set(range(min(shards), max(shards))) if shards else set()
+        begin += len(mask)
+    return len(found)
+
+
+def _cp_degree(case: Case) -> Pair | None:
+    plain = straddling(case, case["cp"], case["cp"])
+    attention = ATTENTION[case["attention"]]
+    if attention == "ulysses" and HEADS % case["cp"]:
+        attention = "ring"
+    return plain, replace(plain, cp=case["cp"], attention=attention)
+
+
+def _cp_order(case: Case) -> Pair | None:
+    plain = replace(straddling(case, case["cp"], 2 * case["cp"]), cp=case["cp"])
+    return plain, replace(plain, order=ORDER_NAMES[case["order"]])
+
+
+def _tp(case: Case) -> Pair | None:
+    plain = one_row(case.documents, multiple_of=case["tp"])
+    return plain, replace(plain, tp=case["tp"], sequence_parallel=bool(case["sequence_parallel"]))
+
+
+def _head_chunking(case: Case) -> Pair | None:
+    changed = one_row(case.documents, chunk_tokens=case["chunk_tokens"], fused=bool(case["fused"]))
+    return one_row(case.documents), changed
+
+
+def _padding(case: Case) -> Pair | None:
+    plain = one_row(case.documents)
+    return plain, one_row(case.documents, multiple_of=plain.tokens + case["extra"])
+
+
+def _masked_rows(case: Case) -> Pair | None:
+    added = _silent(case, case["documents"])
+    places = list(range(len(case.documents) + len(added)))
+    first, *more = case.random("places").sample(places, len(added))
+    for place, number in zip(sorted((first, *more)), range(len(case.documents), len(places)), strict=True):
+        places.insert(place, places.pop(places.index(number)))
+    return one_row(case.documents), Arrangement(case.documents + added, (tuple(places),))
+
+
+def _empty_ranks(case: Case) -> Pair | None:
+    """Beside what trains stands a dp rank, a micro-batch or a cp rank that holds padding, or documents of no use."""
+    kind, silent = case["kind"], _silent(case, 2) if case["documents"] else ()
+    documents = case.documents + silent
+    working, idle = tuple(range(len(case.documents))), tuple(range(len(case.documents), len(documents)))
+    length = sum(len(document.tokens) for document in case.documents)
+    if kind == 2:
+        half = max(length, sum(len(document.tokens) for document in silent))
+        plain = one_row(documents, multiple_of=2 * half)
+        # The first shard ends where the last document that trains does, or later: nothing is left for the second.
+        return plain, one_row(documents, multiple_of=2 * half, cp=2)
+    rows = (idle, working) if case["first"] else (working, idle)
+    return one_row(documents), Arrangement(documents, rows, dp=2 - kind)
+
+
+def _together(case: Case) -> Pair | None:
+    rows = dealt(case, 4)
+    order = ORDER_NAMES[case["order"]]
+    return rows and (
+        one_row(case.documents),
+        Arrangement(case.documents, rows, dp=2, cp=2, tp=case["tp"], order=order, multiple_of=12, chunk_tokens=5),
+    )
+
+
+def _silent(case: Case, number: int) -> tuple[Document, ...]:
+    free = max((document.group_id for document in case.documents), default=0) + 1
+    return silent_documents(f"{case['seed']} silent", number, group_id=free)
+
+
+LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law("dp_split", "documents may be dealt to any number of data-parallel ranks", {"dp": (2, 3)}, _dp_split),
+        Law(
+            "micro_batch_split",
+            "a rank may take its documents in any number of micro-batches",
+            {"micro_batches": (2, 3)},
+            _micro_batch_split,
+        ),
+        Law("micro_batch_order", "micro-batches may come in any order", {"micro_batches": (2, 3)}, _micro_batch_order),
+        Law(
+            "packing_order",
+            "any document may share a row with any other, in any order",
+            {"micro_batches": (1, 2)},
+            _packing_order,
+        ),
+        Law(
+            "cp_degree",
+            "a row may be cut for any number of context-parallel ranks",
+            {"cp": (2, 3, 4), "attention": range(len(ATTENTION))},
+            _cp_degree,
+        ),
+        Law(
+            "cp_order",
+            "context-parallel ranks may hold a row's tokens in any order",
+            {"cp": (2, 3), "order": range(1, len(ORDER_NAMES))},
+            _cp_order,
+        ),
+        Law(
+            "tp",
+            "any number of tensor-parallel ranks may compute the same tokens",
+            {"tp": (2,), "sequence_parallel": (0, 1)},
+            _tp,
+        ),
+        Law(
+            "head_chunking",
+            "the head may take the tokens of a row a few at a time",
+            {"chunk_tokens": (1, 2, 3, 7, 16), "fused": (0, 1)},
+            _head_chunking,
+        ),
+        Law("padding", "a row may have any padding", {"extra": (1, 2, 5, 30)}, _padding),
+        Law("masked_rows", "documents in which nothing trains may be added", {"documents": (2, 4)}, _masked_rows),
+        Law(
+            "empty_ranks",
+            "a rank or a micro-batch may have nothing to train",
+            {"kind": (0, 1, 2), "documents": (0, 1), "first": (0, 1)},
+            _empty_ranks,
+            idle=True,
+        ),
+        Law(
+            "together", "all of this at once", {"order": range(1, len(ORDER_NAMES)), "tp": (1, 2)}, _together, idle=True
+        ),
+    )
+}
+"""Every law by name, in the order in which a table lists them."""
+
+DECLARED: dict[str, tuple[str, ...]] = {
+    "dp": ("dp_split", "empty_ranks"),
+    "cp": ("cp_degree", "cp_order", "empty_ranks"),
+    "micro_batch": ("micro_batch_split", "micro_batch_order", "empty_ranks"),
+    "packing": ("packing_order",),
+    "masked_rows": ("masked_rows",),
+}
+"""What a spec declares (`LossSpec.breaks`) -> the laws that it may then break."""
+
+EMPTY = ("dp", "micro_batch", "cp")
+"""What is empty, by the number "kind" of the law empty_ranks, as a spec declares it."""

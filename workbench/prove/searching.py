@@ -1,0 +1,235 @@
+"""Holding a subject to laws: case after case until the time is over, then the first failure of each law cut down."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from workbench.errors import SpecError
+from workbench.prove.arrangement import Arrangement, Outcome, one_rank_policy, one_row, perform
+from workbench.prove.differences import NOTHING, Difference, difference
+from workbench.prove.documents import Document, draw_documents
+from workbench.prove.laws import DECLARED, EMPTY, Case, Law
+from workbench.prove.proof import Counterexample, LawResult, Proof
+from workbench.prove.shrinking import shrink
+from workbench.prove.subject import Subject
+
+DRAWS = 6
+"""How often documents are drawn for a law that does not fit those of a round."""
+TRIES = 80
+"""Cases that cutting one failure down may take, as far as the budget has time for them."""
+KEPT = 32
+"""Outcomes that are kept at a time, each with a gradient of every parameter."""
+KEPT_BACK = 0.4
+"""Part of the budget that is kept for cutting down, once something has failed and every law was tried."""
+
+REPEATED = 1e-9
+"""Of loss or gradient: how far the same step may be from itself."""
+NEVER_DECLARED = ("error", "not a number")
+
+
+@dataclass
+class _Record:
+    """What was found about one law so far: the first failure, or the first that is not excused by a declaration."""
+
+    law: Law
+    cases: int = 0
+    worst: float = 0.0
+    failed: tuple[Case, Difference] | None = None
+    excused: bool = False
+    why: str = ""
+
+
+@dataclass
+class _Search:
+    """One proof in the making. Outcomes of a round are kept: laws share their plain arrangements."""
+
+    subject: Subject
+    seed: int
+    deadline: float
+    together: bool
+    drawn: dict[str, tuple[Document, ...]] = field(default_factory=dict)
+    known: dict[Arrangement, Outcome] = field(default_factory=dict)
+
+    def documents(self, seed: str) -> tuple[Document, ...]:
+        if seed not in self.drawn:
+            self.drawn[seed] = draw_documents(seed, one_rank_policy(), pairs=self.together)
+        return self.drawn[seed]
+
+    def outcome(self, arrangement: Arrangement) -> Outcome:
+        if arrangement not in self.known:
+            if len(self.known) == KEPT:
+                self.known.clear()
+            self.known[arrangement] = perform(self.subject, arrangement)
+        return self.known[arrangement]
+
+    def try_case(self, law: Law, case: Case) -> Difference | None:
+        """What differs; None if these documents make no case of the law, or nothing of it trains."""
+        pair = law.arrange(case)
+        if pair is None:
+            return None
+        plain = self.outcome(pair[0])
+        if plain.error is not None:
+            raise plain.error
+        if not math.isfinite(plain.loss) or not all(bool(g.isfinite().all()) for g in plain.gradients.values()):
+            raise SpecError(
+                f"prove {self.subject.title}",
+                found=f"a loss of {plain.loss} or a gradient that is not a "
+                f"number, in the plain arrangement ({pair[0]})",
+                rule="one rank has finite numbers",
+                fix="look at the loss on one rank first",
+            )
+        changed = self.outcome(pair[1])
+        if (not law.idle and changed.idle) or plain.norm < NOTHING:
+            return None
+        return difference(plain, changed, pair)
+
+    def check_repeatable(self) -> None:
+        """Refuse a loss that remembers: a law compares two steps, and every one would seem to be broken."""
+        plain = one_row(self.documents(f"{self.seed} 0"))
+        first = self.outcome(plain)
+        if first.error is not None or not (math.isfinite(first.norm) and math.isfinite(first.loss)):
+            return  # a case says it
+        again = perform(self.subject, plain)
+        far = REPEATED * max(abs(first.loss), first.norm)
+        if not abs(again.loss - first.loss) <= far or not all(
+            torch.allclose(again.gradients[name], values, rtol=0.0, atol=far)
+            for name, values in first.gradients.items()
+        ):
+            raise SpecError(
+                f"prove {self.subject.title}",
+                found=f"a loss of {first.loss:.9g}, and of {again.loss:.9g} of the same step on the same rank",
+                rule="the same step has the same numbers each time",
+                fix="let the function keep nothing from one call to the next",
+            )
+
+    def round(self, record: _Record, number: int) -> None:
+        """One more case of a law."""
+        for draw in range(DRAWS):
+            seed = f"{self.seed} {number}" + (f" {draw}" if draw else "")
+            case = record.law.draw(self.documents(seed), number, seed, together=self.together)
+            found = self.try_case(record.law, case)
+            if found is not None:
+                break
+        else:
+            return
+        record.cases += 1
+        record.worst = max(record.worst, found.worst)
+        if found.what:
+            excused = excuses(self.subject.declared, record.law, case, found)
+            if record.failed is None or not excused:
+                record.failed, record.excused = (case, found), excused
+
+    def cut_down(self, law: Law, case: Case, found: Difference) -> tuple[Case, Difference]:
+        """The smallest case that fails in the same way, and what differs there."""
+        differences, tries = {case: found}, itertools.count()
+
+        def fails(smaller: Case) -> bool:
+            try:
+                again = self.try_case(law, smaller)
+            except Exception:
+                return False  # what one rank cannot do either is no counterexample
+            if again is None or again.signature != found.signature:
+                return False
+            if excuses(self.subject.declared, law, smaller, again):
+                return False
+            differences[smaller] = again
+            return True
+
+        smallest = shrink(case, law, fails, lambda: next(tries) < TRIES and time.process_time() < self.deadline)
+        return smallest, differences[smallest]
+
+
+def search(subject: Subject, laws: Sequence[Law], *, seed: int, rounds: int, budget_s: float) -> Proof:
+    """Hold a subject to laws, one case of each after another, then cut down what nobody declared.
+
+    A law that is broken and not excused is not tried again. "together" is tried as long as all others hold: what it
+    would find, they found.
+
+    Args:
+        subject: what takes the step.
+        laws: in the order of the table.
+        seed: what cases are drawn from.
+        rounds: cases of each law.
+        budget_s: no case is begun after so many seconds of processor time; one that has begun is finished.
+
+    Raises:
+        SpecError: a loss whose numbers are not finite on one rank, or not the same each time.
+    """
+    started = time.monotonic()
+    engine = _Search(subject, seed, time.process_time() + budget_s, _needs_groups(subject))
+    records = [_Record(law) for law in laws]
+    if rounds and budget_s > 0:
+        engine.check_repeatable()
+    for number in range(rounds):
+        for record in records:
+            broken = [other for other in records if other.failed is not None and not other.excused]
+            if record in broken:
+                continue
+            if record.law.name == "together" and (broken or subject.declared):
+                record.why = "it is made of laws of which some do not hold"
+                continue
+            early = bool(broken) and number
+            if time.process_time() < engine.deadline - early * KEPT_BACK * budget_s:
+                engine.round(record, number)
+    for record in records:
+        if record.failed is not None and not record.excused:
+            record.failed = engine.cut_down(record.law, *record.failed)
+    results = tuple(_result(record) for record in records)
+    return Proof(subject.title, _idle_declarations(results, subject.declared), seed, time.monotonic() - started)
+
+
+def _needs_groups(subject: Subject) -> bool:
+    return subject.run_spec.loss.needs_pairs or subject.run_spec.data.keep_groups
+
+
+def excuses(declared: Sequence[str], law: Law, case: Case, found: Difference) -> bool:
+    """Whether a failure is what a spec declares: other numbers, under a change that it names. No error ever is."""
+    return found.what[0] not in NEVER_DECLARED and any(
+        law.name in DECLARED.get(word, ()) and (law.name != "empty_ranks" or case["kind"] == EMPTY.index(word))
+        for word in declared
+    )
+
+
+def _result(record: _Record) -> LawResult:
+    law = record.law
+    base = LawResult(law.name, law.says, "holds", record.cases, record.worst)
+    if record.why:
+        return replace(base, verdict="skipped", why=record.why)
+    if not record.cases:
+        return replace(
+            base, verdict="not tried", worst=math.nan, why="time was over, or no documents fitted it and had a gradient"
+        )
+    if record.failed is None:
+        return base
+    case, found = record.failed
+    pair = law.arrange(case)
+    assert pair is not None, "it has failed"
+    plain, changed = pair
+    documents = changed.documents
+    example = Counterexample(str(plain), str(changed), tuple(map(str, documents)), found.words, documents)
+    return replace(
+        base,
+        verdict="declared" if record.excused else "broken",
+        what=found.what,
+        factor=found.factor,
+        factor_name=found.factor_name,
+        counterexample=example,
+    )
+
+
+def _idle_declarations(results: tuple[LawResult, ...], declared: Sequence[str]) -> tuple[LawResult, ...]:
+    """Say of laws that hold that a spec declares to break them, where none of those that it means was broken."""
+    broken = {result.name for result in results if result.verdict == "declared"}
+    idle = {name: word for word in declared for name in DECLARED.get(word, ()) if not broken & set(DECLARED[word])}
+    return tuple(
+        replace(result, verdict="declared, but holds", why=f"the spec declares {idle[result.name]!r}")
+        if result.name in idle and result.verdict == "holds"
+        else result
+        for result in results
+    )

@@ -1,0 +1,47 @@
+"""A failure cut down: fewer documents, shorter ones, fewer ranks, as long as it fails in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from workbench.prove.laws import Case, Law
+
+
+def shrink(case: Case, law: Law, fails: Callable[[Case], bool], goes_on: Callable[[], bool]) -> Case:
+    """The smallest case that greedy steps find.
+
+    Args:
+        case: one that fails.
+        law: whose.
+        fails: whether a case fails in the same way.
+        goes_on: whether there is time for another try.
+    """
+    found = True
+    while found:
+        found = False
+        for smaller in smaller_cases(case, law):
+            if not goes_on():
+                return case
+            if fails(smaller):
+                case, found = smaller, True
+                break
+    return case
+
+
+def smaller_cases(case: Case, law: Law) -> Iterator[Case]:
+    """Cases one step below, the greatest steps first: a number, half of the documents, one of them, tokens."""
+    for name, choices in law.numbers.items():
+        at = list(choices).index(case[name])
+        for smaller in list(choices)[:at]:
+            yield case.but(name, smaller)
+    count = len(case.documents)
+    for size in dict.fromkeys((count // 2, count // 4, 1) if count > 3 else (1,) if count > 1 else ()):
+        for begin in range(0, count, size):
+            yield replace(case, documents=case.documents[:begin] + case.documents[begin + size :])
+    for number, document in enumerate(case.documents):
+        length = len(document.tokens)
+        for shorter in dict.fromkeys((length // 2, length - 1)):
+            if 0 < shorter < length:
+                cut = (*case.documents[:number], document.cut(shorter), *case.documents[number + 1 :])
+                yield replace(case, documents=cut)

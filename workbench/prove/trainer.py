@@ -1,0 +1,209 @@
+"""A loss as a trainer writes it: one micro-batch of one rank in, one number out, and the dividing is the trainer's own.
+
+Here weights are not data, so every law can break. What such a function returns goes backward as it is; the engine then
+adds gradients over micro-batches, and adds or averages them over dp x cp, as it says. A function that is right
+returns what makes the engine's result the gradient of the step, whatever the layout. Its casts to float32 and below
+give float64 here (`workbench.prove.exact`): what is proved is its arithmetic, not its rounding.
+
+Letters: T tokens that this rank holds of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from workbench.errors import SpecError
+from workbench.policy.model import Policy
+from workbench.prove.exact import InFloat64
+from workbench.reduction.partial import Scalar
+from workbench.reduction.weights import StepTotals
+from workbench.rollouts.targets import TrainingRow
+from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
+from workbench.sharding.mesh import Mesh
+from workbench.specs.run import RunSpec
+from workbench.train.step import LocalRow, StepResult
+
+Engine = Literal["sum", "mean"]
+"""What becomes of gradients over dp x cp. Over micro-batches they are added, as `backward` does."""
+
+ENGINES: tuple[Engine, ...] = ("sum", "mean")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the policy says about each of this rank's tokens; both carry a gradient.
+
+    They are raw: also where nothing trains, and on padding, something stands there.
+
+    Attributes:
+        policy_logprobs_T: [T] nats, of the target.
+        entropy_T: [T] nats, of the distribution.
+    """
+
+    policy_logprobs_T: Tensor
+    entropy_T: Tensor
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a trainer knows beside its micro-batch: counts of the whole optimizer step, sizes of the layout, and ranks.
+
+    Attributes:
+        tokens: targets of the step that count, over all ranks and micro-batches.
+        documents: documents of the step with at least one such target.
+        all_documents: documents of the step, those that train nothing too.
+        micro_batches: of each rank, in the step.
+        dp: data-parallel ranks.
+        cp: context-parallel ranks that share the tokens of a micro-batch.
+        tp: tensor-parallel ranks that compute the same.
+        mesh: the axes, for the functions of `workbench.sharding.collectives`, each of which states its adjoint:
+            ``sum_sum(value, totals.mesh["cp"])``. On one rank each is the identity.
+    """
+
+    tokens: int
+    documents: int
+    all_documents: int
+    micro_batches: int
+    dp: int
+    cp: int
+    tp: int
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, rows: Sequence[LocalRow], totals: StepTotals, mesh: Mesh) -> Totals:
+        """Read them off what `workbench.train.step.prepare_rows` gives."""
+        return cls(
+            totals.tokens,
+            totals.documents,
+            rows[0].documents.number,
+            len(rows),
+            mesh["dp"].size,
+            mesh["cp"].size,
+            mesh["tp"].size,
+            mesh,
+        )
+
+
+MicrobatchLoss = Callable[[TrainingRow, Outputs, Totals], Tensor]
+"""A trainer's loss: ``microbatch_loss(batch, outputs, totals) -> scalar``.
+
+The batch is what this rank holds of the micro-batch: mask, advantages, old, sampler and reference log-probabilities,
+rewards and groups, all at the token that they are about. Its ``document_ids_T`` number the documents of the whole
+micro-batch and are below ``totals.all_documents``; padding has -1. Its ``lengths_T`` are those of whole documents.
+"""
+
+
+def trainer_step(
+    policy: Policy, microbatch_loss: MicrobatchLoss, rows: Sequence[LocalRow], totals: StepTotals, *, engine: Engine
+) -> StepResult:
+    """One optimizer step of a trainer's loss on this rank: forward, backward, and what the engine does to gradients.
+
+    Args:
+        policy: the model as this rank holds it; gradients stay in ``parameter.grad``.
+        microbatch_loss: see `MicrobatchLoss`.
+        rows: this rank's micro-batches, from `workbench.train.step.prepare_rows`.
+        totals: of the whole step, from the same.
+        engine: "sum" or "mean" of gradients over dp x cp.
+
+    Returns:
+        The whole loss, which is the engine's sum or mean of what was returned, and the whole gradients.
+
+    Raises:
+        SpecError: something was returned that is no number with a gradient.
+    """
+    mesh = policy.mesh
+    known = Totals.of(rows, totals, mesh)
+    divisor = mesh["dp_cp"].size if engine == "mean" else 1
+    policy.model.zero_grad(set_to_none=True)
+    parts = []
+    for local in rows:
+        row = local.row
+        hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
+        said = policy.token_logprobs(hidden_TD, row.targets_T, row.extensions.get("temperature_T"), wanted=("entropy",))
+        assert said.entropy_T is not None, "it was wanted"
+        with InFloat64():
+            loss = _checked(microbatch_loss(row, Outputs(said.logprobs_T, said.entropy_T), known), mesh)
+        loss.backward()
+        parts.append(Scalar(loss.detach() / divisor, frozenset({"dp_cp"})))
+    sum_gradients(policy.model, policy.shards, mesh)
+    scale_gradients(policy.model, policy.shards, 1 / divisor)
+    return StepResult(
+        loss={"total": sum(parts[1:], start=parts[0]).complete(mesh)},
+        metrics={},
+        norms=gradient_norms(policy.model, policy.shards, mesh),
+        gradients=full_gradients(policy.model, policy.shards, mesh),
+        tokens={},
+        totals=totals,
+    )
+
+
+@dataclass(frozen=True)
+class TrainerSubject:
+    """A trainer's loss, as something to prove.
+
+    Attributes:
+        microbatch_loss: see `MicrobatchLoss`.
+        engine: "sum" or "mean".
+        run_spec: what rows are prepared with; its loss is not looked at.
+    """
+
+    microbatch_loss: MicrobatchLoss
+    engine: Engine
+    run_spec: RunSpec = field(default_factory=RunSpec)
+
+    def __post_init__(self) -> None:
+        check_engine(self.engine)
+
+    @property
+    def title(self) -> str:
+        """The function's name, and the engine that it is written for."""
+        return f"{getattr(self.microbatch_loss, '__name__', 'microbatch_loss')} (engine {self.engine})"
+
+    @property
+    def declared(self) -> tuple[str, ...]:
+        """Nothing: a function declares no law that it breaks."""
+        return ()
+
+    def step(self, policy: Policy, rows: Sequence[LocalRow], totals: StepTotals) -> StepResult:
+        """See `trainer_step`."""
+        return trainer_step(policy, self.microbatch_loss, rows, totals, engine=self.engine)
+
+
+def check_engine(engine: str) -> None:
+    """Refuse an engine that is neither.
+
+    Raises:
+        SpecError: which there are.
+    """
+    if engine not in ENGINES:
+        raise SpecError(
+            f"engine = {engine!r}",
+            rule="what your engine does to gradients over dp x cp: sum or mean",
+            fix="mean for DDP and FSDP as they are; sum where the averaging is switched off or undone",
+        )
+
+
+def _checked(returned: Any, mesh: Mesh) -> Tensor:
+    """What a micro-batch's loss must be."""
+    where = ", ".join(f"{axis}={place}" for axis, place in mesh.coordinates.items())
+    if not isinstance(returned, Tensor) or returned.dim():
+        found = f"a tensor of shape {list(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
+        raise SpecError(
+            "microbatch_loss(batch, outputs, totals)",
+            found=f"{found}, on rank {where}",
+            rule="it returns one number: a tensor without dimensions",
+            fix="sum over the tokens",
+        )
+    if not returned.requires_grad:
+        raise SpecError(
+            "microbatch_loss(batch, outputs, totals)",
+            found=f"a constant, on rank {where}",
+            rule="every rank goes backward through every micro-batch, also where it has nothing to train: "
+            "the others wait for it in their collectives",
+            fix="return outputs.policy_logprobs_T.sum() * 0 there, or sum over no token",
+        )
+    return returned

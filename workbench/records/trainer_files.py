@@ -1,0 +1,135 @@
+"""The folder that a training run's record lies in, ours or another trainer's.
+
+    <folder>/
+      record.json                             {"record": 1, "context": {...}}: what the run says of itself
+      steps.jsonl                             one line an optimizer step, each with its own checksum
+      tensors/step0000.gradients.safetensors  whole gradients, by parameter
+      tensors/step0000.tokens.safetensors     per-token values, [S] each, by name
+
+A line holds ``step`` and, as far as they are known, ``loss``, ``metrics``, ``gradient_norms`` (L2, by parameter),
+``no_gradient`` (trained parameters that had none: their norms are 0) and ``counts`` (of the whole step). Which names
+they use is said where they are read, `workbench.diagnose.record`. Any part may be missing. Files are whole or
+absent, and a line is the last thing written of its step.
+
+Letters: S tokens of the step, in source order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from workbench import atomic as whole_files
+from workbench.atomic import append_line, drop_torn_tail, from_json, read_lines, to_json, write_whole
+from workbench.errors import RecordError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VERSION = 1
+
+Kind = Literal["gradients", "tokens"]
+
+_MEND = "record the run again"
+
+
+def is_record(folder: Path) -> bool:
+    """Whether a record lies in this folder."""
+    return (folder / "record.json").is_file()
+
+
+def write_record(folder: Path, context: Mapping[str, Any]) -> None:
+    """Begin a record: a folder that says what is recorded, without steps.
+
+    Raises:
+        RecordError: there is a record already, or the context is no JSON data.
+    """
+    if is_record(folder):
+        raise RecordError(
+            f"begin a record in {folder}",
+            found="a record",
+            rule="records are never replaced",
+            fix="choose another folder, or delete that one",
+        )
+    said = to_json({"record": VERSION, "context": dict(context)})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "record.json", said)
+
+
+def append_step(folder: Path, step: Mapping[str, Any]) -> None:
+    """Append one optimizer step; what an interrupted writer left of a line is removed first.
+
+    Raises:
+        RecordError: no record lies here, or the step is no JSON data.
+    """
+    if not is_record(folder):
+        raise _no_record(folder)
+    drop_torn_tail(folder / "steps.jsonl")
+    append_line(folder / "steps.jsonl", step)
+
+
+def write_tensors(folder: Path, number: int, kind: Kind, tensors: Mapping[str, Tensor]) -> None:
+    """Write the gradients or per-token values of a step, before its line."""
+    whole_files.write_tensors(_tensor_path(folder, number, kind), tensors)
+
+
+def read_context(folder: Path) -> dict[str, Any]:
+    """What the run says of itself.
+
+    Raises:
+        RecordError: missing, damaged, or of another version.
+    """
+    try:
+        read = from_json((folder / "record.json").read_bytes())
+    except FileNotFoundError:
+        raise _no_record(folder) from None
+    except (OSError, ValueError) as error:
+        raise RecordError(
+            f"read {folder.name}/record.json",
+            found=f"{type(error).__name__}: {error}",
+            rule="a whole JSON file",
+            fix=_MEND,
+        ) from None
+    if not isinstance(read, dict) or read.get("record") != VERSION or not isinstance(read.get("context"), dict):
+        raise RecordError(
+            f"read {folder.name}/record.json",
+            found=str(read)[:80],
+            rule=f'{{"record": {VERSION}, "context": {{...}}}}',
+            fix=_MEND,
+        )
+    return read["context"]
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """The lines of all steps; a last one that a crash tore is left out.
+
+    Raises:
+        RecordError: a line before the last is damaged.
+    """
+    return read_lines(folder / "steps.jsonl", fix=_MEND)
+
+
+def read_tensors(folder: Path, number: int, kind: Kind) -> dict[str, Tensor] | None:
+    """The gradients or per-token values of a step; None where they were not kept.
+
+    Raises:
+        RecordError: damaged.
+    """
+    path = _tensor_path(folder, number, kind)
+    if not path.exists():
+        return None
+    return whole_files.read_tensors(path, asked=f"read {folder.name}/tensors/{path.name}", fix=_MEND)
+
+
+def _tensor_path(folder: Path, number: int, kind: Kind) -> Path:
+    return folder / "tensors" / f"step{number:04d}.{kind}.safetensors"
+
+
+def _no_record(folder: Path) -> RecordError:
+    return RecordError(
+        f"a record in {folder}",
+        found="no record.json",
+        rule="a folder that a recorder wrote, or began to write",
+        fix="check the path",
+    )

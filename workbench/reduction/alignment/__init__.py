@@ -1,4 +1,0 @@
-"""Loss alignment for a trainer that is not ours: whole sums, means, ratios and statistics over its own ranks.
-
-`workbench.reduction.alignment.align.align_loss` is the door.
-"""

@@ -1,0 +1,1 @@
+"""Settings as data: runs, losses, ablations. Imports no torch."""

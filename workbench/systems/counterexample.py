@@ -1,0 +1,162 @@
+"""Batches that tell losses apart: small, seeded, and of nasty shape.
+
+Documents of unequal lengths, one without a trained token and one with a single one, prompts and holes in the mask,
+advantages of both signs that vary inside a document or not, ratios beyond every clip, a sampler and a reference that
+disagree, and everything else that a loss may ask of a batch. Log ratios stay within 20.
+
+Letters: T packed tokens | N documents | V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.losses.build import make_loss
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.logprobs.reference import token_logprobs_from_logits
+from workbench.reduction.evaluate import CORRECTION_WEIGHTS, evaluate_loss, loss_inputs
+from workbench.reduction.weights import step_weights
+from workbench.rollouts.targets import TrainingRow
+from workbench.specs.losses import LossSpec
+
+LENGTHS = ((5, 1, 7, 3, 4, 2), (6, 9, 1, 4), (3, 3, 8, 1, 2, 5, 4))
+"""Tokens of the documents of a batch, in turn by seed; none of the second document's trains."""
+SPREADS = (0.2, 0.6, 1.5, 0.02)
+"""Standard deviation of log ratios, in turn by seed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a loss says of a batch.
+
+    Attributes:
+        loss: the number.
+        gradient_S: its derivatives by log-probabilities, entropies, log normalisers and mean squared logits, [4 T]; or
+            by logits, [T V].
+    """
+
+    loss: float
+    gradient_S: Tensor
+
+    @property
+    def gradient_norm(self) -> float:
+        """Its L2 norm."""
+        return float(self.gradient_S.norm())
+
+
+def nasty_row(seed: int) -> tuple[TrainingRow, TokenLogprobs]:
+    """A batch and what a policy says of it, float64.
+
+    Every third seed has one advantage a document, the others one a token; seeds 4 and 6 of every eight move the
+    document that trains most by 12 nats from the old policy, up and down, and seed 5 from the reference.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor(LENGTHS[seed % len(LENGTHS)])
+    ids_T = torch.arange(len(lengths)).repeat_interleave(lengths)
+    number, documents = len(ids_T), len(lengths)
+
+    def normal(size: int = number) -> Tensor:
+        return torch.randn(size, generator=draw, dtype=torch.float64)
+
+    spread = SPREADS[seed % len(SPREADS)]
+    loss_mask_T = (torch.rand(number, generator=draw) < 0.8) & (ids_T != 1)
+    loss_mask_T[0] = True
+    moved_T, from_ref_T = spread * normal(), spread * normal()
+    longest = int(torch.bincount(ids_T[loss_mask_T]).argmax())
+    if seed % 8 in (4, 6):
+        moved_T = torch.where(ids_T == longest, (12 if seed % 8 == 4 else -12) + moved_T, moved_T)
+    if seed % 8 == 5:
+        from_ref_T = torch.where(ids_T == longest, -12 + from_ref_T, from_ref_T)
+    # log-probabilities below 0, whatever the ratios: the likeliest of the four stands between -2 and 0
+    towards_sampler_T = 0.5 * spread * normal()
+    offsets_4T = torch.stack(
+        [moved_T, torch.zeros(number, dtype=torch.float64), towards_sampler_T, moved_T + from_ref_T]
+    )
+    top_T = -2 * torch.rand(number, generator=draw, dtype=torch.float64) - 1e-3
+    policy_T, old_T, sampler_T, ref_T = (offsets_4T - offsets_4T.amax(0) + top_T).unbind()
+    advantages_T = normal(documents)[ids_T] if seed % 3 == 0 else normal()
+    rewards_N = torch.where(torch.rand(documents, generator=draw) < 0.5, 1.0, -0.5).double()
+    lengths_T = torch.bincount(ids_T, weights=loss_mask_T.double())[ids_T].clamp_min(1)
+    group_T = ids_T // 2
+    tokens_in_group_T = torch.bincount(group_T).double()[group_T]
+    row = TrainingRow(
+        tokens_T=torch.zeros_like(ids_T),
+        positions_T=torch.zeros_like(ids_T),
+        document_ids_T=ids_T,
+        targets_T=torch.zeros_like(ids_T),
+        loss_mask_T=loss_mask_T,
+        advantages_T=advantages_T,
+        old_logprobs_T=old_T,
+        sampler_logprobs_T=sampler_T,
+        ref_logprobs_T=ref_T,
+        source_T=torch.arange(number),
+        lengths_T=lengths_T,
+        rewards_T=rewards_N[ids_T],
+        group_ids_T=group_T,
+        rollout_ids_T=ids_T,
+        extensions={
+            CORRECTION_WEIGHTS: (0.5 * normal()).exp(),
+            "truncated": (ids_T == 2).double(),
+            "group_tokens": tokens_in_group_T,
+        },
+    )
+    said = TokenLogprobs(policy_T, 1 + normal().abs(), normal())._replace(mean_squared_logit_T=normal().square())
+    return row, said
+
+
+def outcome(spec: LossSpec, seed: int, temperature: float | None = None) -> Outcome:
+    """Loss and gradient on the batch of a seed, as one micro-batch of one rank.
+
+    Args:
+        spec: the loss.
+        seed: of the batch.
+        temperature: None: the policy says what `nasty_row` gives. Otherwise it begins at logits that give the same
+            log-probabilities at temperature 1, and these are divided; the gradient is that of the logits then.
+    """
+    row, said = nasty_row(seed)
+    if temperature is None:
+        heard = said._replace(
+            **{
+                name: value_T.clone().requires_grad_()
+                for name, value_T in said._asdict().items()
+                if value_T is not None
+            }
+        )
+        leaves = [leaf for leaf in heard if leaf is not None]
+    else:
+        leaves = [nasty_logits(said.logprobs_T).requires_grad_()]
+        heard = token_logprobs_from_logits(leaves[0], torch.zeros_like(row.targets_T), temperature=temperature)
+    (weights,), totals = step_weights([row], spec)
+    evaluated = evaluate_loss(make_loss(spec), loss_inputs(row, heard, totals), weights, row.loss_mask_T)
+    total = evaluated.scalars["total"].value
+    gradients = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    return Outcome(float(total.detach()), torch.cat([gradient.flatten() for gradient in gradients]))
+
+
+def nasty_logits(logprobs_T: Tensor) -> Tensor:
+    """[T, V] logits whose softmax gives the first word these log-probabilities and shares the rest unevenly, V = 4."""
+    others_V = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64).log()
+    rest_T = torch.log(-torch.expm1(logprobs_T))
+    return torch.cat([logprobs_T[:, None], rest_T[:, None] + others_V], dim=1)
+
+
+def apart(one: Outcome, other: Outcome) -> tuple[float, float]:
+    """How far two outcomes are apart, of the loss and of the gradient's worst element; 0 if equal, 1 if unrelated.
+
+    Formula:  |a - b| / max(|a|, |b|), for elements of a gradient with a millionth of its largest one added below
+    """
+    loss = _relative(torch.tensor([one.loss, other.loss], dtype=torch.float64))
+    pair_2S = torch.stack([one.gradient_S, other.gradient_S])
+    floor = 1e-6 * float(pair_2S.abs().max())
+    return loss, _relative(pair_2S, floor)
+
+
+def _relative(pair_2S: Tensor, floor: float = 0.0) -> float:
+    difference_S = (pair_2S[0] - pair_2S[1]).abs()
+    scale_S = pair_2S.abs().amax(0) + floor
+    same_S = (pair_2S[0] == pair_2S[1]) | pair_2S.isnan().all(0)
+    found_S = torch.where(same_S, 0.0, difference_S / scale_S)
+    return float(torch.nan_to_num(found_S, nan=1.0, posinf=1.0).max())

@@ -1,0 +1,128 @@
+"""What other systems report, under their names and by their definitions; one module a system.
+
+A name says little: `clip_ratio/region_mean` (TRL) looks at the sign of the advantage, `clipped_ratio_fraction`
+(Fast-LLM) does not and is a mean over documents. So nothing here is a rename of a number that happens to be near: each
+is a declaration of its own, computed by its own definition, and `Alias.canonical` names the workbench's key only
+where both are the same number on every batch.
+
+Read from the code and checked against numbers of Fast-LLM 7d61a1ba, TRL 1.16.0, verl 1dda039b, NeMo-RL 7ea279ab.
+What these systems compute wrongly, or under a name that then means something else, is not imitated: see `LEFT_OUT`.
+A system that is added here brings a module with `names`, and a line in `SYSTEMS`.
+
+Letters: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from workbench.errors import SpecError
+from workbench.losses.terms import LossInputs, Term
+from workbench.metrics.definitions import metric_table
+from workbench.metrics.policy import measure
+from workbench.metrics.quantities import ClipRule, DocumentSlots, Quantities
+from workbench.metrics.values import Value
+from workbench.specs.losses import LossSpec
+from workbench.systems.metrics import (
+    areal,
+    fast_llm,
+    liger,
+    nemo_rl,
+    nous_torchtitan,
+    openrlhf,
+    pipelinerl,
+    prime_rl,
+    slime,
+    trl,
+    verl,
+)
+from workbench.systems.metrics.alias import Alias, PeerSettings, settings_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SYSTEMS: Mapping[str, ModuleType] = {
+    "fast_llm": fast_llm,
+    "trl": trl,
+    "liger": liger,
+    "verl": verl,
+    "nemo_rl": nemo_rl,
+    "prime_rl": prime_rl,
+    "openrlhf": openrlhf,
+    "slime": slime,
+    "areal": areal,
+    "pipelinerl": pipelinerl,
+    "nous_torchtitan": nous_torchtitan,
+}
+"""System -> the module whose `names` are its metrics."""
+
+LEFT_OUT: Mapping[tuple[str, str], str] = {
+    (system, name): why for system, module in SYSTEMS.items() for name, why in getattr(module, "LEFT_OUT", {}).items()
+}
+"""(system, name) -> what that system reports there in some case, and what is reported here instead."""
+
+
+def as_named_by(
+    system: str,
+    inputs: LossInputs,
+    loss_mask_T: Tensor,
+    *,
+    terms: Mapping[str, Term] | None = None,
+    loss_spec: LossSpec | None = None,
+    slots: DocumentSlots | None = None,
+    settings: PeerSettings | None = None,
+) -> dict[str, Value]:
+    """One micro-batch's metrics as another system names and defines them, unfinished.
+
+    They merge like all others: `workbench.metrics.values.finish_metrics`, alone or together with `policy_metrics`.
+    Names whose quantities the batch does not have (no sampler, no reference, no clip) are left out.
+
+    Args:
+        system: one of `SYSTEMS`.
+        inputs: what the loss saw.
+        loss_mask_T: [T] bool, the population.
+        terms: what the loss said; corrections keep their weights there.
+        loss_spec: the loss's settings.
+        slots: names of the row's documents in the whole step; needed by numbers of whole documents.
+        settings: what the definitions depend on; None: as ``loss_spec`` and ``slots`` say.
+
+    Raises:
+        SpecError: another system, or a sequence-level loss without ``slots``.
+    """
+    settings = settings or settings_of(loss_spec, slots)
+    if settings.of_documents and slots is None:
+        raise SpecError(
+            f"metrics as {system} names them, for a loss of kind {settings.kind!r}",
+            found="no slots",
+            rule="a ratio of documents needs the names of the documents in the step",
+            fix="pass slots=DocumentSlots(first, number)",
+        )
+    q = Quantities(inputs, terms or {}, loss_mask_T, clip=settings.clip, slots=slots)
+    return measure((alias.metric for alias in aliases(system, settings)), q)
+
+
+def aliases(system: str, settings: PeerSettings) -> tuple[Alias, ...]:
+    """Every name of a system with its definition, for a loss.
+
+    Raises:
+        SpecError: another system.
+    """
+    if system not in SYSTEMS:
+        raise SpecError(
+            f"metrics as {system!r} names them", rule=f"one of {', '.join(SYSTEMS)}", fix="choose one of them"
+        )
+    return tuple(SYSTEMS[system].names(settings))
+
+
+def alias_table(system: str, settings: PeerSettings | None = None) -> pd.DataFrame:
+    """A system's names with definitions, and the canonical key where it is the same number. One row a name."""
+    settings = settings or PeerSettings(ClipRule(0.8, 1.2, 3.0))
+    chosen = aliases(system, settings)
+    frame = metric_table([alias.metric for alias in chosen]).drop(columns="level")
+    frame.insert(0, "canonical", [alias.canonical or "" for alias in chosen])
+    frame["note"] = [alias.note for alias in chosen]
+    return frame

@@ -1,0 +1,216 @@
+"""What TRL reports, by its definitions. See the head of this package.
+
+A number that TRL takes over one value a row (a ratio of documents, the weight of VESPO) it averages over all rows, also
+over those in which nothing counts, whose ratio is 1; as soon as an advantage a token is in it, over tokens.
+
+Letters: T packed tokens | N documents of the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workbench.metrics.definitions import DocumentMetric, Metric, Weight, statistic
+from workbench.metrics.quantities import (
+    KL,
+    Advantage,
+    Clip,
+    ClipRule,
+    Column,
+    Entropy,
+    Extra,
+    LogRatio,
+    Quantities,
+    Region,
+    TermValue,
+    beyond,
+)
+from workbench.metrics.values import (
+    Maximum,
+    Mean,
+    Minimum,
+)
+from workbench.systems.metrics.alias import Alias, PeerSettings
+from workbench.systems.metrics.documents import beyond_of, per_document
+
+SHARES: tuple[tuple[str, Region, str, str], ...] = (
+    ("low_mean", "cut_low", "below the clip with a negative advantage", "sign_aware_low"),
+    ("high_mean", "cut_high", "above the clip with a positive advantage", "sign_aware_high"),
+    ("region_mean", "cut", "either of both", "sign_aware"),
+)
+"""(name, region of the clip, in words, canonical name) of clip_ratio keys, which look at the sign of the advantage."""
+
+
+def names(s: PeerSettings) -> Iterable[Alias]:
+    """Every name of TRL with its definition, for a loss."""
+    yield Alias(Metric("entropy", "mean entropy", "nats", Entropy(), Mean()), "entropy/policy/mean")
+    if s.spec is not None and s.spec.kl.coefficient and s.spec.kl.importance != "none":
+        yield Alias(
+            Metric("kl", "mean of k3 of KL(policy || ref) times the importance ratio", "nats", TermValue("kl"), Mean()),
+            None,
+            "without use_bias_correction_kl there is no ratio in it",
+        )
+    else:
+        yield Alias(
+            Metric("kl", "mean k3 estimate of KL(policy || ref)", "nats", KL("k3", "policy", "ref"), Mean()),
+            "kl/policy_ref/k3_mean",
+        )
+    if s.clip is not None and s.kind == "cispo":
+        yield _share(
+            "cispo_clip_ratio",
+            "cut_high",
+            "above the upper bound with a positive advantage",
+            s,
+            s.clip,
+            "sign_aware_high",
+        )
+    elif s.clip is not None and s.kind in ("ppo", "gspo", "luspo"):
+        clip = _within_delta(s, s.clip)
+        for name, region, words, canonical in SHARES:
+            yield _share(f"clip_ratio/{name}", region, words, s, clip, canonical)
+        for name, region, reduce in (("low_min", "cut_low", "min"), ("high_max", "cut_high", "max")):
+            yield Alias(_row_extreme(f"clip_ratio/{name}", region, s, clip, reduce))
+    elif s.kind == "vespo":
+        yield _gamma_weight(s)
+    yield from _sampling(s)
+
+
+def _sampling(s: PeerSettings) -> Iterable[Alias]:
+    gap = LogRatio("old", "sampler", absolute=True)
+    yield Alias(
+        Metric("sampling/sampling_logp_difference/mean", "mean |old - sampler|", "nats", gap, Mean()),
+        "kl/sampler_old/abs_mean",
+    )
+    yield Alias(Metric("sampling/sampling_logp_difference/max", "largest |old - sampler|", "nats", gap, Maximum()))
+    for reduce, reducer, words in (
+        ("min", Minimum(), "smallest"),
+        ("mean", Mean(), "mean"),
+        ("max", Maximum(), "largest"),
+    ):
+        weight: Weight = "document" if s.of_documents and reduce == "mean" else "token"
+        yield Alias(
+            Metric(
+                f"sampling/importance_sampling_ratio/{reduce}",
+                f"{words} of the correction weights as applied",
+                "1",
+                Extra("applied_weight"),
+                reducer,
+                weight,
+            ),
+            None if weight == "document" else f"weight/applied/{reduce}",
+            "after truncation; one weight a sequence where the ratio is one of a sequence",
+        )
+
+
+def _within_delta(s: PeerSettings, clip: ClipRule) -> ClipRule:
+    """The clip as TRL asks about it, after delta has bounded the ratio: a bound out of delta's reach is none."""
+    delta = None if s.spec is None else s.spec.surrogate.delta
+    if delta is None:
+        return clip
+    return clip._replace(
+        lower=math.inf if delta < clip.lower else clip.lower, upper=math.inf if delta <= clip.upper else clip.upper
+    )
+
+
+def _share(key: str, region: Region, words: str, s: PeerSettings, clip: ClipRule, canonical: str) -> Alias:
+    if s.of_documents and not s.token_advantages:
+        return Alias(
+            per_document(
+                key,
+                f"share of rows whose ratio is {words}",
+                functools.partial(beyond_of, region, clip),
+                "mean",
+                s.num_documents,
+            )
+        )
+    if s.of_documents:
+        return Alias(Metric(key, f"share of tokens whose row's ratio is {words}", "1", _RowClip(region, clip), Mean()))
+    if clip is not s.clip:
+        return Alias(Metric(key, f"share of tokens {words}, after delta", "1", _TokenClip(region, clip), Mean()))
+    return Alias(
+        Metric(key, f"share of tokens {words}", "1", Clip(region, clip.anchor), Mean()), f"clip/{canonical}/fraction"
+    )
+
+
+def _row_extreme(key: str, region: Region, s: PeerSettings, clip: ClipRule, reduce: str) -> DocumentMetric:
+    words = "smallest" if reduce == "min" else "largest"
+    if s.of_documents and not s.token_advantages:
+        return DocumentMetric(
+            key,
+            f"{words} over rows of whether the row's ratio is clipped; that of a row in which nothing counts is not",
+            "1",
+            (LogRatio("policy", clip.anchor), Advantage()),
+            functools.partial(_extreme_flag, reduce, region, clip, s.num_documents),
+        )
+    column: Column = _RowClip(region, clip) if s.of_documents else _TokenClip(region, clip)
+    meaning = f"{words} share, over rows with trained tokens, of a row's tokens that are clipped"
+    return DocumentMetric(key, meaning, "1", (column,), functools.partial(_extreme_share, reduce))
+
+
+def _extreme_flag(
+    reduce: str, region: Region, clip: ClipRule, number: int | None, tokens_N: Tensor, *sums_N: Tensor
+) -> float:
+    flags_N = beyond_of(region, clip, tokens_N, *sums_N)
+    missing = 0 if number is None else number - len(tokens_N)
+    return statistic(reduce, torch.cat([flags_N, flags_N.new_zeros(missing)]))
+
+
+def _extreme_share(reduce: str, tokens_N: Tensor, clipped_N: Tensor) -> float:
+    return statistic(reduce, clipped_N / tokens_N)
+
+
+def _gamma_weight(s: PeerSettings) -> Alias:
+    phi = Extra("sequence_weight")
+    if s.token_advantages:
+        return Alias(Metric("vespo/phi_seq_mean", "mean over tokens of the gamma weight", "1", phi, Mean()))
+    return Alias(
+        DocumentMetric(
+            "vespo/phi_seq_mean",
+            "mean over rows of the gamma weight; 1 of a row in which nothing counts",
+            "1",
+            (phi,),
+            functools.partial(_mean_with_ones, s.num_documents),
+        )
+    )
+
+
+def _mean_with_ones(number: int | None, tokens_N: Tensor, sum_N: Tensor) -> float:
+    """Mean over documents of the document's mean; those that are not here count as 1."""
+    missing = 0 if number is None else number - len(tokens_N)
+    total = float((sum_N / tokens_N).sum()) + missing
+    return total / (len(tokens_N) + missing) if len(tokens_N) + missing else math.nan
+
+
+@dataclass(frozen=True)
+class _TokenClip(Column):
+    """1 where the token's ratio lies in a region of a clip that need not be the loss's own."""
+
+    region: Region
+    clip: ClipRule
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return "policy", self.clip.anchor
+
+    def of(self, q: Quantities) -> Tensor | None:
+        ratio_T = q.ratio("policy", self.clip.anchor)
+        found_T = None if ratio_T is None else beyond(self.region, ratio_T, q.advantages_T, self.clip)
+        return None if found_T is None else found_T.double()
+
+
+@dataclass(frozen=True)
+class _RowClip(_TokenClip):
+    """1 where the ratio of the token's document lies in a region of the clip, by the token's own advantage."""
+
+    def of(self, q: Quantities) -> Tensor | None:
+        log_T = q.log_ratio("policy", self.clip.anchor)
+        if log_T is None:
+            return None
+        found_T = beyond(self.region, q.inputs.document_mean(log_T).exp(), q.advantages_T, self.clip)
+        return None if found_T is None else found_T.double()

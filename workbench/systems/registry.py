@@ -1,0 +1,205 @@
+"""What a system is to us: options of its own, a translation of them into a spec, and what it needs to be replayed.
+
+Each module of this storey that bears a system's name ends with ``SYSTEM = System(...)``. A system is data and
+translation: what its losses compute is computed by the storeys below, from the spec.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from workbench.errors import SpecError
+from workbench.reduction.denominators import GivenCounts
+from workbench.specs.losses import LossSpec, ScalingSpec
+from workbench.systems.metrics.alias import PeerSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from workbench.systems.case import Case
+    from workbench.systems.replays import Replayed
+
+SYSTEMS = (
+    "nemo_rl",
+    "verl",
+    "trl",
+    "liger",
+    "fast_llm",
+    "prime_rl",
+    "openrlhf",
+    "slime",
+    "areal",
+    "pipelinerl",
+    "nous_torchtitan",
+)
+"""Every system that is known here, by its name."""
+
+
+class Settings(BaseModel):
+    """Options of a system, by its names and with its defaults; one subclass a thing that it configures."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Settings of a system in our words.
+
+    Attributes:
+        spec: everything about loss, weights and scaling.
+        notes: what the system does without saying so.
+        given: options that are counts of the batch, and not settings.
+    """
+
+    spec: LossSpec
+    notes: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+
+
+def _as_they_are(case: Case) -> Mapping[str, Any]:
+    return case.config
+
+
+def _no_counts(_: Any) -> None:
+    return None
+
+
+def undivided(_: Any) -> float:
+    """The temperature of a system whose loss begins at log-probabilities: it has none."""
+    return 1.0
+
+
+def _nothing_more(_: Replayed) -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class System:
+    """One system.
+
+    Attributes:
+        name: as in `SYSTEMS`.
+        title: as its authors write it.
+        version: of what was read.
+        settings: options of its policy loss.
+        translate: from an instance of ``settings``.
+        back: from a spec to options; raises SpecError, in words, where there are none. None: no spec has any.
+        counts: the denominators that a micro-batch was handed, from an instance of ``settings``.
+        scaling: its contract, by the name of the backend or mode.
+        replays: kind of case -> replay, for kinds beyond the common ones, and instead of them.
+        case_settings: options of the policy loss from a case; some are said by the function's name.
+        temperature: what logits are divided by, from an instance of ``settings``; `undivided` where its loss begins at
+            log-probabilities.
+        peer_settings: what its metrics depend on; None: what `settings_of` reads off the spec.
+        metrics: numbers that are no alias, by name; they win over aliases.
+        outputs: token-aligned [T] outputs beyond loss and gradients, by name, and others in their own shape.
+    """
+
+    name: str
+    title: str
+    version: str
+    settings: type[Settings]
+    translate: Callable[[Any], Translation]
+    back: Callable[[LossSpec], dict[str, Any]] | None = None
+    counts: Callable[[Any], GivenCounts | None] = _no_counts
+    scaling: Mapping[str, ScalingSpec] = field(default_factory=dict)
+    replays: Mapping[str, Callable[[Case], dict[str, Any]]] = field(default_factory=dict)
+    case_settings: Callable[[Case], Mapping[str, Any]] = _as_they_are
+    temperature: Callable[[Any], float] = undivided
+    peer_settings: Callable[[Replayed], PeerSettings] | None = None
+    metrics: Callable[[Replayed], Mapping[str, float]] = _nothing_more
+    outputs: Callable[[Replayed], Mapping[str, Tensor]] = _nothing_more
+
+
+def translated(system: System, settings: Settings) -> Translation:
+    """Settings in our words, and what our spec refuses about them in words, too.
+
+    Raises:
+        SpecError: what cannot be expressed.
+    """
+    try:
+        return system.translate(settings)
+    except ValidationError as error:
+        words = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        raise SpecError(
+            f"{system.title}: these options as a loss of ours",
+            found=words,
+            rule="options that exclude each other here have no spec",
+            fix="change one of them",
+        ) from None
+
+
+def load_system(name: str) -> System:
+    """The system of a name.
+
+    Raises:
+        SpecError: there is none of that name.
+    """
+    if name not in SYSTEMS:
+        near = difflib.get_close_matches(str(name).lower().replace("-", "_"), SYSTEMS, n=1)
+        raise SpecError(
+            f"system {name!r}",
+            rule=f"one of {', '.join(SYSTEMS)}",
+            fix=f"did you mean {near[0]!r}?" if near else "choose one of them",
+        )
+    return importlib.import_module(f"workbench.systems.{name}").SYSTEM
+
+
+def parse_settings(model: type[Settings], settings: Mapping[str, Any], *, where: str) -> Any:
+    """Options as their model, and every mistake in words.
+
+    Args:
+        model: which options there are.
+        settings: names and values.
+        where: the system, for the message.
+
+    Raises:
+        SpecError: no mapping, an option of another name (with the nearest known one), a value of the wrong type or out
+            of range.
+    """
+    if not isinstance(settings, Mapping):
+        raise SpecError(
+            f"options of {where}",
+            found=repr(settings),
+            rule="names and values, in a mapping",
+            fix="write {} where all are the system's defaults",
+        )
+    try:
+        return model.model_validate(dict(settings))
+    except ValidationError as error:
+        mistakes = error.errors()
+        unknown = [_holder(model, each["loc"]) for each in mistakes if each["type"] == "extra_forbidden"]
+        known = [f"options of {holder.__name__}: {', '.join(holder.model_fields)}" for holder in dict.fromkeys(unknown)]
+        raise SpecError(
+            f"{where}: {len(mistakes)} option(s) cannot be used",
+            found="; ".join(_in_words(model, each) for each in mistakes),
+            rule="; ".join(known) or "a value that the option takes",
+            fix="correct the options; what is not said has the system's own default",
+        ) from None
+
+
+def _holder(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel]:
+    """The model that the last name of a path belongs to: of a group, or the whole."""
+    for name in path[:-1]:
+        annotation = model.model_fields[str(name)].annotation
+        model = next(
+            kind
+            for kind in (annotation, *get_args(annotation))
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        )
+    return model
+
+
+def _in_words(model: type[Settings], error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(error["loc"][-1]), _holder(model, error["loc"]).model_fields, n=1)
+        return f"unknown option {path!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
+    words = error["msg"].removeprefix("Value error, ")
+    return f"{path} = {error['input']!r}: {words}" if path else words

@@ -1,0 +1,364 @@
+"""A case of another system, computed here: `loss_spec`, and then the evaluator of a training step.
+
+What differs between systems is data (`System`); what is common to them is here, one function a kind of case. No
+mathematics of losses stands in this storey: a replay reshapes arrays, calls the storeys below and names what comes
+out.
+
+Letters: T packed tokens | V vocabulary | D model dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import SpecError
+from workbench.losses.build import make_loss, seen
+from workbench.losses.kl import kl_term
+from workbench.losses.terms import LossInputs, Term
+from workbench.metrics.quantities import DocumentSlots
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.logprobs.reference import token_logprobs, token_logprobs_from_logits
+from workbench.reduction.denominators import GivenCounts
+from workbench.reduction.evaluate import Evaluated, evaluate_loss, loss_inputs
+from workbench.reduction.weighted_sum import reduce_terms
+from workbench.reduction.weights import TokenWeights, step_weights
+from workbench.rollouts.targets import TrainingRow
+from workbench.specs.losses import LossSpec
+from workbench.systems import metrics as aliases
+from workbench.systems.case import Case, Options, silent
+from workbench.systems.inputs import refuse_unused
+from workbench.systems.registry import Settings, System, Translation, load_system, parse_settings, translated
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What the evaluator saw and said: what a system's metrics and further outputs are read from.
+
+    Attributes:
+        case: what was replayed.
+        settings: its options.
+        translation: in our words.
+        row: its tokens.
+        said: by the head.
+        inputs: of the loss.
+        weights: of the step, by name.
+        evaluated: terms and scalars.
+    """
+
+    case: Case
+    settings: Any
+    translation: Translation
+    row: TrainingRow
+    said: TokenLogprobs
+    inputs: LossInputs
+    weights: Mapping[str, TokenWeights]
+    evaluated: Evaluated
+
+    @property
+    def slots(self) -> DocumentSlots:
+        """The documents of the row as those of the step."""
+        return DocumentSlots(0, int(self.row.document_ids_T.max()) + 1)
+
+
+def replay(
+    source: str, kind: str, function: str, config: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Compute what a function of another system computes, in its terms.
+
+    Args:
+        source: the system, one of `SYSTEMS`.
+        kind: of thing: "policy_loss", "policy_loss_packed", "policy_loss_logits", "fused_linear_policy_loss",
+            "aggregation", "logprobs", ..., or one of the system's own.
+        function: its name there; some systems say in it which loss is meant.
+        config: options by their names there, counts that the batch was handed among them.
+        inputs: arrays, next-token aligned: [B, T] a row a document, or [T] with ``document_index``.
+
+    Returns:
+        The outputs by name ("loss", "grad_logprobs", ...), and under "metrics" numbers by the system's names. numpy
+        arrays, or tensors where an input is a tensor. float64. What is NaN in the system is NaN here: verl and OpenRLHF
+        divide by the tokens or rows that count, so that a micro-batch in which none does, without counts of the whole
+        batch, has the loss NaN (in OpenRLHF the gradient, too).
+
+    Raises:
+        SpecError: another system or kind; an option or an array that nothing in the replay uses, by name; what cannot
+            be expressed.
+    """
+    case = Case.of(source, kind, function, config, inputs)
+    options = Options(case.config)
+    case = replace(case, config=options)
+    system = load_system(source)
+    found = {**COMMON, **system.replays}.get(kind)
+    if found is None:
+        raise SpecError(
+            f"replay of {kind!r} of {source}",
+            rule=f"one of {', '.join([*COMMON, *system.replays])}",
+            fix="choose one of them",
+        )
+    refuse_unused(case)
+    outputs = {"metrics": {}, **found(case)}
+    if unused := [name for name in options if name not in options.read]:
+        raise SpecError(
+            f"replay of {kind} of {source} with the option(s) {', '.join(unused)}",
+            found="nothing in this replay looks at them: the numbers would be those without",
+            rule=f"options that {function} takes" + (f": {', '.join(sorted(options.read))}" if options.read else ""),
+            fix="correct the name, or leave the option out",
+        )
+    if any(isinstance(value, Tensor) for value in inputs.values()):
+        return outputs
+    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in outputs.items()}
+
+
+def evaluate_case(case: Case, said: TokenLogprobs, **row: Any) -> Replayed:
+    """Translate the options of a policy loss and evaluate it on the case's tokens.
+
+    Args:
+        case: whose options and tokens.
+        said: what the policy says about its tokens.
+        row: fields of the row that differ from what the case says.
+    """
+    system = load_system(case.system)
+    settings = policy_settings(case)
+    return evaluate_as(case, said, settings, translated(system, settings), system.counts(settings), **row)
+
+
+def case_settings(
+    source: str, kind: str, function: str, config: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The options of a recorded call of a policy loss, as `loss_spec` and `explain` take them.
+
+    Most stand in its ``config``; some are said by the function's name, by which arrays came, or by their width.
+
+    Args:
+        source: as in `replay`.
+        kind: as in `replay`.
+        function: as in `replay`.
+        config: as in `replay`.
+        inputs: as in `replay`.
+    """
+    return dict(load_system(source).case_settings(Case.of(source, kind, function, config, inputs)))
+
+
+def policy_settings(case: Case) -> Any:
+    """The options of a case of a policy loss."""
+    system = load_system(case.system)
+    return parse_settings(system.settings, system.case_settings(case), where=case.system)
+
+
+def evaluate_as(
+    case: Case,
+    said: TokenLogprobs,
+    settings: Any,
+    translation: Translation,
+    given: GivenCounts | None = None,
+    **row: Any,
+) -> Replayed:
+    """Evaluate a spec on the case's tokens.
+
+    Args:
+        case: whose tokens.
+        said: what the policy says about them.
+        settings: the case's options.
+        translation: of them.
+        given: counts that the case was handed.
+        row: fields of the row that differ from what the case says.
+    """
+    tokens = case.row(**row)
+    if case.get("old_logprobs") is None:
+        live_T = said.logprobs_T.detach()
+        tokens = replace(tokens, old_logprobs_T=torch.where(tokens.loss_mask_T, live_T, torch.zeros_like(live_T)))
+    (weights,), totals = step_weights([tokens], translation.spec, given=given)
+    inputs = loss_inputs(tokens, said, totals)
+    evaluated = evaluate_loss(make_loss(translation.spec), inputs, weights, tokens.loss_mask_T)
+    return Replayed(case, settings, translation, tokens, said, seen(inputs, translation.spec), weights, evaluated)
+
+
+def finish(replayed: Replayed, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Back-propagate, and name what came out.
+
+    Args:
+        replayed: what was evaluated.
+        leaves: name of the gradient's output -> what it is the gradient of, in the shape in which it came.
+    """
+    system, case = load_system(replayed.case.system), replayed.case
+    total = replayed.evaluated.scalars["total"].value
+    for name, leaf in leaves.items():
+        before = case.get(f"{name}_in")
+        leaf.grad = torch.zeros_like(leaf) if before is None else before.clone()
+    scale = case.config.get("grad_output")
+    total.backward(torch.as_tensor(1.0 if scale is None else scale, dtype=total.dtype))
+    outputs = {"loss": total.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+    for name, value in system.outputs(replayed).items():
+        outputs[name] = case.shaped(value) if value.shape == replayed.row.loss_mask_T.shape else value.detach()
+    return {**outputs, "metrics": metrics(replayed, system)}
+
+
+def metrics(replayed: Replayed, system: System) -> dict[str, float]:
+    """Numbers about the case under the system's names."""
+    peer = None if system.peer_settings is None else system.peer_settings(replayed)
+    values = aliases.as_named_by(
+        system.name,
+        _detached(replayed.inputs),
+        replayed.row.loss_mask_T,
+        terms=replayed.evaluated.terms,
+        loss_spec=replayed.translation.spec,
+        slots=replayed.slots,
+        settings=peer,
+    )
+    return {**{name: value.finish() for name, value in values.items()}, **system.metrics(replayed)}
+
+
+def _detached(inputs: LossInputs) -> LossInputs:
+    return replace(inputs, policy_logprobs_T=inputs.policy_logprobs_T.detach())
+
+
+# ---- policy losses ---------------------------------------------------------------------------------------------
+
+
+def policy_loss(case: Case) -> dict[str, Any]:
+    """From log-probabilities: a rectangle, or packed."""
+    leaf = case["logprobs"].clone().requires_grad_()
+    return finish(evaluate_case(case, silent(leaf.reshape(-1), case.tokens("entropies"))), {"grad_logprobs": leaf})
+
+
+def policy_loss_logits(case: Case) -> dict[str, Any]:
+    """From logits."""
+    temperature = load_system(case.system).temperature(policy_settings(case))
+    leaf = case["logits"].clone().requires_grad_()
+    said = token_logprobs_from_logits(case.counted(leaf), case.targets_T, temperature=temperature)
+    outputs = finish(evaluate_case(case, said), {"grad_logits": leaf})
+    return {**outputs, "logprobs": case.shaped(said.logprobs_T)}
+
+
+def fused_linear_policy_loss(case: Case) -> dict[str, Any]:
+    """From hidden states and an output head."""
+    temperature = load_system(case.system).temperature(policy_settings(case))
+    leaves = {
+        f"grad_{name}": case[name].clone().requires_grad_()
+        for name in ("hidden", "weight", "bias")
+        if case.get(name) is not None
+    }
+    said = token_logprobs(
+        leaves["grad_hidden"].flatten(0, -2),
+        leaves["grad_weight"],
+        case.targets_T,
+        temperature=temperature,
+        bias_V=leaves.get("grad_bias"),
+    )
+    said.logprobs_T.retain_grad()
+    row = {}
+    if case.get("ref_hidden") is not None:
+        ref = token_logprobs(
+            case["ref_hidden"].flatten(0, -2),
+            case["ref_weight"],
+            case.targets_T,
+            temperature=temperature,
+            bias_V=case.get("ref_bias"),
+        )
+        row["ref_logprobs_T"] = torch.where(case.loss_mask_T, ref.logprobs_T, torch.zeros_like(ref.logprobs_T))
+    outputs = finish(evaluate_case(case, said, **row), leaves)
+    return {**outputs, "logprobs": case.shaped(said.logprobs_T), "grad_logprobs": case.shaped(said.logprobs_T.grad)}
+
+
+# ---- parts of a loss -------------------------------------------------------------------------------------------
+
+
+def logprobs(case: Case) -> dict[str, Any]:
+    """Log-probabilities and entropies of logits, and the gradient of their products with the cotangents."""
+    leaf = case["logits"].clone().requires_grad_()
+    said = token_logprobs_from_logits(
+        leaf.reshape(-1, leaf.shape[-1]), case.targets_T, temperature=case.config.get("temperature") or 1.0
+    )
+    wanted = [(said.logprobs_T, case.get("cotangent_logprobs")), (said.entropy_T, case.get("cotangent_entropy"))]
+    pairs = [(value_T, cotangent.reshape(-1)) for value_T, cotangent in wanted if cotangent is not None]
+    torch.autograd.backward(*(list(column) for column in zip(*pairs, strict=True)))
+    return {
+        "logprobs": case.shaped(said.logprobs_T),
+        "entropy": case.shaped(said.entropy_T),
+        "grad_logits": leaf.grad,
+        "metrics": {},
+    }
+
+
+def aggregation(
+    spec_of: Callable[[Case], LossSpec],
+    counts_of: Callable[[Case], GivenCounts | None] | None = None,
+    *,
+    result: str = "loss",
+) -> Callable[[Case], dict[str, Any]]:
+    """The replay of a function that makes one number of values.
+
+    Args:
+        spec_of: whose denominator and scaling count, from a case.
+        counts_of: denominators that the case was handed.
+        result: the output's name.
+    """
+
+    def aggregated(case: Case) -> dict[str, Any]:
+        leaf = case["values"].clone().requires_grad_()
+        given = None if counts_of is None else counts_of(case)
+        (weights,), _ = step_weights([case.row()], spec_of(case), given=given)
+        total = reduce_terms({"values": Term(leaf.reshape(-1))}, weights, case.loss_mask_T)["total"].value
+        total.backward()
+        return {result: total.detach(), "grad_values": leaf.grad, "metrics": {}}
+
+    return aggregated
+
+
+def kl_estimator(spec_of: Callable[[Case], LossSpec]) -> Callable[[Case], dict[str, Any]]:
+    """The replay of an estimate of KL(policy || ref), on every token, and of its sum if no cotangent is given.
+
+    Args:
+        spec_of: whose KL penalty (with coefficient 1) and denominator count, from a case.
+    """
+
+    def estimated(case: Case) -> dict[str, Any]:
+        spec, leaf = spec_of(case), case["logprobs"].clone().requires_grad_()
+        everywhere_T = torch.ones_like(case.loss_mask_T)
+        old_T, ref_T = leaf.detach().reshape(-1), case["ref_logprobs"].reshape(-1)
+        (weights,), totals = step_weights([case.row()], spec)
+        row = case.row(loss_mask_T=everywhere_T, old_logprobs_T=old_T, ref_logprobs_T=ref_T)
+        term = kl_term(loss_inputs(row, silent(leaf.reshape(-1)), totals), spec.kl)
+        outputs = {"kl": case.shaped(term.values_T)}
+        if case.get("cotangent") is not None:
+            term.values_T.backward(case["cotangent"].reshape(-1))
+        else:
+            total = reduce_terms({"kl": term}, weights, case.loss_mask_T)["total"].value
+            total.backward()
+            outputs["loss"] = total.detach()
+        return {**outputs, "grad_logprobs": leaf.grad, "metrics": {}}
+
+    return estimated
+
+
+def is_correction(
+    model: type[Settings], translate: Callable[[Any], Translation], outputs: Callable[[Replayed], Mapping[str, Tensor]]
+) -> Callable[[Case], dict[str, Any]]:
+    """The replay of a correction alone: there is no live policy yet, so the old one stands in its place.
+
+    Args:
+        model: the correction's options.
+        translate: of them; the spec's correction is what is looked at.
+        outputs: by name, from the policy term's extras ("raw_weight", "applied_weight", "kept", ...).
+    """
+
+    def corrected(case: Case) -> dict[str, Any]:
+        settings = parse_settings(model, case.config, where=case.system)
+        found = evaluate_as(case, silent(case["old_logprobs"].reshape(-1)), settings, translate(settings))
+        return {**outputs(found), "metrics": metrics(found, load_system(case.system))}
+
+    return corrected
+
+
+COMMON: Mapping[str, Callable[[Case], dict[str, Any]]] = {
+    "policy_loss": policy_loss,
+    "policy_loss_packed": policy_loss,
+    "policy_loss_logits": policy_loss_logits,
+    "fused_linear_policy_loss": fused_linear_policy_loss,
+    "logprobs": logprobs,
+}
+"""Kind of case -> its replay, for kinds that several systems share."""

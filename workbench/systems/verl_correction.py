@@ -1,0 +1,190 @@
+"""verl's rollout correction: importance weights and rejections, as settings of our correction and back.
+
+Names and defaults are those of ``trainer/ppo/rollout_corr_helper.py`` and `RolloutCorrectionConfig` (1dda039b).
+
+Letters: T packed tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from workbench.errors import SpecError
+from workbench.losses.corrections import correct
+from workbench.specs.losses import CorrectionSpec, GateSpec, LossSpec
+from workbench.systems.back import refuse
+from workbench.systems.registry import Settings, Translation
+from workbench.systems.replays import Replayed
+
+TITLE = "verl"
+EPSILON = 1e-8
+"""What verl adds to a number of tokens before it divides by it."""
+SAFETY = 20.0
+"""Bound of |log ratio| before it goes through exp."""
+
+
+class RolloutCorrection(Settings):
+    """What is done about the gap between rollout and trainer (`RolloutCorrectionConfig`, 1dda039b).
+
+    Defaults are those of the configuration file and of the function; the dataclass has rollout_is "sequence".
+    """
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Importance weights of tokens, or products over sequences; None: none."""
+    rollout_is_threshold: float | str | None = 2.0
+    """A number truncates weights above it; "low_high" zeroes those outside."""
+    rollout_is_batch_normalize: bool = False
+    """Divide weights by their mean."""
+    rollout_rs: str | None = None
+    """Which statistics reject tokens or sequences, comma-separated; None: none."""
+    rollout_rs_threshold: float | str | None = None
+    """One bound for each of them, or one for all; "low_high", or a number and its reciprocal, for those named k1."""
+    bypass_mode: bool = False
+    """The rollout policy stands in for the old one."""
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """bypass_mode: PPO against the rollout policy without importance weights, or REINFORCE with them."""
+
+
+def weights_of(settings: RolloutCorrection) -> dict[str, Any]:
+    """The importance weights of a rollout correction, as settings of our correction."""
+    if settings.rollout_is is None or settings.rollout_is_threshold is None:
+        return {}
+    low, high = _bounds(settings.rollout_is_threshold, "rollout_is_threshold")
+    found: dict[str, Any] = {
+        "ratio": "token" if settings.rollout_is == "token" else "document_sum",
+        "ratio_high": high,
+        "log_clamp": SAFETY,
+    }
+    if low is not None:
+        found |= {"ratio_low": low, "outside": "zero"}
+    if settings.rollout_is_batch_normalize:
+        found |= {"normalize": True, "mean_epsilon": EPSILON}
+    return found
+
+
+def gates_of(settings: RolloutCorrection) -> dict[str, Any]:
+    """The rejections of a rollout correction, as settings of our correction."""
+    if settings.rollout_rs is None:
+        return {}
+    options = list(dict.fromkeys(part.strip() for part in settings.rollout_rs.split(",") if part.strip()))
+    if settings.rollout_rs_threshold is None or not options:
+        raise SpecError(
+            f"verl's rollout_rs = {settings.rollout_rs!r}",
+            found=f"rollout_rs_threshold = {settings.rollout_rs_threshold!r}",
+            rule="each statistic has a bound",
+            fix="say both",
+        )
+    limits = [part.strip() for part in str(settings.rollout_rs_threshold).split(",") if part.strip()]
+    if len(limits) not in (1, len(options)):
+        raise SpecError(
+            f"verl's rollout_rs_threshold = {settings.rollout_rs_threshold!r}",
+            rule=f"one bound for all, or one for each of {', '.join(options)}",
+            fix="correct the option",
+        )
+    limits = limits * len(options) if len(limits) == 1 else limits
+    first, *further = [_gate(option, limit) for option, limit in zip(options, limits, strict=True)]
+    return {
+        "gate": first["statistic"],
+        "gate_level": first["level"],
+        "gate_low": first["low"],
+        "gate_high": first["high"],
+        "further_gates": tuple(further),
+        "denominator": "gated",
+        "log_clamp": SAFETY,
+    }
+
+
+RS_LEVELS = {"token": "token", "seq_sum": "document_sum", "seq_mean": "document_mean", "seq_max": "document_max"}
+"""Beginning of a rollout_rs option -> level of our gate."""
+
+
+def _gate(option: str, limit: str) -> dict[str, Any]:
+    level, _, statistic = option.rpartition("_")
+    if level not in RS_LEVELS or statistic not in ("k1", "k2", "k3") or option == "seq_max_k1":
+        raise SpecError(
+            f"verl's rollout_rs option {option!r}",
+            rule="token, seq_sum or seq_mean with _k1, _k2 or _k3; seq_max with _k2 or _k3",
+            fix="correct the option",
+        )
+    low, high = _bounds(limit, f"the bound of {option}")
+    if statistic == "k1":
+        return {
+            "statistic": "k1",
+            "level": RS_LEVELS[level],
+            "low": math.log(1 / high if low is None else low),
+            "high": math.log(high),
+        }
+    if low is not None:
+        raise SpecError(
+            f"verl's bound {limit!r} of {option}", rule="k2 and k3 have one bound, above", fix="give one number"
+        )
+    return {"statistic": statistic, "level": RS_LEVELS[level], "low": None, "high": high}
+
+
+def _bounds(said: float | str, what: str) -> tuple[float | None, float]:
+    """(low or None, high) of "high" or "low_high"."""
+    try:
+        numbers = [float(part) for part in str(said).strip().split("_", 1)]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) <= 0 or numbers != sorted(numbers):
+        raise SpecError(
+            f"verl's {what} = {said!r}",
+            rule='a positive number, or two in order as "low_high"',
+            fix="correct the option",
+        )
+    return (numbers[0] if len(numbers) == 2 else None), numbers[-1]
+
+
+def correction_back(spec: CorrectionSpec) -> dict[str, Any]:
+    """The trainer's rollout correction that comes nearest to a correction of ours."""
+    found: dict[str, Any] = {}
+    if spec.ratio in ("token", "document_sum") and spec.ratio_high is not None:
+        low = "" if spec.ratio_low is None else f"{spec.ratio_low!r}_"
+        found |= {
+            "rollout_is": "token" if spec.ratio == "token" else "sequence",
+            "rollout_is_threshold": f"{low}{spec.ratio_high!r}",
+            "rollout_is_batch_normalize": spec.normalize,
+        }
+    names = {level: name for name, level in RS_LEVELS.items()}
+    options, limits = [], []
+    for gate in spec.gates:
+        if gate.level not in names or gate.high is None:
+            raise refuse(
+                TITLE,
+                f"a gate on {gate.level} with an upper bound {gate.high}",
+                f"its gates are on {', '.join(names)}, with an upper bound",
+            )
+        options.append(f"{names[gate.level]}_{gate.statistic}")
+        limits.append(_as_ratios(gate) if gate.statistic == "k1" else repr(gate.high))
+    if options:
+        found |= {"rollout_rs": ",".join(options), "rollout_rs_threshold": ",".join(limits)}
+    return found
+
+
+def _as_ratios(gate: GateSpec) -> str:
+    """Bounds of k1 as verl is told them: one number for a reciprocal pair; fifteen digits, as people write them."""
+    high = float(f"{math.exp(gate.high):.15g}")
+    if gate.low == math.log(1 / high):
+        return repr(high)
+    return f"{0.0 if gate.low is None else math.exp(gate.low):.15g}_{high!r}"
+
+
+def translate_correction(settings: RolloutCorrection) -> Translation:
+    """A rollout correction alone."""
+    return Translation(LossSpec(name="ppo", correction=weights_of(settings) | gates_of(settings)))
+
+
+def correction_outputs(replayed: Replayed) -> Mapping[str, Tensor]:
+    """The mask that gates leave, and weights, which rejected tokens keep."""
+    mask_T = correct(replayed.inputs, replayed.translation.spec.correction).passed_T
+    found = {"mask": replayed.case.shaped(mask_T.double())}
+    weights = weights_of(replayed.settings)
+    if weights:
+        weights_T = correct(replayed.inputs, CorrectionSpec(**weights)).weights_T
+        found["is_weights"] = replayed.case.shaped(weights_T)
+    return found

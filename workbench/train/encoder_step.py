@@ -1,0 +1,344 @@
+"""One optimizer step of two modules on one set of ranks, each in a layout of its own: an encoder, and a policy.
+
+    images of a micro-batch -> encoder, over its dp x cp x tp -> bridge -> features in the places of their tokens
+    -> policy, over its dp x cp x tp -> loss -> backward, over the bridge too -> each module's own sum of gradients
+
+Everything else is `workbench.train.step`. Weights are data of the whole step, so that numerator and denominator go over
+the policy's dp x cp, and the gradient that reaches the encoder is already divided. The bridge has completed it over
+the policy's cp; what is left is a sum over the *encoder's* dp x cp, once.
+
+Which token reads which feature is said by a token field of the batch, `IMAGE_FEATURES`: feature f of image i has the
+number i s + f. Images are those of the step; each micro-batch encodes what its rows read. Several documents may read
+one image.
+
+Letters: N images of the step | b images of a rank | c channels | h, w pixels | s features of an image | t tokens of a
+rank | D model dimension of the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import ShardingError, SpecError
+from workbench.losses.terms import Loss
+from workbench.policy.encoder import Encoder
+from workbench.policy.model import Policy
+from workbench.reduction.weights import StepTotals
+from workbench.rollouts.batch import PADDING, Extension, RolloutBatch
+from workbench.sharding.bridge import Bridge, Crossing
+from workbench.sharding.bridge.sides import blocks, sharded
+from workbench.sharding.collectives import slice_gather
+from workbench.sharding.gradients import full_gradients, gradient_norms, scale_gradients, sum_gradients
+from workbench.sharding.mesh import Axis, Mesh
+from workbench.sharding.plan import ShardPlan
+from workbench.specs.run import RunSpec
+from workbench.train import step as flow
+from workbench.train.step import LocalRow, StepResult
+
+IMAGE_FEATURES = "image_features"
+"""The token field that says which feature stands in a token's place; -1: none."""
+
+ENCODER = "encoder."
+"""What names of the encoder's parameters begin with, beside the policy's."""
+
+
+def image_features(numbers_T: Tensor) -> Extension:
+    """The field `IMAGE_FEATURES` of a batch, from the number of each token's feature."""
+    return Extension(
+        numbers_T.long(),
+        "token",
+        "feature number",
+        "The feature of an image that stands in the place of the token; -1 where none does.",
+        pad=PADDING,
+        at="input",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRow(LocalRow):
+    """One micro-batch as one rank holds it, and what it does about its images.
+
+    Attributes:
+        encoder: as this rank holds it.
+        pixels_bchw: the images that this rank encodes.
+        is_image_t: this rank's tokens in whose place a feature stands.
+        deliver: from the features that this rank made to those that stand in its tokens' places, over the bridge;
+            None: nothing in the micro-batch reads an image.
+    """
+
+    encoder: Encoder
+    pixels_bchw: Tensor
+    is_image_t: Tensor
+    deliver: Callable[[Tensor], Tensor] | None
+
+    def hidden_states(self, policy: Policy) -> Tensor:
+        """[t, D] what the policy makes of this rank's tokens, and of the images among them."""
+        row = self.row
+        embeddings_tD = policy.embeddings(row.tokens_T)
+        if self.deliver is not None:
+            made = (
+                self.encoder.features(self.pixels_bchw)
+                if len(self.pixels_bchw)
+                else embeddings_tD.new_zeros(0, self.encoder.places_Rs.shape[1], embeddings_tD.shape[1])
+            )
+            embeddings_tD = torch.where(self.is_image_t[:, None], self.deliver(made), embeddings_tD)
+        return policy.hidden_states(row.tokens_T, row.positions_T, self.attention, embeddings_TD=embeddings_tD)
+
+
+def prepare_image_rows(
+    batch: RolloutBatch,
+    pixels_Nchw: Tensor,
+    spec: RunSpec,
+    mesh: Mesh,
+    encoder: Encoder,
+    bridge: Bridge,
+    dealt: Sequence[Sequence[int]] | None = None,
+) -> tuple[list[ImageRow], StepTotals]:
+    """Turn the documents and the images of one optimizer step into this rank's micro-batches.
+
+    Every rank sees the whole step, so nothing here is asked of others. The images of a micro-batch are dealt over the
+    encoder's dp ranks in order, as evenly as they go.
+
+    Args:
+        batch: the documents of the whole step, with `IMAGE_FEATURES`.
+        pixels_Nchw: its images.
+        spec: of the run; its layout is the policy's.
+        mesh: the axes of the policy.
+        encoder: as this rank holds it.
+        bridge: from the encoder's grid to the policy's. "sharded": each rank gets the features that its own tokens
+            read, whatever the rows. "whole": each rank gets all features of its dp rank's rows, which have to read
+            images of their own, as many on each dp rank as `blocks` deals.
+        dealt: which documents lie in which row, as `pack_step` takes it.
+
+    Raises:
+        SpecError: see `workbench.train.step.prepare_rows`; a batch without the field, a feature of an image that is not
+            there; images that a bridge of whole sequences would deal otherwise.
+        ShardingError: a bridge between other grids, one that takes features or delivers tokens otherwise than the
+            modules hold them, or one that has an order for whole images, which packed rows do not keep.
+    """
+    _check(batch, pixels_Nchw, spec, mesh, encoder, bridge)
+    rows, totals = flow.prepare_rows(batch, spec, mesh, dealt)
+    whole = flow.pack_step(batch, spec, dealt)
+    prepared = []
+    for number, local in enumerate(rows):
+        beside = whole[number :: len(rows)]
+        reads = [row.extensions[IMAGE_FEATURES].values for row in beside]
+        if bridge.delivery.kind == "sharded":
+            plans = [flow.plan_row(row.document_ids_T, spec.layout) for row in beside]
+            prepared.append(_over_rows(local, reads, plans, pixels_Nchw, mesh, encoder, bridge))
+        else:
+            apart = mesh["tp"] if spec.layout.sequence_parallel else Axis("tp")
+            prepared.append(_over_samples(local, reads, apart, pixels_Nchw, mesh, encoder, bridge))
+    return prepared, totals
+
+
+def run_image_step(
+    encoder: Encoder, policy: Policy, loss: Loss, rows: Sequence[ImageRow], totals: StepTotals, **options: Any
+) -> StepResult:
+    """Loss, gradients and metrics of one optimizer step of both modules; gradients stay in ``parameter.grad``.
+
+    Args:
+        encoder: as this rank holds it.
+        policy: as this rank holds it.
+        loss: pure per-token loss.
+        rows: this rank's micro-batches, from `prepare_image_rows`.
+        totals: of the whole step, from there.
+        options: of `workbench.train.step.run_step`.
+
+    Returns:
+        What `run_step` finds, and the encoder's parameters beside the policy's, their names behind `ENCODER`.
+    """
+    encoder.model.zero_grad(set_to_none=True)
+    result = flow.run_step(policy, loss, rows, totals, **options)
+    sum_gradients(encoder.model, encoder.shards, encoder.mesh)
+    norms = _named(gradient_norms(encoder.model, encoder.shards, encoder.mesh))
+    gradients = {}
+    if result.gradients:
+        gradients = _named(full_gradients(encoder.model, encoder.shards, encoder.mesh))
+    metrics = {}
+    if options.get("level", "basic") != "none":
+        for part in ("vision", "projector"):
+            of_part = [norm for name, norm in norms.items() if name.startswith(f"{ENCODER}{part}.")]
+            metrics[f"gradient/norm/{part}"] = sum(norm**2 for norm in of_part) ** 0.5
+    return replace(
+        result,
+        metrics={**result.metrics, **metrics},
+        norms={**result.norms, **norms},
+        gradients={**result.gradients, **gradients},
+    )
+
+
+def clip_both(encoder: Encoder, policy: Policy, norms: Mapping[str, float], max_norm: float | None) -> float:
+    """Scale the gradients of both modules down to one global norm; returns the norm before."""
+    norm = flow.clip_gradients(policy, norms, max_norm)
+    scale_gradients(encoder.model, encoder.shards, flow.clip_coefficient(norm, max_norm))
+    return norm
+
+
+def _named(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{ENCODER}{name}": value for name, value in found.items()}
+
+
+def _check(
+    batch: RolloutBatch, pixels_Nchw: Tensor, spec: RunSpec, mesh: Mesh, encoder: Encoder, bridge: Bridge
+) -> None:
+    field = batch.extensions.get(IMAGE_FEATURES)
+    if field is None or field.level != "token" or field.at != "input":
+        raise SpecError(
+            "a step with images",
+            found=f"no token field {IMAGE_FEATURES!r} at the input",
+            rule="the batch says which token reads which feature",
+            fix="image_features(numbers_T)",
+        )
+    last = int(field.values.max())
+    if last >= len(pixels_Nchw) * encoder.tokens:
+        raise SpecError(
+            "a step with images",
+            found=f"feature {last}, of image {last // encoder.tokens}",
+            rule=f"{len(pixels_Nchw)} images of {encoder.tokens} features each",
+            fix="feature f of image i has the number i s + f",
+        )
+    for of, grid, own in (("encoder", bridge.pair.source, encoder.mesh), ("policy", bridge.pair.destination, mesh)):
+        sizes = {name: own[name].size for name in ("dp", "cp", "tp")}
+        if sizes != {name: grid[name] for name in sizes}:
+            raise ShardingError(
+                f"step over a bridge, {of}",
+                found=f"a mesh of {sizes}",
+                rule=f"it lies in {grid}",
+                fix="make the mesh of the bridge's grid: groups.mesh(grid)",
+            )
+    how = bridge.delivery
+    if how.kind == "whole" and how.order is not None and mesh["cp"].size > 1:
+        raise ShardingError(
+            f"step over a bridge of whole images with order {how.order!r}",
+            found="packed rows, cut over cp wherever their images lie",
+            rule="an order says which tokens of each image a cp rank answers for; in a packed row that "
+            "is another set for each image",
+            fix="connect without an order, or with delivery='sharded'",
+        )
+    if how.kind == "whole" and encoder.mesh["cp"].size > 1 and how.source_order != encoder.order:
+        raise ShardingError(
+            f"step over a bridge with source_order {how.source_order!r}",
+            found=f"an encoder whose cp ranks hold features in order {encoder.order!r}",
+            rule="the bridge puts together what the encoder cut",
+            fix="give both one order",
+        )
+    if how.kind == "sharded" and how.sequence_parallel != (spec.layout.sequence_parallel and spec.layout.tp > 1):
+        raise ShardingError(
+            "step over a bridge of shards",
+            found=f"sequence_parallel={how.sequence_parallel}",
+            rule="each tp rank gets what its policy reads: its own stretch with sequence parallelism",
+            fix="connect with the layout's sequence_parallel",
+        )
+
+
+def _over_rows(
+    local: LocalRow,
+    reads: Sequence[Tensor],
+    plans: Sequence[ShardPlan],
+    pixels_Nchw: Tensor,
+    mesh: Mesh,
+    encoder: Encoder,
+    bridge: Bridge,
+) -> ImageRow:
+    """Each rank gets the features that its own tokens read; what is read and how it is cut, by dp rank."""
+    tp, size = mesh["tp"], encoder.tokens
+    wanted = torch.unique(torch.cat([numbers_T[numbers_T >= 0] for numbers_T in reads]))
+    images = torch.unique(wanted // size)
+    stretches = tp.size if bridge.delivery.sequence_parallel else 1
+
+    def gets(dp: int, cp: int, at: int) -> Tensor:
+        return plans[dp].split(reads[dp], cp).chunk(stretches)[at]
+
+    mine_t = gets(mesh["dp"].rank, mesh["cp"].rank, tp.rank if stretches > 1 else 0).to(mesh.device)
+    pixels_bchw, deliver = pixels_Nchw[:0], None
+    if len(images):
+        parts = blocks(len(images), encoder.mesh["dp"].size)
+
+        def holds(dp: int, cp: int, _: int) -> Tensor:
+            tokens = (images[slice(*parts[dp])][:, None] * size + encoder.places_Rs[cp]).flatten()
+            return torch.where(torch.isin(tokens, wanted), tokens, PADDING)  # nobody answers for what nobody reads
+
+        pair = bridge.pair
+        crossing = Crossing.make(
+            sharded(pair.source, holds), sharded(pair.destination, gets, over_tp=bridge.delivery.sequence_parallel)
+        )
+        pixels_bchw = pixels_Nchw[images[slice(*parts[encoder.mesh["dp"].rank])]]
+
+        def deliver(made: Tensor) -> Tensor:
+            return crossing.cross(made.flatten(0, 1), bridge.everyone)
+
+    return ImageRow(
+        **vars(local), encoder=encoder, pixels_bchw=_held(pixels_bchw, encoder), is_image_t=mine_t >= 0, deliver=deliver
+    )
+
+
+def _over_samples(
+    local: LocalRow,
+    reads: Sequence[Tensor],
+    apart: Axis,
+    pixels_Nchw: Tensor,
+    mesh: Mesh,
+    encoder: Encoder,
+    bridge: Bridge,
+) -> ImageRow:
+    """Each rank gets all features of its dp rank's rows, and takes those that its own tokens read.
+
+    Args:
+        local: the micro-batch.
+        reads: what is read, by dp rank.
+        apart: the tp ranks that hold a stretch of the tokens each.
+        pixels_Nchw: the images of the step.
+        mesh: the axes of the policy.
+        encoder: as this rank holds it.
+        bridge: of whole sequences.
+    """
+    size = encoder.tokens
+    of_dp = [torch.unique(numbers_T[numbers_T >= 0] // size) for numbers_T in reads]
+    images, counts = torch.cat(of_dp), [len(one) for one in of_dp]
+    dealt = [end - begin for begin, end in blocks(len(images), len(of_dp))]
+    if counts != dealt:
+        raise SpecError(
+            "a bridge that delivers whole images",
+            found=f"{counts} images read by the rows of each dp rank",
+            rule=f"they are dealt in order, {dealt}",
+            fix="deal documents so, or connect with delivery='sharded'",
+        )
+    numbers_t = local.row.extensions[IMAGE_FEATURES]
+    is_image_t = numbers_t >= 0
+    own = of_dp[mesh["dp"].rank].to(mesh.device)
+    image_t = torch.searchsorted(own, (numbers_t // size).clamp_min(0)).clamp_max(max(len(own) - 1, 0))
+    place_t = torch.where(is_image_t, image_t * size + numbers_t % size, 0)
+    pixels_bchw, deliver = pixels_Nchw[:0], None
+    if len(images):
+        parts = blocks(len(images), encoder.mesh["dp"].size)
+        samples = [end - begin for begin, end in parts]
+        pixels_bchw = pixels_Nchw[images[slice(*parts[encoder.mesh["dp"].rank])]]
+
+        def deliver(made: Tensor) -> Tensor:
+            features_tD = bridge.cross(made, samples).flatten(0, 1)
+            taken_tD = (
+                features_tD.index_select(0, place_t)
+                if len(features_tD)
+                else features_tD.sum() + features_tD.new_zeros(len(place_t), made.shape[2])
+            )
+            return slice_gather(taken_tD, apart, dim=0)
+
+    return ImageRow(
+        **vars(local),
+        encoder=encoder,
+        pixels_bchw=_held(pixels_bchw, encoder),
+        is_image_t=is_image_t.chunk(apart.size)[apart.rank],
+        deliver=deliver,
+    )
+
+
+def _held(pixels_bchw: Tensor, encoder: Encoder) -> Tensor:
+    """Pixels where the encoder is, in its precision."""
+    parameter = next(encoder.model.parameters())
+    return pixels_bchw.to(parameter.device, parameter.dtype)

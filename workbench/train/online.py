@@ -1,0 +1,416 @@
+"""Online rollouts: the policy answers prompts of a task, the answers are scored, and become the batch of a step.
+
+    weights to the sampler -> prompts -> answers, dealt to ranks and sent to all -> rewards -> old and reference
+    log-probabilities -> advantages -> the documents of one or several optimizer steps
+
+What trains on them is `workbench.train.step`, as on a recording: any loss, head, layout, precision and correction. What
+a prompt draws is decided by the run's seed, the number of the sampling and the prompt's place in it, so neither the
+layout nor an interruption changes it; weights that differ in their last bits can.
+
+Letters: P prompts | G answers to a prompt | N = P G documents | M most tokens of an answer | S tokens of what was
+sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import operator
+import reprlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from workbench.errors import SpecError
+from workbench.policy.model import Policy
+from workbench.policy.sampling import Answer, Sampler, by_uniforms
+from workbench.rollouts.batch import Extension, RolloutBatch
+from workbench.rollouts.task import Task, named_task
+from workbench.sharding.collectives import all_max, all_sum
+from workbench.sharding.gradients import full_weights
+from workbench.sharding.mesh import Mesh
+from workbench.specs.losses import LossSpec
+from workbench.specs.run import AdvantageSpec, RunSpec
+from workbench.train import step as flow
+from workbench.train.policies import make_policy
+
+MIXED_PROMPTS = "reward/mixed_prompts/fraction"
+"""In a step record: share of the prompts whose completions earned different rewards, the ones with an advantage."""
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What one optimizer step trains on.
+
+    Attributes:
+        documents: of the step.
+        source: the batch that they were chosen from; per-token records are in its order.
+        numbers: about the sampling, for the step's record.
+        fresh: whether this is the first step on that batch.
+    """
+
+    documents: RolloutBatch
+    source: RolloutBatch
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    fresh: bool = False
+
+
+def in_order(batch: RolloutBatch, documents_per_step: int | None, first: int = 0) -> Iterator[RolloutBatch]:
+    """The documents of each optimizer step from step ``first`` on: in order, around and around; None: all of them."""
+    if documents_per_step is None:
+        yield from itertools.repeat(batch)
+        return
+    for taken in itertools.count(first * documents_per_step, documents_per_step):
+        yield batch.select([(taken + i) % batch.num_documents for i in range(documents_per_step)])
+
+
+class Online:
+    """Samples from a policy as it is trained.
+
+    Every rank holds the sampler's whole weights, writes the answers to its share of the prompts, and gets the others'.
+
+    Args:
+        spec: of the run, with `spec.online.task`.
+        policy: that is trained.
+        project: folder that relative paths in the spec begin at.
+        task: None takes the one that the spec names.
+
+    Example:
+        >>> from workbench.sharding.mesh import single_process_mesh
+        >>> spec = RunSpec(model={"source": "tiny-qwen3"}, data={"advantages": {"name": "grpo"}},
+        ...                online={"task": "arithmetic", "prompts": 2, "answers": 3, "max_new_tokens": 5})
+        >>> policy = make_policy(spec, single_process_mesh(), Path(), temperature=1.0)
+        >>> batch, numbers = Online(spec, policy, Path()).sample(0)
+        >>> batch.num_documents, batch.group_ids_N.tolist(), batch.sampler_logprobs_T is None
+        (6, [0, 0, 0, 1, 1, 1], False)
+    """
+
+    def __init__(self, spec: RunSpec, policy: Policy, project: Path, *, task: Task | None = None) -> None:
+        self.spec, self.policy, self.mesh = spec, policy, policy.mesh
+        self.task = task or named_task(spec.online.task or "", project)
+        model = spec.model
+        self.sampler = Sampler(
+            model.source,
+            precision=spec.online.sampler_precision or spec.precision,
+            device=self.mesh.device,
+            project=project,
+            tied=model.tied,
+            seed=model.seed,
+        )
+        self.reference = (
+            make_policy(spec, self.mesh, project, temperature=spec.online.temperature)
+            if needs_reference(spec.loss)
+            else None
+        )
+
+    def steps(self, first: int = 0) -> Iterator[StepData]:
+        """What each optimizer step trains on, from step ``first`` on; sampled when the step before is over.
+
+        Collective. ``first`` is a multiple of ``updates``.
+        """
+        updates, per_step = self.spec.online.updates, self.spec.data.documents_per_step
+        for number in itertools.count(first // updates):
+            batch, numbers = self.sample(number)
+            for update, documents in enumerate(itertools.islice(in_order(batch, per_step), updates)):
+                yield StepData(documents, batch, numbers, fresh=update == 0)
+                numbers = {name: value for name, value in numbers.items() if not name.startswith("time/")}
+
+    def sample(self, number: int) -> tuple[RolloutBatch, dict[str, float]]:
+        """What the policy answers, as it is now, with everything that a loss asks for; and what there is to say of it.
+
+        Collective. The batch is the same on every rank.
+
+        Raises:
+            SpecError: prompts or a reward that cannot be used.
+        """
+        began, online = time.perf_counter(), self.spec.online
+        self.sampler.take(full_weights(self.policy.model, self.policy.shards, self.mesh))
+        prompts = list(self.task.prompts(seed_of(self.spec.seed, number), online.prompts))
+        if len(prompts) != online.prompts:
+            raise SpecError(
+                f"{online.prompts} prompts of {online.task}",
+                found=f"{len(prompts)}",
+                rule="a task gives as many prompts as it is asked for",
+                fix="correct its prompts()",
+            )
+        encoded = [self._encoded(prompt) for prompt in prompts]
+        self._refuse_other_prompts(encoded)
+        answers, rewards_N = self._everybodys(self._answer_own(number, prompts, encoded))
+        if not all(math.isfinite(said) for answer in answers for said in answer.logprobs):
+            raise SpecError(
+                f"sampling {number}, from the policy after {number * online.updates} steps",
+                found="log-probabilities that are not finite",
+                rule="a policy that samples is finite",
+                fix="lower optimizer.learning_rate, or set optimizer.max_grad_norm; gradient/norm/global "
+                "in metrics.jsonl says since when, and the newest checkpoint is of before",
+            )
+        sampled = time.perf_counter()
+        batch = self._batch(encoded, answers, rewards_N)
+        numbers = describe(batch, self.task.right_reward, online.answers)
+        batch = self._scored(batch)
+        return batch, numbers | {
+            "time/sample_ms": 1e3 * (sampled - began),
+            "time/score_ms": 1e3 * (time.perf_counter() - sampled),
+        }
+
+    # ---- writing answers -----------------------------------------------------------------------------
+
+    def _encoded(self, prompt: str) -> list[int]:
+        given, size = self.task.encode(prompt), self.policy.vocabulary_size
+        try:
+            tokens = [operator.index(token) for token in given]
+        except TypeError as error:
+            raise SpecError(
+                f"tokens of the prompt {prompt!r}",
+                found=f"a {type(given).__name__}, {reprlib.repr(given)}",
+                rule="encode() gives whole numbers, one after another: a list, or one row of a tensor",
+                fix="return tokenizer(text).input_ids, not tokenizer(text) and not a list of such lists",
+            ) from error
+        if not tokens or not all(0 <= token < size for token in tokens):
+            raise SpecError(
+                f"tokens of the prompt {prompt!r}",
+                found=f"{tokens}",
+                rule=f"at least one, each from 0 to {size - 1}, of the policy's own vocabulary",
+                fix="correct encode() of the task, or take the model that it is for",
+            )
+        longest, places = len(tokens) + self.spec.online.max_new_tokens, self.sampler.positions
+        self._refuse_small_rows(prompt, longest)
+        if places is not None and longest > places:
+            raise SpecError(
+                f"an answer of {self.spec.online.max_new_tokens} tokens to {prompt!r}",
+                found=f"{len(tokens)} tokens of the prompt, and a model of {places} positions",
+                rule="prompt and answer together have a position for each token",
+                fix="lower online.max_new_tokens, or take shorter prompts",
+            )
+        return tokens
+
+    def _refuse_small_rows(self, prompt: str, longest: int) -> None:
+        """Rows that the longest answer does not fit into would end the run when it comes, which may be hours later."""
+        data, online = self.spec.data, self.spec.online
+        together = online.answers if data.keep_groups or self.spec.loss.needs_pairs else 1
+        needed = flow.multiples(self.spec.layout, self.spec.reproducible)
+        each = -(-longest // needed.document) * needed.document
+        row = data.multiple_of or needed.row
+        if data.micro_batch_tokens is not None and together * each > data.micro_batch_tokens // row * row:
+            raise SpecError(
+                f"data.micro_batch_tokens = {data.micro_batch_tokens} for answers of up to "
+                f"{online.max_new_tokens} tokens to {prompt!r}",
+                found=f"{together} document(s) of up to {each} tokens in one row, and rows in multiples of {row}",
+                rule="a row holds the longest answer with its prompt, and those that it is compared with",
+                fix=f"take at least {-(-together * each // row) * row}, or lower online.max_new_tokens",
+            )
+
+    def _refuse_other_prompts(self, encoded: Sequence[Sequence[int]]) -> None:
+        """Every rank has the same prompts, or none goes on: each would put the others' answers behind its own."""
+        mine = seed_of(*itertools.starmap(seed_of, encoded))
+        both = torch.tensor([mine, -mine], device=self.mesh.device)
+        most = all_max(all_max(both, self.mesh["tp"]), self.mesh["dp_cp"])
+        if int(most[0]) != -int(most[1]):
+            raise SpecError(
+                f"prompts of {self.spec.online.task}",
+                found="others on another rank",
+                rule="prompts(seed, count) gives the same for the same seed, in every process",
+                fix="draw them from random.Random(seed) alone: the order of a set, hash() of a text, the "
+                "time or a pid differ between processes",
+            )
+
+    def _answer_own(
+        self, number: int, prompts: Sequence[str], encoded: Sequence[Sequence[int]]
+    ) -> dict[int, tuple[Answer, float]]:
+        """Answers and rewards of this rank's share, by document."""
+        online, found = self.spec.online, {}
+        rank = self.mesh["dp_cp"].rank * self.mesh["tp"].size + self.mesh["tp"].rank
+        shares = [
+            range(begin, min(begin + online.prompts_at_once, len(prompts)))
+            for begin in range(0, len(prompts), online.prompts_at_once)
+        ]
+        for share in shares[rank :: self.mesh.world_size]:
+            uniforms_NM = torch.cat([self._uniforms(number, at) for at in share])
+            answers = self.sampler.answers(
+                [encoded[at] for at in share for _ in range(online.answers)],
+                by_uniforms(uniforms_NM.to(self.mesh.device)),
+                temperature=online.temperature,
+                max_new_tokens=online.max_new_tokens,
+                end_ids=self.task.end_ids,
+            )
+            documents = [at * online.answers + i for at in share for i in range(online.answers)]
+            for document, answer in zip(documents, answers, strict=True):
+                found[document] = answer, self._reward(prompts[document // online.answers], answer)
+        return found
+
+    def _uniforms(self, number: int, prompt: int) -> Tensor:
+        """[G, M] what the answers to a prompt draw."""
+        generator = torch.Generator().manual_seed(seed_of(self.spec.seed, number, prompt))
+        return torch.rand(
+            self.spec.online.answers, self.spec.online.max_new_tokens, generator=generator, dtype=torch.float64
+        )
+
+    def _reward(self, prompt: str, answer: Answer) -> float:
+        completion = self._decoded(answer.tokens)
+        given = self.task.reward(prompt, completion)
+        try:
+            reward = float(given)
+        except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several numbers
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise SpecError(
+                f"reward of the answer {completion!r} to {prompt!r}",
+                found=reprlib.repr(given),
+                rule="a reward is a finite number",
+                fix="correct reward() of the task",
+            )
+        return reward
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        """The text of an answer. A policy may draw any id of its vocabulary, also one that the task does not know."""
+        try:
+            return self.task.decode(tokens)
+        except (LookupError, ValueError) as error:
+            known = getattr(self.task, "vocab_size", None)
+            unknown = [token for token in tokens if known is None or token >= known]
+            if not unknown:
+                raise
+            theirs = "" if known is None else f" and a task of {known}"
+            raise SpecError(
+                f"online.task = {self.spec.online.task!r} with model.source = {self.spec.model.source!r}",
+                found=f"an answer of the ids {unknown}, which decode() does not read "
+                f"({type(error).__name__}), of a policy of {self.policy.vocabulary_size} ids{theirs}",
+                rule="decode() reads every id of the policy's vocabulary",
+                fix="take a task with the tokenizer of this model, or read other ids as padding",
+            ) from error
+
+    def _everybodys(self, own: Mapping[int, tuple[Answer, float]]) -> tuple[list[Answer], Tensor]:
+        """All answers and rewards, on every rank. Each is written by one rank, and 0 on the others: sums are exact."""
+        online, device = self.spec.online, self.mesh.device
+        tokens_NM = torch.zeros(online.documents, online.max_new_tokens, dtype=torch.int64)
+        numbers_NM = torch.zeros(online.documents, online.max_new_tokens + 2, dtype=torch.float64)
+        for document, (answer, reward) in own.items():
+            tokens_NM[document, : len(answer.tokens)] = torch.tensor(answer.tokens)
+            numbers_NM[document, : len(answer.logprobs)] = torch.tensor(answer.logprobs, dtype=torch.float64)
+            numbers_NM[document, -2:] = torch.tensor([len(answer.tokens), reward], dtype=torch.float64)
+        tokens_NM, numbers_NM = (
+            all_sum(all_sum(held.to(device), self.mesh["tp"]), self.mesh["dp_cp"]).cpu()
+            for held in (tokens_NM, numbers_NM)
+        )
+        lengths = numbers_NM[:, -2].long().tolist()
+        return [
+            Answer(tokens[:n], said[:n])
+            for tokens, said, n in zip(tokens_NM.tolist(), numbers_NM.tolist(), lengths, strict=True)
+        ], numbers_NM[:, -1]
+
+    # ---- making a batch ------------------------------------------------------------------------------
+
+    def _batch(self, encoded: Sequence[Sequence[int]], answers: Sequence[Answer], rewards_N: Tensor) -> RolloutBatch:
+        """Prompts and answers as documents. Old log-probabilities are the sampler's, advantages 0, for now."""
+        online, documents = self.spec.online, []
+        for number, answer in enumerate(answers):
+            prompt, zeros = list(encoded[number // online.answers]), [0.0] * len(encoded[number // online.answers])
+            said = torch.tensor(zeros + answer.logprobs, dtype=torch.float64)
+            documents.append(
+                {
+                    "tokens": prompt + answer.tokens,
+                    "advantages": 0.0,
+                    "old_logprobs": said,
+                    "loss_mask": [0] * len(prompt) + [1] * len(answer.tokens),
+                    "sampler_logprobs": said,
+                    "reward": rewards_N[number],
+                    "group_id": number // online.answers,
+                }
+            )
+        cut_off_N = torch.tensor([float(a.tokens[-1] not in self.task.end_ids) for a in answers])
+        batch = RolloutBatch.from_documents(documents, temperature=online.temperature)
+        truncated = Extension(cut_off_N[batch.document_ids_T], "token", "1", "whether the sampler cut the answer off")
+        return replace(batch, extensions={"truncated": truncated})
+
+    def _scored(self, batch: RolloutBatch) -> RolloutBatch:
+        """The batch with the trainer's own log-probabilities, where they are asked for, and advantages."""
+        if self.spec.loss.needs_pairs:
+            batch = without_ties(batch)
+        if self.spec.online.old_logprobs == "trainer":
+            batch = replace(batch, old_logprobs_T=document_logprobs(self.policy, batch, self.spec, self.mesh))
+        if self.reference is not None:
+            batch = replace(batch, ref_logprobs_T=document_logprobs(self.reference, batch, self.spec, self.mesh))
+        return flow.make_advantages(batch, self.spec)
+
+
+def needs_reference(loss: LossSpec) -> bool:
+    """Whether a loss looks at the frozen reference policy, which is the one that the run began with."""
+    return bool(loss.kl.coefficient and loss.kl.against == "ref") or loss.surrogate.kind in ("dpo", "ref_kl")
+
+
+def without_ties(batch: RolloutBatch) -> RolloutBatch:
+    """Pairs of answers, of which those with the same reward train nothing: neither is preferred."""
+    rewards_P2 = batch.rewards_N.view(-1, 2)
+    differ_N = (rewards_P2[:, 0] != rewards_P2[:, 1]).repeat_interleave(2)
+    return replace(batch, loss_mask_T=batch.loss_mask_T & differ_N[batch.document_ids_T])
+
+
+def with_advantages(spec: RunSpec) -> RunSpec:
+    """The spec for steps on documents whose advantages have been made, of all that was sampled with them."""
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"advantages": AdvantageSpec()})})
+
+
+def document_logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec, mesh: Mesh) -> Tensor:
+    """Log-probabilities of the trained tokens of documents, bit for bit those of a run's own steps; 0 elsewhere.
+
+    Documents are taken, packed, split and sent through the head as in the optimizer steps that train on them, so a
+    policy with the weights of this call starts each step at a ratio of exactly 1. A document that `in_order` takes a
+    second time keeps the numbers of the first.
+
+    Collective. The same on every rank.
+
+    Shapes: [S], in the order of the batch. Units: nats, at the temperature of each token, or of the policy.
+    """
+    spec, loss, per_step = with_advantages(spec), flow.make_loss(spec.loss), spec.data.documents_per_step
+    steps = 1 if per_step is None else -(-batch.num_documents // per_step)
+    logprobs_S, missing_S = None, batch.loss_mask_T.clone()
+    for documents in itertools.islice(in_order(batch.as_source(), per_step), steps):
+        rows, totals = flow.prepare_rows(documents, spec, mesh)
+        of_step_S = flow.row_logprobs(
+            policy, loss, rows, totals, num_source=batch.num_tokens, loss_spec=spec.loss, fused=spec.policy.fused_loss
+        )
+        logprobs_S = torch.where(missing_S, of_step_S, 0.0 if logprobs_S is None else logprobs_S)
+        missing_S[documents.source_T] = False
+    return logprobs_S
+
+
+def describe(batch: RolloutBatch, right_reward: float, answers: int) -> dict[str, float]:
+    """Rewards and lengths of what was sampled, as numbers of a step record.
+
+    Args:
+        batch: N documents, those of a prompt one after another.
+        right_reward: what a right answer earns.
+        answers: G.
+
+    Units: rewards in their own; lengths in tokens of the answer; fractions of documents, or of prompts.
+    """
+    rewards_N = batch.rewards_N.double()
+    lengths_N = torch.zeros(batch.num_documents, dtype=torch.float64)
+    lengths_N.index_add_(0, batch.document_ids_T, batch.loss_mask_T.double())
+    cut_off_N = batch.extensions["truncated"].values[batch.positions_T == 0]
+    grouped_PG = rewards_N.view(-1, answers)
+    mixed_P = grouped_PG.amax(1) > grouped_PG.amin(1)
+    return {
+        "reward/all/mean": float(rewards_N.mean()),
+        "reward/all/std": float(rewards_N.std(correction=0)),
+        "reward/right/fraction": float((rewards_N == right_reward).double().mean()),
+        MIXED_PROMPTS: float(mixed_P.double().mean()),
+        "length/answer/mean": float(lengths_N.mean()),
+        "length/answer/max": float(lengths_N.max()),
+        "length/truncated/fraction": float(cut_off_N.double().mean()),
+    }
+
+
+def seed_of(*parts: int) -> int:
+    """A seed made of whole numbers, unlike that of any others.
+
+    Example:
+        >>> seed_of(0, 1) == seed_of(0, 1), seed_of(0, 1) == seed_of(1, 0)
+        (True, False)
+    """
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7])

@@ -1,0 +1,41 @@
+"""The policy of a run, as its spec describes it: one place for the many settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from workbench.policy.model import Policy, load_policy
+from workbench.sharding.mesh import Mesh
+from workbench.specs.run import RunSpec
+
+
+def make_policy(spec: RunSpec, mesh: Mesh, project: Path, *, temperature: float) -> Policy:
+    """Load the decoder of a run and cut it for this rank.
+
+    Args:
+        spec: of the run.
+        mesh: the axes.
+        project: folder that relative paths in the spec begin at.
+        temperature: at which rollouts were sampled; divides logits unless the spec gives another.
+
+    Raises:
+        SpecError: see `workbench.policy.model.load_policy`.
+    """
+    model, head, layout = spec.model, spec.policy, spec.layout
+    return load_policy(
+        model.source,
+        mesh=mesh,
+        precision=spec.precision,
+        temperature=head.temperature or temperature,
+        implementation=head.logprobs,
+        project=project,
+        tied=model.tied,
+        seed=model.seed,
+        fp32_head=head.fp32_head,
+        chunk_tokens=head.chunk_tokens,
+        keep_bytes=head.keep_bytes,
+        shard_parameters=layout.shard_parameters,
+        checkpointing=layout.checkpointing,
+        sequence_parallel=layout.sequence_parallel,
+        fused_loss=head.fused_loss,
+    )

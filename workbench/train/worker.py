@@ -1,0 +1,309 @@
+"""One rank of one run: read the spec, train its steps, write the record.
+
+Started once per rank by a launcher (``python -m workbench.train.worker RUN_DIR``), or called in this process, where
+several ranks are simulated (`run_here`). The first rank writes the record; every rank notes how it ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import RecordError, SpecError, WorkbenchError
+from workbench.faults import planted
+from workbench.metrics.cost import StepClock, peak_bytes
+from workbench.metrics.evidence import Evidence
+from workbench.policy.model import Policy
+from workbench.records.certificate import Certificate, certify, mark_gradients, write_certificate
+from workbench.records.directory import RunDirectory, provenance
+from workbench.records.progress import CONTINUES
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.files import load, save
+from workbench.sharding import flight
+from workbench.sharding.mesh import Mesh, join, leave, make_mesh
+from workbench.sharding.simulated import simulate
+from workbench.specs.run import OptimizerSpec, RunSpec
+from workbench.train import step as flow
+from workbench.train.checkpoint import continue_run, save_checkpoint
+from workbench.train.exact import as_asked, kernels_of
+from workbench.train.online import MIXED_PROMPTS, Online, StepData, in_order, with_advantages
+from workbench.train.policies import make_policy
+from workbench.train.trace import Tracer, write_trace
+from workbench.train.watched import be_watched
+
+
+def run_here(run: RunDirectory, project: Path) -> None:
+    """Do a run in this process, whatever job this process itself may be part of; several ranks are simulated.
+
+    Raises:
+        WorkbenchError: whatever went wrong; the run directory says so too.
+    """
+    spec, layout = run.spec, run.spec.layout
+    if layout.world_size == 1:
+        _rank(run, project, rank=0, join_job=False)
+        return
+
+    def rank(mesh: Mesh) -> None:
+        _rank(run, project, rank=mesh["dp_cp"].rank * layout.tp + mesh["tp"].rank, join_job=False, mesh=mesh)
+
+    try:
+        with planted(spec.faults):
+            simulate(
+                rank,
+                dp=layout.dp,
+                cp=layout.cp,
+                tp=layout.tp,
+                ulysses=layout.ulysses,
+                device=_device_type(spec),
+                timeout_s=spec.timeout_s,
+            )
+    except BaseException as error:
+        if 0 not in run.exits():
+            run.write_exit(0, {}, error)
+        run.set_state("failed")
+        raise
+
+
+def _device_type(spec: RunSpec) -> str:
+    return os.environ.get("WORKBENCH_DEVICE", "cpu" if spec.device == "auto" else spec.device)
+
+
+def _rank(run: RunDirectory, project: Path, *, rank: int, join_job: bool, mesh: Mesh | None = None) -> None:
+    """Do a rank's part of a run and note how it ended. Where the mesh is given, faults are planted already."""
+    coordinates: dict[str, int] = {}
+    try:
+        if rank == 0:
+            run.set_state("running")
+        spec, layout = run.spec, run.spec.layout
+        faults = spec.faults if mesh is None else ()
+        if mesh is None:
+            device_type = _device_type(spec)
+            device = join(device_type, timeout_s=spec.timeout_s) if join_job else torch.device(device_type)
+            mesh = make_mesh(
+                dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses, device=device, alone=not join_job
+            )
+        coordinates = mesh.coordinates
+        with planted(faults):
+            _train(run, spec, mesh, project)
+    except BaseException as error:
+        if isinstance(error, WorkbenchError) and coordinates:
+            error.add_note(f"rank {rank} ({', '.join(f'{a}={c}' for a, c in coordinates.items())})")
+        run.write_exit(rank, coordinates, error, waited_in=flight.waiting_in())
+        if rank == 0:
+            run.set_state("failed")
+        raise
+    run.write_exit(rank, coordinates, None)
+    if rank == 0:
+        run.set_state("succeeded")
+    if join_job:
+        flight.stop()
+        leave()
+
+
+def _train(run: RunDirectory, spec: RunSpec, mesh: Mesh, project: Path) -> None:
+    torch.manual_seed(spec.seed)
+    batch = None if spec.online.on else load(project / spec.data.path)
+    sampled_at = spec.online.temperature if batch is None else batch.temperature
+    policy = make_policy(spec, mesh, project, temperature=sampled_at)
+    with contextlib.ExitStack() as swapped:
+        if batch is None:
+            online = Online(spec, policy, project)
+            steps, spec = online.steps, with_advantages(spec)
+            if online.reference is not None:
+                swapped.enter_context(as_asked(online.reference, spec))
+        else:
+            _check_batch(batch, spec, policy.vocabulary_size)
+            steps = functools.partial(_recorded, batch, spec)
+        swapped.enter_context(as_asked(policy, spec))
+        if mesh.is_first:
+            run.write_json("provenance.json", provenance(project, seed=spec.seed) | kernels_of(policy))
+        _take_steps(run, spec, mesh, policy, steps)
+
+
+def _recorded(batch: RolloutBatch, spec: RunSpec, first: int) -> Iterator[StepData]:
+    return (StepData(documents, batch) for documents in in_order(batch, spec.data.documents_per_step, first))
+
+
+def _take_steps(
+    run: RunDirectory, spec: RunSpec, mesh: Mesh, policy: Policy, steps: Callable[[int], Iterator[StepData]]
+) -> None:
+    loss, optimizer = flow.make_loss(spec.loss), make_optimizer(policy, spec.optimizer)
+    first = continue_run(run, policy, optimizer)
+    if first == spec.steps:  # interrupted when all was done
+        save_checkpoint(run, first, policy, optimizer)
+    for number, data in zip(range(first, spec.steps), steps(first), strict=False):
+        with StepClock(mesh.device) as clock:
+            rows, totals = flow.prepare_rows(data.documents, spec, mesh)
+            tracer = Tracer(policy, rows, spec.record.trace_tokens) if spec.record.trace_tokens else None
+            tokens = spec.record.tokens or spec.certified or tracer is not None
+            with tracer or contextlib.nullcontext():
+                result = flow.run_step(
+                    policy,
+                    loss,
+                    rows,
+                    totals,
+                    num_source=data.source.num_tokens if tokens else 0,
+                    frozen_clip_S=_frozen_clip(run, number),
+                    keep_gradients=spec.record.gradients == "full",
+                    level=spec.record.metrics,
+                    loss_spec=spec.loss,
+                    fused=spec.policy.fused_loss,
+                )
+            marks = mark_gradients(policy) if spec.certified else None
+            norm = flow.clip_gradients(policy, result.norms, spec.optimizer.max_grad_norm)
+            optimizer.step()
+            certificate = None if marks is None else certify(policy, result, marks)
+        for words in result.fallbacks:
+            sys.stdout.write(f"step {number}: fused_loss: {words}\n")
+        trace = tracer and tracer.finish(result.tokens["policy_logprobs"])
+        if mesh.is_first:
+            if trace is not None:
+                write_trace(run, number, trace)
+            if spec.online.on and spec.record.tokens and data.fresh:
+                save(data.source, run.path / "rollouts" / _name(number), provenance={"made_by": "workbench run"})
+            numbers = dict(data.numbers) | ({CONTINUES: run.state["continues"]} if number == first > 0 else {})
+            _record(run, number, result, norm, clock.step_ms, mesh, certificate, numbers)
+        every = spec.record.checkpoint_every
+        if every and ((number + 1) % every == 0 or number + 1 == spec.steps) and math.isfinite(norm):
+            save_checkpoint(run, number + 1, policy, optimizer)
+
+
+def make_optimizer(policy: Policy, spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """The optimizer over what this rank holds of the parameters; elementwise, so shards need nothing special."""
+    parameters = policy.model.parameters()
+    if spec.name == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
+    return torch.optim.AdamW(parameters, lr=spec.learning_rate, weight_decay=spec.weight_decay)
+
+
+def _check_batch(batch: RolloutBatch, spec: RunSpec, vocabulary: int) -> None:
+    """Refuse rollouts that this policy cannot have sampled, and a step of more documents than there are."""
+    if int(batch.tokens_T.max()) >= vocabulary:
+        raise SpecError(
+            f"train {spec.model.source} on {spec.data.path}",
+            found=f"token id {int(batch.tokens_T.max())}, and a vocabulary of {vocabulary}",
+            rule="every token id is below the size of the vocabulary",
+            fix="use the model that these rollouts were sampled from",
+        )
+    wanted = spec.data.documents_per_step
+    if wanted is not None and wanted > batch.num_documents:
+        raise SpecError(
+            f"data.documents_per_step = {wanted}",
+            found=f"{batch.num_documents} documents in {spec.data.path}",
+            rule="a step takes each document at most once",
+            fix="leave it out to take all of them",
+        )
+
+
+def _frozen_clip(run: RunDirectory, number: int) -> Tensor | None:
+    """Clip decisions of another configuration of the same experiment, at this step.
+
+    The launcher says which run of that configuration is meant; without it there must be only one.
+    """
+    name = run.spec.frozen_clip
+    if name is None:
+        return None
+    chosen = run.state.get("frozen_clip_run")
+    runs = [other for other in RunDirectory.find(run.path.parent, name) if chosen in (None, other.path.name)]
+    if len(runs) != 1 or runs[0].status != "succeeded":
+        raise RecordError(
+            f"frozen_clip = {name!r}",
+            found=", ".join(f"{other.path.name} ({other.status})" for other in runs) or "no such run",
+            rule="one finished run of that configuration, with record.tokens, in the same experiment",
+            fix="run the whole ablation, or leave frozen_clip out",
+        )
+    return runs[0].read_tensors(_name(number, ".tokens"))["clipped"]
+
+
+def _record(
+    run: RunDirectory,
+    number: int,
+    result: flow.StepResult,
+    norm: float,
+    step_ms: float,
+    mesh: Mesh,
+    certificate: Certificate | None,
+    numbers: Mapping[str, Any],
+) -> None:
+    record: dict[str, Any] = {"step": number}
+    record |= {f"loss/{name}/sum": float(scalar) for name, scalar in result.loss.items()}
+    record |= {
+        "gradient/norm/global": norm,
+        "gradient/clip/coefficient": flow.clip_coefficient(norm, run.spec.optimizer.max_grad_norm),
+        "documents/trained/sum": result.totals.documents,
+    }
+    record |= result.metrics
+    record |= result.evidence
+    record |= numbers
+    record |= {"time/step_ms": step_ms, "time/ended_ns": time.time_ns(), "memory/peak_bytes": peak_bytes(mesh.device)}
+    record |= {f"reproducible/{name}": value for name, value in result.range.items()}
+    if result.fallbacks:
+        record["fused_loss/fallbacks"] = list(result.fallbacks)
+    if run.spec.record.gradients != "none":
+        record["gradient_norms"] = dict(result.norms)
+    if result.gradients:
+        run.write_tensors(_name(number, ".gradients"), result.gradients)
+    if run.spec.record.tokens:
+        run.write_tensors(_name(number, ".tokens"), result.tokens)
+    if certificate is not None:
+        write_certificate(run, number, certificate)
+        record["certificate"] = certificate.hash
+    run.append_step(record)
+    if text := _nothing_trained(record):
+        sys.stderr.write(f"step {number}: {text}\n")  # standard output may be a verb's JSON, where ranks are simulated
+
+
+def _nothing_trained(record: Mapping[str, Any]) -> str:
+    """A line for the log of a step without a gradient, which trains nothing and shows nothing; "" for any other.
+
+    Online it is no failure: every completion of each prompt may have earned the same.
+    """
+    evidence = Evidence.of_steps([record])
+    if evidence is None or not evidence.nothing:
+        return ""
+    same = "; the completions of each prompt earned the same reward" if record.get(MIXED_PROMPTS) == 0 else ""
+    return f"nothing is trained: {evidence.nothing}{same}"
+
+
+def _name(number: int, what: str = "") -> str:
+    return f"step{number:04d}{what}"
+
+
+def main() -> None:
+    """Entry point of a rank: output goes to the rank's log, the exit code says whether it ended well."""
+    parser = argparse.ArgumentParser(description="One rank of one run of the workbench.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--project", type=Path, default=Path.cwd())
+    arguments = parser.parse_args()
+    run = RunDirectory.open(arguments.run_dir)
+    log = os.open(run.log_path(int(os.environ.get("RANK", "0"))), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.stdout.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    code, rank = 0, int(os.environ.get("RANK", "0"))
+    try:
+        be_watched(run, rank)
+        _rank(run, arguments.project, rank=rank, join_job=True)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # nothing left to save; interpreter teardown costs a second a rank
+
+
+if __name__ == "__main__":
+    main()
