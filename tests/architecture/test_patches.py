@@ -36,12 +36,12 @@ def test_no_test_replaces_what_the_whole_process_uses():
         ("def test(monkeypatch):\n    monkeypatch.setattr('time.sleep', print)", "time.sleep"),
         ("def test(monkeypatch):\n    monkeypatch.setattr(f'pathlib.Path.{1}', print)", "a name made up while it runs"),
         (
-            "from workbench.faults import straggler\n"
-            "def test(monkeypatch):\n    monkeypatch.setattr(straggler.time, 'sleep', print)",
-            "straggler.time.sleep",
+            "from workbench.faults import masks\n"
+            "def test(monkeypatch):\n    monkeypatch.setattr(masks.time, 'sleep', print)",
+            "masks.time.sleep",
         ),
         (
-            "import importlib\nmodule = importlib.import_module('workbench.faults.straggler')\n"
+            "import importlib\nmodule = importlib.import_module('workbench.faults.masks')\n"
             "def test(monkeypatch):\n    monkeypatch.delattr(module.time, 'sleep')",
             "module.time.sleep",
         ),
@@ -68,8 +68,7 @@ def test_it_sees_every_way_to(code, refused):
 @pytest.mark.parametrize(
     "code",
     [
-        "from workbench.faults import straggler\n"
-        "def test(monkeypatch):\n    monkeypatch.setattr(straggler, 'time', print)",
+        "from workbench.faults import masks\ndef test(monkeypatch):\n    monkeypatch.setattr(masks, 'time', print)",
         "from workbench.records.directory import RunDirectory\n"
         "def test(monkeypatch):\n    monkeypatch.setattr(RunDirectory, 'note', print)",
         "def test(monkeypatch):\n    monkeypatch.setattr('workbench.records.directory.provenance', print)",

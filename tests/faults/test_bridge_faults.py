@@ -47,7 +47,7 @@ def case_of(settings):
 
 @functools.cache
 def step(case, fault=None):
-    with planted_faults({fault: BRIDGE_FAULTS[fault]} if fault else {}):
+    with planted_faults([BRIDGE_FAULTS[fault]] if fault else []):
         [found], _ = simulated(case)
     return found
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.bars import distances
 from tests.helpers.planted_faults import BASE, documents, shown
-from workbench.faults import kept_mass_ignored, padded_vocabulary_counted
+from workbench.faults import precision, sampling
 from workbench.rollouts.batch import RolloutBatch
 from workbench.specs.run import RunSpec
 from workbench.train.step import pack_step
@@ -137,7 +137,7 @@ def test_summed_logs_make_a_weight_the_power_of_its_length():
 
 
 def test_an_ignored_kept_mass_is_the_factor_of_the_policy_term():
-    mass = kept_mass_ignored.KEPT_MASS
+    mass = sampling.KEPT_MASS
     pair = shown("kept_mass_ignored")
     assert pair.ratio("loss/policy") == pytest.approx(mass, rel=1e-9)
     assert pair.ratio("loss/kl") == pytest.approx(1, rel=1e-12)
@@ -183,7 +183,7 @@ def test_a_counted_padding_makes_every_log_probability_smaller_unless_the_tile_d
     pair = shown("padded_vocabulary_counted")
     less = logprobs(pair.right) - logprobs(pair.wrong)
     assert 0.3 < float(less.min()) < float(less.max()) < math.log1p(13)
-    monkeypatch.setattr(padded_vocabulary_counted, "TILE", 19)  # a key of its own keeps the step from the cache
+    monkeypatch.setattr(precision, "TILE", 19)  # a key of its own keeps the step from the cache
     assert shown("padded_vocabulary_counted", data={"micro_batches": 2}).wrong_gradients == []
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.stand_in import stand_in
-from workbench.faults import planted, straggler
+from workbench.faults import masks, planted
 from workbench.launch.ablation import AblationSpec
 from workbench.launch.run import launch
 from workbench.records.directory import RunDirectory
@@ -66,7 +66,7 @@ def test_a_run_of_one_rank_here_keeps_no_record_of_collectives(tmp_path):
 def test_the_straggler_comes_late_once(monkeypatch):
     """In its second step, also where all ranks are simulated in one process and share the fault."""
     slept, calls = [], []
-    monkeypatch.setattr(straggler, "time", stand_in(time, sleep=lambda seconds: slept.append((len(calls), seconds))))
+    monkeypatch.setattr(masks, "time", stand_in(time, sleep=lambda seconds: slept.append((len(calls), seconds))))
     monkeypatch.setattr(step, "sum_gradients", lambda *arguments: calls.append(arguments))
     meshes = [
         replace(
@@ -78,6 +78,6 @@ def test_the_straggler_comes_late_once(monkeypatch):
     with planted(["straggler"]):
         for mesh in meshes * 3:
             step.sum_gradients("model", "shards", mesh)
-    assert slept == [(4, straggler.LATE_S)]
+    assert slept == [(4, masks.LATE_S)]
     assert len(calls) == 9
-    assert straggler.LATE_S > 20, "later than ranks are named by default"
+    assert masks.LATE_S > 20, "later than ranks are named by default"

@@ -251,7 +251,7 @@ def step_on(world: Axis, setting: Setting, device: torch.device | str = "cpu") -
 
 def _step(setting: Setting, fault: str | None = None) -> tuple[StepResult, str]:
     """What the first of the simulated ranks found, and the path."""
-    with planted_faults({fault: BRIDGE_FAULTS[fault]} if fault else {}):
+    with planted_faults([BRIDGE_FAULTS[fault]] if fault else []):
         return simulate(lambda mesh: step_on(mesh["dp"], setting), dp=Grid.of(**setting.encoder).size)[0]
 
 

@@ -1,18 +1,21 @@
 """Known bugs of the field, switched on by name.
 
 Product code has no ``if fault``. A fault names a *seam* (a function that is looked up by its name when it is called)
-and what to put there instead; `planted` swaps it and puts it back. Each fault lives in a module of its own name, with
-its origin, the settings under which it shows and those under which it hides, and under each some named test must go
-red.
+and what to put there instead; `planted` swaps it and puts it back. Each fault is one function under ``@fault``, in the
+module of its family, with its origin, the settings under which it shows and those under which it hides, and under each
+some named test must go red.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -34,7 +37,26 @@ FAMILIES: Mapping[str, str] = {
 }
 """What a family of faults gets wrong, by its letter."""
 
+MODULES: Mapping[str, str] = {
+    "denominators": "A",
+    "document_denominators": "A",
+    "axis_factors": "B",
+    "micro_batches": "C",
+    "metrics": "D",
+    "boundaries": "E",
+    "masks": "F",
+    "sampling": "G",
+    "gradients": "H",
+    "advantages": "I",
+    "precision": "J",
+    "auxiliary": "K",
+    "sharding": "S",
+    "attention": "S",
+}
+"""Modules of this package whose faults a spec can name, and their family."""
+
 _STEP = "workbench.train.step"
+_DECLARED = re.compile(r"^@fault\((?:.|\n)*?^\)\ndef (\w+)\(", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -42,6 +64,7 @@ class Fault:
     """One known bug.
 
     Attributes:
+        name: of the function that makes it.
         family: a letter of `FAMILIES`.
         what: the mistake in a sentence.
         origin: where it was made, with a reference.
@@ -57,6 +80,7 @@ class Fault:
             gradient's. A fault that changes nothing stalls or hangs a run.
     """
 
+    name: str
     family: str
     what: str
     origin: str
@@ -75,9 +99,41 @@ class Fault:
         return self.changes_gradient or self.changes_metrics
 
 
+def fault(*, seam: str, origin: str, signature: str, **settings: Any) -> Callable[[Callable[..., Any]], Fault]:
+    """Declare a fault: decorates a function that takes the right function of a seam and returns the wrong one.
+
+    The function's name is the fault's, the last paragraph of its docstring the mistake in a sentence.
+
+    Args:
+        seam: as in `Fault`.
+        origin: as in `Fault`.
+        signature: as in `Fault`.
+        settings: other attributes of `Fault`; the family is that of the module unless it is given.
+    """
+
+    def declare(broken: Callable[..., Any]) -> Fault:
+        module = broken.__module__.rpartition(".")[2]
+        what = " ".join((broken.__doc__ or "").strip().split("\n\n")[-1].split()).removesuffix(".")
+        family = settings.pop("family", None) or MODULES[module]
+        return Fault(broken.__name__, family, what, origin, signature, seam, broken, **settings)
+
+    return declare
+
+
+@functools.cache
+def _places() -> dict[str, str]:
+    """Fault -> module, read from the text of the modules: a launcher that checks a name loads no torch."""
+    folder = Path(__file__).parent
+    return {
+        name: module
+        for module in MODULES
+        for name in _DECLARED.findall((folder / f"{module}.py").read_text(encoding="utf-8"))
+    }
+
+
 def fault_names() -> list[str]:
     """Every fault that can be switched on."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(_places())
 
 
 def load_fault(name: str) -> Fault:
@@ -86,9 +142,9 @@ def load_fault(name: str) -> Fault:
     Raises:
         SpecError: there is none of that name.
     """
-    if name not in fault_names():
+    if name not in _places():
         raise SpecError(f"fault {name!r}", rule=f"one of {', '.join(fault_names())}", fix="correct the spec")
-    return importlib.import_module(f"{__name__}.{name}").FAULT
+    return getattr(importlib.import_module(f"{__name__}.{_places()[name]}"), name)
 
 
 @contextlib.contextmanager
@@ -107,31 +163,31 @@ def planted(names: Sequence[str]) -> Iterator[None]:
             rule="a fault is planted once",
             fix="name each fault once",
         )
-    with planted_faults({name: load_fault(name) for name in names}):
+    with planted_faults([load_fault(name) for name in names]):
         yield
 
 
 @contextlib.contextmanager
-def planted_faults(faults: Mapping[str, Fault]) -> Iterator[None]:
-    """The same for faults that have no module here, name -> fault.
+def planted_faults(faults: Sequence[Fault]) -> Iterator[None]:
+    """The same for faults that no spec can name.
 
     Raises:
         SpecError: a seam that is not there, or is not a function.
     """
     with contextlib.ExitStack() as whole_again:
-        for name, fault in faults.items():
-            owner, attribute = _place(fault.seam)
+        for each in faults:
+            owner, attribute = _place(each.seam)
             held = vars(owner).get(attribute)
             wrapper = type(held) if isinstance(held, staticmethod | classmethod) else None
             right = held.__func__ if wrapper else held
             if not isinstance(right, FunctionType):
                 raise SpecError(
-                    f"fault {name!r} at seam {fault.seam!r}",
+                    f"fault {each.name!r} at seam {each.seam!r}",
                     found="nothing of that name" if held is None else type(held).__name__,
                     rule="a seam is a function, or a method in the class that defines it",
                     fix="name the place where the function is looked up",
                 )
-            broken = fault.broken(right)
+            broken = each.broken(right)
             setattr(owner, attribute, wrapper(broken) if wrapper else broken)
             whole_again.callback(setattr, owner, attribute, held)
         yield

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.faults import Fault
+from workbench.faults import Fault, fault
 from workbench.policy.model import Policy
 from workbench.reduction.weights import TokenWeights
 from workbench.sharding.bridge.direct import Direct
@@ -32,15 +32,50 @@ _BRIDGE = "workbench.sharding.bridge"
 _FOUND = "tests/faults/test_bridge_faults.py::test_a_fault_turns_parity_red"
 
 
-def _not_summed(_: Callable) -> Callable:
+@fault(
+    seam=f"{_BRIDGE}.direct:summed_over_cp",
+    family="H",
+    origin="the bridge before its cp support: NVIDIA/Megatron-LM#4368 has cp = 1 on both sides; its extension "
+    "all-reduces over the destination's cp first",
+    signature="loss and policy right; the encoder's gradient another one, for tokens of one cp rank only",
+    shows_in=_FAN_IN,
+    hidden_in=_FAN_IN_WITHOUT_CP,
+    detected_by=_FOUND,
+    changes_metrics=False,
+)
+def encoder_gradient_not_summed_over_cp(_: Callable) -> Callable:
+    """The gradient that goes back to the encoder is that of one cp rank's tokens, zero elsewhere."""
     return lambda gradient, direct, caller: gradient
 
 
-def _averaged(summed_over_cp: Callable) -> Callable:
+@fault(
+    seam=f"{_BRIDGE}.direct:summed_over_cp",
+    family="B",
+    origin="AVG for SUM at the bridge, as data-parallel wrappers have it by default",
+    signature="loss and policy right; every gradient of the encoder 1 / cp, cosine 1; nothing after a step of Adam",
+    shows_in=_FAN_IN,
+    hidden_in=_FAN_IN_WITHOUT_CP,
+    detected_by=_FOUND,
+    changes_metrics=False,
+)
+def encoder_gradient_averaged_over_cp(summed_over_cp: Callable) -> Callable:
+    """The parts of a gradient that lie on cp ranks are averaged where they must be summed."""
     return lambda gradient, direct, caller: summed_over_cp(gradient, direct, caller) / direct.cp.size
 
 
-def _summed_again(run_step: Callable) -> Callable:
+@fault(
+    seam="workbench.train.step:run_step",
+    family="B",
+    origin="the sum over cp of the language model taken for the parameters of both modules",
+    signature="loss and policy right; every gradient of the encoder cp times, cosine 1; nothing after a step of Adam",
+    shows_in=_FAN_IN,
+    hidden_in=_FAN_IN_WITHOUT_CP,
+    detected_by=_FOUND,
+    changes_metrics=False,
+)
+def encoder_summed_over_policys_cp(run_step: Callable) -> Callable:
+    """The encoder's gradient, which the bridge has completed, is summed over the policy's cp once more."""
+
     def over_the_policys_cp_too(policy: Policy, loss: Any, rows: Sequence[ImageRow], *more: Any, **options: Any) -> Any:
         result = run_step(policy, loss, rows, *more, **options)
         all_sum_([parameter.grad for parameter in rows[0].encoder.model.parameters()], policy.mesh["cp"])
@@ -49,7 +84,20 @@ def _summed_again(run_step: Callable) -> Callable:
     return over_the_policys_cp_too
 
 
-def _averaged_over_dp(sum_gradients: Callable) -> Callable:
+@fault(
+    seam="workbench.train.encoder_step:sum_gradients",
+    family="B",
+    origin="the default of data-parallel wrappers beside a per-token loss: NVIDIA/Megatron-LM#7513",
+    signature="loss and policy right; every gradient of the encoder 1 / dp of its own, cosine 1; nothing after a "
+    "step of Adam",
+    shows_in=_FAN_IN,
+    hidden_in={"encoder": {"tp": 4}, "layout": {"tp": 2, "cp": 2}, "delivery": "whole"},
+    detected_by=_FOUND,
+    changes_metrics=False,
+)
+def encoder_averaged_over_dp(sum_gradients: Callable) -> Callable:
+    """The encoder's gradient is averaged over its own dp, although the loss is divided by the whole step."""
+
     def averaged(model: Any, shards: Any, mesh: Mesh) -> None:
         sum_gradients(model, shards, mesh)
         scale_gradients(model, shards, 1 / mesh["dp"].size)
@@ -57,7 +105,18 @@ def _averaged_over_dp(sum_gradients: Callable) -> Callable:
     return averaged
 
 
-def _counted_over_dp(prepare_rows: Callable) -> Callable:
+@fault(
+    seam="workbench.train.step:prepare_rows",
+    family="A",
+    origin="(numerator, denominator) over the data-parallel group of a policy that shards its sequence",
+    signature="loss and all gradients of both modules too large, about cp times, otherwise where masks are uneven",
+    shows_in=_FAN_IN,
+    hidden_in=_FAN_IN_WITHOUT_CP,
+    detected_by=_FOUND,
+)
+def denominator_over_dp_only(prepare_rows: Callable) -> Callable:
+    """Trained tokens are counted over dp and not over cp, so each cp rank divides by its own."""
+
     def with_tokens_of_one_cp_rank(
         batch: Any, spec: Any, mesh: Mesh, dealt: Sequence[Sequence[int]] | None = None
     ) -> Any:
@@ -74,7 +133,18 @@ def _counted_over_dp(prepare_rows: Callable) -> Callable:
     return with_tokens_of_one_cp_rank
 
 
-def _reversed(joined: Callable) -> Callable:
+@fault(
+    seam=f"{_BRIDGE}.direct:joined",
+    family="S",
+    origin="a gather group that is sorted, or listed, otherwise than the samples lie",
+    signature="each token reads another image's features: another loss, other gradients everywhere",
+    shows_in=_FAN_IN,
+    hidden_in=_EQUAL_WITH_CP,
+    detected_by=_FOUND,
+)
+def slots_in_reverse_order(joined: Callable) -> Callable:
+    """The ranks that gather along the batch are joined in another order than that of their slots."""
+
     def in_reverse(values: Tensor, direct: Direct, caller: str | None) -> Tensor:
         slots = joined(values, direct, caller).chunk(direct.slots, dim=direct.batch_dim)
         return torch.cat(slots[::-1], dim=direct.batch_dim)
@@ -82,126 +152,49 @@ def _reversed(joined: Callable) -> Callable:
     return in_reverse
 
 
-def _next_slot(own_slot: Callable) -> Callable:
+@fault(
+    seam=f"{_BRIDGE}.direct:own_slot",
+    family="S",
+    origin="a slot counted from another dimension than dp",
+    signature="loss and policy right; the encoder's gradient another one",
+    shows_in=_FAN_IN,
+    hidden_in=_EQUAL_WITH_CP,
+    detected_by=_FOUND,
+    changes_metrics=False,
+)
+def gradient_of_next_slot(own_slot: Callable) -> Callable:
+    """Each rank of the encoder takes the gradient of its neighbour's samples."""
     return lambda values, direct: own_slot(values, replace(direct, slot=(direct.slot + 1) % direct.slots))
 
 
-def _first_slot(own_slot: Callable) -> Callable:
+@fault(
+    seam=f"{_BRIDGE}.direct:own_slot",
+    family="S",
+    origin="a map that is made of the ranks with cp = 0, and looked up on all",
+    signature="tokens of later cp ranks read another image's features: another loss, other gradients",
+    shows_in=_FAN_OUT,
+    hidden_in=_FAN_OUT_WITHOUT_CP,
+    detected_by=_FOUND,
+)
+def first_slot_on_later_cp_ranks(own_slot: Callable) -> Callable:
+    """Ranks with cp > 0 are not in the map from ranks to slots, and take the first slot's samples."""
     return lambda values, direct: own_slot(values, replace(direct, slot=0) if direct.cp.rank else direct)
 
 
-def _one_consumer(of: Callable) -> Callable:
+@fault(
+    seam=f"{_BRIDGE}.crossing:_Sum.of",
+    family="H",
+    origin="the adjoint of sending a value to several taken for that of sending it to one",
+    signature="loss and policy right; the encoder's gradient lacks all consumers of a shared image but one",
+    shows_in={"encoder": {"dp": 2}, "layout": {"cp": 2}, "delivery": "sharded", "shared": True},
+    hidden_in={"encoder": {"dp": 2}, "layout": {"cp": 2}, "delivery": "sharded"},
+    detected_by=_FOUND,
+    changes_metrics=False,
+)
+def one_consumer_of_several(of: Callable) -> Callable:
+    """Of the ranks that read one image, the gradient of one comes back and not the sum."""
     return lambda self, rows: of(replace(self, rounds=self.rounds[:1]), rows)
 
 
-BRIDGE_FAULTS: Mapping[str, Fault] = {
-    "encoder_gradient_not_summed_over_cp": Fault(
-        family="H",
-        what="the gradient that goes back to the encoder is that of one cp rank's tokens, zero elsewhere",
-        origin="the bridge before its cp support: NVIDIA/Megatron-LM#4368 has cp = 1 on both sides; its extension "
-        "all-reduces over the destination's cp first",
-        signature="loss and policy right; the encoder's gradient another one, for tokens of one cp rank only",
-        seam=f"{_BRIDGE}.direct:summed_over_cp",
-        broken=_not_summed,
-        shows_in=_FAN_IN,
-        hidden_in=_FAN_IN_WITHOUT_CP,
-        detected_by=_FOUND,
-        changes_metrics=False,
-    ),
-    "encoder_gradient_averaged_over_cp": Fault(
-        family="B",
-        what="the parts of a gradient that lie on cp ranks are averaged where they must be summed",
-        origin="AVG for SUM at the bridge, as data-parallel wrappers have it by default",
-        signature="loss and policy right; every gradient of the encoder 1 / cp, cosine 1; nothing after a step of Adam",
-        seam=f"{_BRIDGE}.direct:summed_over_cp",
-        broken=_averaged,
-        shows_in=_FAN_IN,
-        hidden_in=_FAN_IN_WITHOUT_CP,
-        detected_by=_FOUND,
-        changes_metrics=False,
-    ),
-    "encoder_summed_over_policys_cp": Fault(
-        family="B",
-        what="the encoder's gradient, which the bridge has completed, is summed over the policy's cp once more",
-        origin="the sum over cp of the language model taken for the parameters of both modules",
-        signature="loss and policy right; every gradient of the encoder cp times, cosine 1; nothing after a step of "
-        "Adam",
-        seam="workbench.train.step:run_step",
-        broken=_summed_again,
-        shows_in=_FAN_IN,
-        hidden_in=_FAN_IN_WITHOUT_CP,
-        detected_by=_FOUND,
-        changes_metrics=False,
-    ),
-    "encoder_averaged_over_dp": Fault(
-        family="B",
-        what="the encoder's gradient is averaged over its own dp, although the loss is divided by the whole step",
-        origin="the default of data-parallel wrappers beside a per-token loss: NVIDIA/Megatron-LM#7513",
-        signature="loss and policy right; every gradient of the encoder 1 / dp of its own, cosine 1; nothing after a "
-        "step of Adam",
-        seam="workbench.train.encoder_step:sum_gradients",
-        broken=_averaged_over_dp,
-        shows_in=_FAN_IN,
-        hidden_in={"encoder": {"tp": 4}, "layout": {"tp": 2, "cp": 2}, "delivery": "whole"},
-        detected_by=_FOUND,
-        changes_metrics=False,
-    ),
-    "denominator_over_dp_only": Fault(
-        family="A",
-        what="trained tokens are counted over dp and not over cp, so each cp rank divides by its own",
-        origin="(numerator, denominator) over the data-parallel group of a policy that shards its sequence",
-        signature="loss and all gradients of both modules too large, about cp times, otherwise where masks are uneven",
-        seam="workbench.train.step:prepare_rows",
-        broken=_counted_over_dp,
-        shows_in=_FAN_IN,
-        hidden_in=_FAN_IN_WITHOUT_CP,
-        detected_by=_FOUND,
-    ),
-    "slots_in_reverse_order": Fault(
-        family="S",
-        what="the ranks that gather along the batch are joined in another order than that of their slots",
-        origin="a gather group that is sorted, or listed, otherwise than the samples lie",
-        signature="each token reads another image's features: another loss, other gradients everywhere",
-        seam=f"{_BRIDGE}.direct:joined",
-        broken=_reversed,
-        shows_in=_FAN_IN,
-        hidden_in=_EQUAL_WITH_CP,
-        detected_by=_FOUND,
-    ),
-    "gradient_of_next_slot": Fault(
-        family="S",
-        what="each rank of the encoder takes the gradient of its neighbour's samples",
-        origin="a slot counted from another dimension than dp",
-        signature="loss and policy right; the encoder's gradient another one",
-        seam=f"{_BRIDGE}.direct:own_slot",
-        broken=_next_slot,
-        shows_in=_FAN_IN,
-        hidden_in=_EQUAL_WITH_CP,
-        detected_by=_FOUND,
-        changes_metrics=False,
-    ),
-    "first_slot_on_later_cp_ranks": Fault(
-        family="S",
-        what="ranks with cp > 0 are not in the map from ranks to slots, and take the first slot's samples",
-        origin="a map that is made of the ranks with cp = 0, and looked up on all",
-        signature="tokens of later cp ranks read another image's features: another loss, other gradients",
-        seam=f"{_BRIDGE}.direct:own_slot",
-        broken=_first_slot,
-        shows_in=_FAN_OUT,
-        hidden_in=_FAN_OUT_WITHOUT_CP,
-        detected_by=_FOUND,
-    ),
-    "one_consumer_of_several": Fault(
-        family="H",
-        what="of the ranks that read one image, the gradient of one comes back and not the sum",
-        origin="the adjoint of sending a value to several taken for that of sending it to one",
-        signature="loss and policy right; the encoder's gradient lacks all consumers of a shared image but one",
-        seam=f"{_BRIDGE}.crossing:_Sum.of",
-        broken=_one_consumer,
-        shows_in={"encoder": {"dp": 2}, "layout": {"cp": 2}, "delivery": "sharded", "shared": True},
-        hidden_in={"encoder": {"dp": 2}, "layout": {"cp": 2}, "delivery": "sharded"},
-        detected_by=_FOUND,
-        changes_metrics=False,
-    ),
-}
+BRIDGE_FAULTS: Mapping[str, Fault] = {each.name: each for each in list(globals().values()) if isinstance(each, Fault)}
 """Every fault of two modules, by name."""

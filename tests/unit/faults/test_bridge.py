@@ -28,7 +28,7 @@ def test_a_fault_says_what_it_is(name):
 def test_its_seam_is_there_and_whole_again_afterwards(name):
     owner, attribute = _place(BRIDGE_FAULTS[name].seam)
     right = vars(owner)[attribute]
-    with planted_faults({name: BRIDGE_FAULTS[name]}):
+    with planted_faults([BRIDGE_FAULTS[name]]):
         assert vars(owner)[attribute] is not right
     assert vars(owner)[attribute] is right
 

@@ -28,7 +28,7 @@ def invented(monkeypatch):
 
             return wrong
 
-        fault = Fault(family="S", what="w", origin="o", signature="s", seam=seam, broken=broken)
+        fault = Fault(name="invented", family="S", what="w", origin="o", signature="s", seam=seam, broken=broken)
         monkeypatch.setattr(faults, "load_fault", lambda name: fault)
         return called
 

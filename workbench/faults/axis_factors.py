@@ -1,0 +1,248 @@
+"""Known bugs: wrong factor of a parallel axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.faults import fault
+from workbench.reduction.evaluate import Evaluated
+from workbench.reduction.scaling import Cut
+from workbench.reduction.weights import TokenWeights
+from workbench.rollouts.batch import PADDING, RolloutBatch
+from workbench.sharding.collectives import all_sum
+from workbench.sharding.mesh import Axis, Mesh
+from workbench.specs.run import RunSpec
+
+
+@fault(
+    seam="gradient_norms",
+    origin="NVIDIA-NeMo/RL#1693",
+    signature="loss, metrics of tokens and gradients right; every norm exactly 1 / (dp cp) of its gradient's, and a "
+    "clip that lets through dp cp times what it should",
+    shows_in={"layout": {"dp": 2, "cp": 2}},
+    hidden_in={"layout": {"dp": 1, "cp": 1}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_norms_of_averaged_gradients_are_too_small_by_the_ranks",
+    changes_gradient=False,
+)
+def clip_of_averaged_gradients(gradient_norms: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """The norm that decides about the clip is that of averaged gradients, the step takes their sum.
+
+    Gradients are clipped while they are still averaged over dp x cp ranks: the threshold is that much higher than
+    asked.
+    """
+
+    def norms_of_average(model: object, shards: Mapping, mesh: Mesh) -> dict[str, float]:
+        return {name: norm / mesh["dp_cp"].size for name, norm in gradient_norms(model, shards, mesh).items()}
+
+    return norms_of_average
+
+
+@fault(
+    seam="step_weights",
+    origin="NovaSky-AI/SkyRL#1751 (after the opposite mistake, #1420)",
+    signature="loss and every gradient exactly cp times the right ones, cosine 1; metrics of tokens right",
+    shows_in={"layout": {"cp": 2}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_factor_of_the_layout_is_one_factor",
+)
+def cp_factor_twice(step_weights: Callable) -> Callable:
+    """The factor that undoes a mean over context-parallel ranks stays in the loss where their gradients are summed."""
+
+    def multiply_again(rows: list, spec: object, cut: Cut | None = None, **how: object) -> tuple:
+        weights, totals = step_weights(rows, spec, cut=cut, **how)
+        cp = 1 if cut is None else cut.cp
+        return [{name: pair.map(lambda w_T: w_T * cp) for name, pair in named.items()} for named in weights], totals
+
+    return multiply_again
+
+
+@fault(
+    seam="step_weights",
+    origin="ServiceNow/Fast-LLM#502 (loss 1 / M, gradient 1 / M^2; removed in #517 and #520)",
+    signature="every gradient exactly 1 / documents of the right one, cosine 1, loss and metrics of tokens right; a "
+    "threshold for the gradient norm no longer clips",
+    changes_metrics=False,
+)
+def gradient_divided_by_documents_again(step_weights: Callable) -> Callable:
+    """Backward divides by the number of documents what forward has divided already."""
+
+    def weights_divided_twice(*args: object, **how: object) -> tuple:
+        weights, totals = step_weights(*args, **how)
+        documents = max(totals.documents, 1)
+        return [
+            {name: TokenWeights(pair.loss_T, pair.gradient_T / documents) for name, pair in named.items()}
+            for named in weights
+        ], totals
+
+    return weights_divided_twice
+
+
+@fault(
+    seam="evaluate_loss",
+    origin="ServiceNow/Fast-LLM#520 (the GSPO loss under sequence data parallelism)",
+    signature="the reported loss and each of its terms exactly cp times too big; gradients and metrics of tokens right",
+    shows_in={"layout": {"cp": 2}},
+    hidden_in={"layout": {"cp": 1}},
+    changes_gradient=False,
+)
+def loss_counted_by_every_rank(evaluate_loss: Callable) -> Callable:
+    """A loss that is complete on every context-parallel rank is summed over them once more to be reported."""
+
+    def report_too_much(loss: object, inputs: Any, *more: object) -> Evaluated:
+        found = evaluate_loss(loss, inputs, *more)
+        ranks = inputs.sums.axis.size
+        # What is added carries no gradient.
+        return found._replace(
+            scalars={
+                name: replace(scalar, value=scalar.value + (ranks - 1) * scalar.value.detach())
+                for name, scalar in found.scalars.items()
+            }
+        )
+
+    return report_too_much
+
+
+@fault(
+    seam="step_weights",
+    origin="ByteDance-Seed/VeOmni#338 (8 ranks, loss and gradient 8 times too small)",
+    signature="loss and every gradient exactly 1 / cp of the right ones, cosine 1; metrics of tokens right",
+    shows_in={"layout": {"cp": 2}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/faults/test_unseen.py::test_a_mean_over_sequence_ranks_is_one_factor_in_loss_and_gradient",
+)
+def loss_divided_by_sequence_ranks(step_weights: Callable) -> Callable:
+    """A loss that is divided by the tokens of the whole sequence already is averaged over the ranks that share it."""
+
+    def average_over_cp(rows: list, spec: object, cut: Cut | None = None, **how: object) -> tuple:
+        weights, totals = step_weights(rows, spec, cut=cut, **how)
+        cp = 1 if cut is None else cut.cp
+        return [{name: pair.map(lambda w_T: w_T / cp) for name, pair in named.items()} for named in weights], totals
+
+    return average_over_cp
+
+
+@fault(
+    seam="sum_gradients",
+    origin="NVIDIA/Megatron-LM#673, THUDM/slime#987, NovaSky-AI/SkyRL#1420",
+    signature="every gradient exactly 1 / cp of the right one, cosine 1, loss right; invisible after one Adam step",
+    shows_in={"layout": {"cp": 2}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/parity/test_faults.py::test_missing_cp_factor_halves_every_gradient_and_not_the_loss",
+    changes_metrics=False,
+)
+def missing_cp_factor(sum_gradients: Callable) -> Callable:
+    """Gradients are averaged over context-parallel ranks, each of which holds only a share of the sum."""
+
+    def average_over_cp(model: object, shards: object, mesh: object) -> None:
+        sum_gradients(model, shards, mesh)
+        for parameter in model.parameters():
+            parameter.grad.div_(mesh["cp"].size)
+
+    return average_over_cp
+
+
+@fault(
+    seam="make_advantages",
+    origin="radixark/miles#1720",
+    signature="advantages, and with them the policy term, exactly cp times the right ones, the penalty right; nothing "
+    "where advantages are divided by a deviation, nor at cp = 1",
+    shows_in={"layout": {"cp": 2}, "data": {"advantages": {"name": "rloo"}}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/faults/test_unseen.py::test_a_reward_on_every_rank_multiplies_the_policy_term",
+)
+def reward_on_every_cp_rank(make_advantages: Callable) -> Callable:
+    """Each context-parallel rank adds the reward at the end of an answer, and the ranks' rewards are summed.
+
+    The reward of an answer is put on its last token by every context-parallel rank, not by the one that holds that
+    token.
+    """
+
+    def reward_everywhere(batch: RolloutBatch, spec: RunSpec) -> RolloutBatch:
+        if batch.rewards_N is None:
+            return make_advantages(batch, spec)
+        made = make_advantages(replace(batch, rewards_N=batch.rewards_N * spec.layout.cp), spec)
+        return replace(made, rewards_N=batch.rewards_N)
+
+    return reward_everywhere
+
+
+@fault(
+    seam="split_row",
+    origin="ServiceNow/Fast-LLM e0d8c4d4 (segment ids that are not the same on all ranks)",
+    signature="a document that lies on one rank is right; one that straddles has as many ratios as ranks, so that "
+    "other tokens are clipped; loss and gradient wrong by no constant, and right under a token-level loss",
+    shows_in={"layout": {"cp": 3}, "loss": {"name": "gspo"}},
+    hidden_in={"layout": {"cp": 1}},
+)
+def sequence_ratio_per_shard(split_row: Callable) -> Callable:
+    """Sums and lengths of a document are taken over the tokens that a context-parallel rank holds of it."""
+
+    def split_document_sums(*args: object) -> object:
+        local = split_row(*args)
+        row = local.row
+        documents_T = row.document_ids_T - PADDING
+        lengths_T = torch.bincount(documents_T, weights=row.loss_mask_T.double())[documents_T].clamp_min(1)
+        return replace(local, row=replace(row, lengths_T=lengths_T), sums=replace(local.sums, complete=_left_partial))
+
+    return split_document_sums
+
+
+def _left_partial(partial: Tensor, axis: Axis) -> Tensor:
+    return partial
+
+
+@fault(
+    seam="split_row",
+    origin="THUDM/slime#695 (e9e42e5e)",
+    signature="documents take part of their ratio from others, and lose tokens: loss and policy gradient wrong by no "
+    "constant; right under a loss on tokens, and where shards are contiguous",
+    shows_in={"layout": {"cp": 2, "order": "zigzag"}, "loss": {"name": "gspo"}},
+    hidden_in={"layout": {"order": "contiguous"}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_wrong_offsets_of_sequence_sums_spare_losses_on_tokens",
+)
+def sequence_sums_at_wrong_offsets(split_row: Callable) -> Callable:
+    """A sequence ratio gathers a document's tokens from offsets that the zigzag cut did not put them at."""
+
+    def split_with_other_offsets(row: Any, weights: Any, documents: Any, plan: Any, mesh: Any, layout: Any) -> Any:
+        local = split_row(row, weights, documents, plan, mesh, layout)
+        held = len(local.row.tokens_T)
+        side_by_side_T = torch.arange(held) + mesh["cp"].rank * held
+        return replace(local, sums=replace(local.sums, positions_T=side_by_side_T))
+
+    return split_with_other_offsets
+
+
+@fault(
+    seam="prepare_rows",
+    origin="a fork of NVIDIA/Megatron-LM (NMFW-17, bridge to cp > 1), after NVIDIA/Megatron-LM#4368",
+    signature="loss and gradient about cp times too big; exactly so where all places hold as many trained tokens, "
+    "else turned towards those that hold few; nothing at cp = 1",
+    shows_in={"layout": {"cp": 2}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/faults/test_unseen.py::test_tokens_counted_over_dp_only_are_cp_times_too_few",
+)
+def tokens_counted_over_dp_only(prepare_rows: Callable) -> Callable:
+    """The tokens that divide a loss are added up over data-parallel ranks, not over context-parallel ones.
+
+    Numerator and count are reduced over data-parallel ranks alone: each context-parallel rank divides its share of the
+    tokens by the tokens of those with its own place on the axis.
+    """
+
+    def count_over_dp(batch: object, spec: RunSpec, mesh: Mesh, *more: object) -> Any:
+        rows, totals = prepare_rows(batch, spec, mesh, *more)
+        if spec.loss.denominator != "token":
+            return rows, totals
+        here = torch.stack([local.row.loss_mask_T.sum() for local in rows]).sum().double()
+        counted = float(all_sum(here, mesh["dp"]))
+        factor = totals.tokens / max(counted, 1.0)
+        return [
+            replace(local, weights={name: pair.map(lambda w_T: w_T * factor) for name, pair in local.weights.items()})
+            for local in rows
+        ], totals
+
+    return count_over_dp

@@ -1,0 +1,350 @@
+"""Known bugs: metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.faults import fault
+from workbench.losses.terms import LossInputs, Term
+from workbench.metrics.values import Count, Maximum, Mean, Minimum, Sum, Value
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.model import Policy
+from workbench.reduction.partial import Scalar
+from workbench.rollouts.batch import PADDING
+from workbench.sharding.collectives import all_sum
+from workbench.sharding.mesh import Axis, Mesh
+from workbench.specs.losses import LossSpec
+
+
+@fault(
+    seam="policy_metrics",
+    origin="RLinf/RLinf#1529",
+    signature="gradient and loss right; every share of clipped tokens is exactly 0, all other metrics right; nothing "
+    "under a loss without a clip",
+    hidden_in={"loss": {"name": "reinforce"}},
+    detected_by="tests/faults/test_unseen.py::test_after_the_clip_no_ratio_is_outside",
+    changes_gradient=False,
+)
+def clip_fraction_after_clip(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
+    """The share of clipped tokens compares the clipped ratio with the bounds of the clip."""
+
+    def find_none_outside(*args: object) -> dict[str, Value]:
+        return {
+            key: _of_none(value) if key.startswith(("clip/policy/", "clip/region/")) else value
+            for key, value in policy_metrics(*args).items()
+        }
+
+    return find_none_outside
+
+
+def _of_none(value: Value) -> Value:
+    """A share of which no token is a part."""
+    if not isinstance(value.reducer, Mean):
+        return value
+    return replace(value, sums=(torch.zeros_like(value.sums[0]), *value.sums[1:]))
+
+
+@fault(
+    seam="workbench.policy.model:token_logprobs",
+    origin="ServiceNow/Fast-LLM#520",
+    signature="gradient, loss and log-probabilities right, unless the loss has an entropy bonus; the entropy "
+    "about log(tp) nats too small where the distribution is flat",
+    shows_in={"layout": {"tp": 2}},
+    hidden_in={"layout": {"tp": 1}},
+    detected_by="tests/faults/test_denominators_and_metrics.py::test_the_entropy_of_a_shard_is_smaller_by_log_tp",
+    changes_gradient=False,
+)
+def entropy_of_vocabulary_shard(token_logprobs: Callable) -> Callable:
+    """The softmax of the entropy is normalised over the local logits, without the collective over tp."""
+
+    def entropy_of_local_logits(hidden_TD: Tensor, **options: Any) -> TokenLogprobs:
+        said = token_logprobs(hidden_TD, **options)
+        if said.entropy_T is None or options["axis"].size == 1:
+            return said
+        local = {
+            "implementation": "reference",
+            "axis": None,
+            "first_token": 0,
+            "wanted": ("entropy",),
+            "targets_T": torch.zeros_like(options["targets_T"]),
+        }
+        with torch.no_grad():
+            alone = token_logprobs(hidden_TD, **(options | local))
+        return said._replace(entropy_T=alone.entropy_T)
+
+    return entropy_of_local_logits
+
+
+@fault(
+    seam="finish_metrics",
+    origin="PrimeIntellect-ai/prime-rl#816",
+    signature="gradient, loss and all other metrics right; every minimum is its maximum and above its mean",
+    detected_by="tests/faults/test_unseen_at_first.py::test_swapped_extremes_are_each_other",
+    changes_gradient=False,
+)
+def extremes_swapped(finish_metrics: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """The reducer of the minimum is given to the key of the maximum, and the other way round."""
+
+    def finish_and_swap(*args: object) -> dict[str, float]:
+        found = finish_metrics(*args)
+        return {key: found[_swapped(key)] for key in found}
+
+    return finish_and_swap
+
+
+_OTHER = {"min": "max", "max": "min"}
+
+
+def _swapped(key: str) -> str:
+    group, _, statistic = key.rpartition("/")
+    return f"{group}/{_OTHER.get(statistic, statistic)}"
+
+
+@fault(
+    seam="finish_metrics",
+    origin="allenai/open-instruct#1808 (1.143e6 tokens for 285,750)",
+    signature="gradient, loss, means and extremes right; every sum and count exactly dp * cp times too big",
+    shows_in={"layout": {"dp": 2}},
+    hidden_in={"layout": {"dp": 1}},
+    detected_by="tests/faults/test_denominators_and_metrics.py::test_counts_are_too_big_by_the_ranks",
+    changes_gradient=False,
+)
+def global_counts_per_rank(finish_metrics: Callable) -> Callable:
+    """Every rank is handed the finished metrics of the step, and what counts things is added up over ranks."""
+
+    def finish_and_sum_again(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
+        counted = [key for key, value in micro_batches[0].items() if isinstance(value.reducer, Sum | Count)]
+        whole = finish_metrics(micro_batches, axis)
+        return whole | {key: whole[key] * axis.size for key in counted}
+
+    return finish_and_sum_again
+
+
+@fault(
+    seam="policy_metrics",
+    origin="THUDM/slime#2114",
+    signature="gradient and loss right; the metric of the KL that the loss penalises exactly coefficient times the "
+    "right one, other estimators and pairs right; nothing without a penalty",
+    hidden_in={"loss": {"kl": {"coefficient": 0.0}}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_kl_changed_in_place_is_its_coefficient_too_small",
+    changes_gradient=False,
+)
+def kl_changed_in_place(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
+    """The tensor of the penalty is changed in place after it was handed to the log."""
+
+    def measure_what_is_left(
+        inputs: LossInputs,
+        terms: Mapping[str, Term],
+        loss_mask_T: Tensor,
+        level: str = "basic",
+        loss_spec: LossSpec | None = None,
+        *more: object,
+    ) -> dict[str, Value]:
+        found = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
+        if "kl" not in terms:
+            return found
+        logged = f"kl/policy_{loss_spec.kl.against}/{loss_spec.kl.estimator}_" if loss_spec else "kl/policy_ref/k3_"
+        return {
+            key: _scaled(value, terms["kl"].coefficient) if key.startswith(logged) else value
+            for key, value in found.items()
+        }
+
+    return measure_what_is_left
+
+
+def _scaled(value: Value, factor: float) -> Value:
+    """A mean, with its total and not its weight multiplied."""
+    if not isinstance(value.reducer, Mean):
+        return value
+    return replace(value, sums=(value.sums[0] * factor, *value.sums[1:]))
+
+
+@fault(
+    seam="workbench.reduction.partial:Scalar.complete",
+    origin="modelscope/ms-swift#9380",
+    signature="gradient and metrics right; the reported loss is that of one cp rank's tokens, whose share depends on "
+    "order and masks",
+    shows_in={"layout": {"cp": 2}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/faults/test_denominators_and_metrics.py::test_a_loss_over_dp_only_lacks_the_other_cp_ranks",
+    changes_gradient=False,
+)
+def loss_reported_over_dp_only(_: Callable) -> Callable:
+    """The reporting sum leaves out context-parallel ranks, so the log shows the share of those with cp rank 0."""
+
+    def complete_over_dp(self: Scalar, mesh: Mesh) -> Scalar:
+        return Scalar(all_sum(self.value.detach(), mesh["dp"]), frozenset())
+
+    return complete_over_dp
+
+
+@fault(
+    seam="finish_metrics",
+    origin="huggingface/trl#6380 and #7047, OpenRLHF's clip_ratio and ppo_kl",
+    signature="gradient and loss right, and sums, counts and extremes too; means tilted towards ranks with few trained "
+    "tokens, NaN if a rank has none",
+    shows_in={"layout": {"dp": 2}},
+    hidden_in={"layout": {"dp": 1}},
+    detected_by="tests/faults/test_denominators_and_metrics.py::test_means_of_means_leave_sums_and_extremes_alone",
+    changes_gradient=False,
+)
+def mean_of_rank_means(finish_metrics: Callable) -> Callable:
+    """A mean travels between ranks as a finished number instead of as sum and count."""
+
+    def finish_then_average(micro_batches: Sequence[Mapping[str, Value]], axis: Axis) -> dict[str, float]:
+        means = {key: value for key, value in micro_batches[0].items() if isinstance(value.reducer, Mean)}
+        here = finish_metrics(micro_batches, Axis(axis.name))
+        whole = finish_metrics(micro_batches, axis)
+        if means:
+            some = next(iter(means.values())).sums[0]
+            averaged = all_sum(some.new_tensor([here[key] for key in means]), axis) / axis.size
+            whole |= dict(zip(means, averaged.tolist(), strict=True))
+        return whole
+
+    return finish_then_average
+
+
+@fault(
+    seam="finish_metrics",
+    origin="verl-project/verl#2259",
+    signature="gradient and loss right; counts of tokens and documents too small, means of another population; nothing "
+    "with one micro-batch",
+    shows_in={"data": {"micro_batches": 3}},
+    hidden_in={"data": {"micro_batches": 1}},
+    detected_by="tests/faults/test_denominators_and_metrics.py::test_metrics_of_the_last_micro_batch_count_fewer_tokens",
+    changes_gradient=False,
+)
+def metrics_of_last_micro_batch(finish_metrics: Callable) -> Callable:
+    """Metrics are kept by name, and each micro-batch overwrites those of the one before."""
+
+    def finish_last(micro_batches: Sequence[object], axis: object) -> dict[str, float]:
+        return finish_metrics(micro_batches[-1:], axis)
+
+    return finish_last
+
+
+@fault(
+    seam="run_step",
+    origin="verl-project/verl#4711, #4778 and #5203",
+    signature="gradient and loss right; every reported mean and share exactly dp times too big, so that shares pass "
+    "1; sums, counts and extremes right",
+    shows_in={"layout": {"dp": 2}},
+    hidden_in={"layout": {"dp": 1}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_scaled_means_are_too_big_by_dp",
+    changes_gradient=False,
+)
+def metrics_scaled_by_dp(run_step: Callable) -> Callable:
+    """Means are scaled for an engine that averages over dp as the loss is, and nothing averages them."""
+
+    def report_scaled(policy: Policy, *args: object, **how: object) -> Any:
+        result, dp = run_step(policy, *args, **how), policy.mesh["dp"].size
+        scaled = {
+            key: value * dp if key.endswith(("/mean", "/fraction", "_mean")) else value
+            for key, value in result.metrics.items()
+        }
+        return replace(result, metrics=scaled)
+
+    return report_scaled
+
+
+@fault(
+    seam="policy_metrics",
+    origin="NovaSky-AI/SkyRL#211",
+    signature="gradient, loss and all other metrics right; the entropy's mean drawn towards what the policy says "
+    "after padding, the more the more of it; nothing in rows without padding",
+    shows_in={"data": {"multiple_of": 160}},
+    hidden_in={"data": {"multiple_of": None}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_padding_moves_the_entropy_alone",
+    changes_gradient=False,
+)
+def padding_in_entropy(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
+    """The distribution after a padding token is taken for one of the policy's."""
+
+    def measure_padding_too(
+        inputs: LossInputs, terms: Mapping[str, Term], loss_mask_T: Tensor, level: str, *more: object
+    ) -> dict[str, Value]:
+        right = policy_metrics(inputs, terms, loss_mask_T, level, *more)
+        wide = policy_metrics(inputs, terms, loss_mask_T | (inputs.document_ids_T == PADDING), level)
+        return right | {key: wide[key] for key in _KEYS if key in right}
+
+    return measure_padding_too
+
+
+_KEYS = ("entropy/policy/mean", "entropy/policy/min", "entropy/policy/max")
+
+
+@fault(
+    seam="policy_metrics",
+    origin="ServiceNow/PipelineRL, loss reinforce (read, not run)",
+    signature="gradient, loss and log-probabilities right; no reported ratio is above the bound, mean and sums too "
+    "small, effective samples too many; nothing under a loss that does not truncate",
+    shows_in={"loss": {"name": "truncated_reinforce"}},
+    hidden_in={"loss": {"name": "reinforce"}},
+    detected_by="tests/faults/test_unseen.py::test_truncated_ratios_are_reported_as_ratios",
+    changes_gradient=False,
+)
+def ratio_truncated_before_log(policy_metrics: Callable[..., dict[str, Value]]) -> Callable[..., dict[str, Value]]:
+    """The name of the ratio is given to its truncated value before statistics of it are taken.
+
+    The truncated ratio that weighs a token is stored over the ratio itself, of which mean, sum, sum of squares and
+    effective samples are reported.
+    """
+
+    def measure_truncated(
+        inputs: LossInputs,
+        terms: object,
+        loss_mask_T: object,
+        level: str = "basic",
+        loss_spec: LossSpec | None = None,
+        *more: object,
+    ) -> dict[str, Value]:
+        found = policy_metrics(inputs, terms, loss_mask_T, level, loss_spec, *more)
+        if loss_spec is None or loss_spec.surrogate.kind != "cispo":
+            return found
+        held_T = inputs.log_ratio().clamp(max=math.log1p(loss_spec.surrogate.clip_high))
+        truncated = replace(inputs, policy_logprobs_T=inputs.old_logprobs_T + held_T)
+        other = policy_metrics(truncated, terms, loss_mask_T, level, loss_spec, *more)
+        return {key: other[key] if key.startswith("ratio/policy_old/") else value for key, value in found.items()}
+
+    return measure_truncated
+
+
+@fault(
+    seam="finish_metrics",
+    origin="ServiceNow/Fast-LLM#520 (minima and maxima of ranks that compute no loss)",
+    signature="gradient, loss and means right; minima of positive and maxima of negative numbers are 0 as soon as one "
+    "rank holds no trained token",
+    shows_in={"layout": {"cp": 2}, "data": {"multiple_of": 160}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/faults/test_denominators_and_metrics.py::test_a_zero_for_nothing_enters_extremes_alone",
+    changes_gradient=False,
+)
+def zero_placeholder_in_extremes(finish_metrics: Callable) -> Callable:
+    """0 stands for nothing where the extreme of no token is infinite."""
+
+    def finish_with_zeros(micro_batches: Sequence[Mapping[str, Value]], axis: object) -> dict[str, float]:
+        empty = {
+            key
+            for key, value in micro_batches[0].items()
+            if isinstance(value.reducer, Maximum | Minimum)
+            if all(metrics[key].maxima[0].isneginf() for metrics in micro_batches)
+        }
+        return finish_metrics(
+            [
+                {key: _zero(value) if key in empty else value for key, value in metrics.items()}
+                for metrics in micro_batches
+            ],
+            axis,
+        )
+
+    return finish_with_zeros
+
+
+def _zero(value: Value) -> Value:
+    return replace(value, maxima=tuple(part.new_zeros(()) for part in value.maxima))

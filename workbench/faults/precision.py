@@ -1,0 +1,223 @@
+"""Known bugs: precision and fused kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from workbench.faults import fault
+from workbench.losses.terms import LossInputs
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.model import Policy
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.targets import TrainingRow
+
+
+@fault(
+    seam="workbench.policy.model:token_logprobs",
+    origin="verl-project/verl, its fused head (read, not run)",
+    signature="gradient, loss and log-probabilities right, unless the loss has an entropy bonus; each entropy off by "
+    "up to 1 in 256 of itself, so that many share few values",
+    hidden_in={"record": {"metrics": "none", "tokens": False}},
+    detected_by="tests/faults/test_unseen.py::test_a_rounded_entropy_is_the_only_wrong_quantity",
+    changes_gradient=False,
+)
+def entropy_in_bfloat16(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
+    """A fused head computes log-probabilities in float32 and stores the entropy in the dtype of the hidden states."""
+
+    def with_rounded_entropy(*args: object, **options: object) -> TokenLogprobs:
+        said = token_logprobs(*args, **options)
+        if said.entropy_T is None:
+            return said
+        return said._replace(entropy_T=said.entropy_T.bfloat16().to(said.entropy_T.dtype))
+
+    return with_rounded_entropy
+
+
+@fault(
+    seam="loss_inputs",
+    origin="linkedin/Liger-Kernel#1298 (reduction none)",
+    signature="loss and metrics right; every token pulls as the first trained one of its micro-batch does, whatever "
+    "its own advantage, weight and clip: cosine far from 1; nothing where all tokens weigh the same (a "
+    "likelihood averaged over tokens)",
+    hidden_in={"loss": {"name": "sft", "kl": {"coefficient": 0.0}}},
+    detected_by="tests/faults/test_unseen.py::test_every_token_pulls_as_the_first",
+    changes_metrics=False,
+)
+def first_cotangent_for_all(loss_inputs: Callable[..., LossInputs]) -> Callable[..., LossInputs]:
+    """A fused head multiplies the gradient of every token with what arrives at the first one.
+
+    A kernel that was written for a loss of one number reads the first element of the gradient that arrives, though it
+    is asked for a value a token.
+    """
+
+    def from_such_a_head(row: TrainingRow, said: TokenLogprobs, *more: object) -> LossInputs:
+        return loss_inputs(row, said._replace(logprobs_T=_TakeFirst.apply(said.logprobs_T, row.loss_mask_T)), *more)
+
+    return from_such_a_head
+
+
+class _TakeFirst(Function):
+    """The identity, whose gradient is that of the first token that counts on every token that does."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs_T: Tensor, loss_mask_T: Tensor) -> Tensor:
+        ctx.save_for_backward(loss_mask_T)
+        return logprobs_T.clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangents_T: Tensor) -> tuple[Tensor, None]:
+        (loss_mask_T,) = ctx.saved_tensors
+        if not loss_mask_T.any():
+            return cotangents_T, None
+        return torch.where(loss_mask_T, cotangents_T[loss_mask_T][0], 0.0), None
+
+
+@fault(
+    seam="workbench.policy.model:Policy.hidden_states",
+    origin="deepspeedai/DeepSpeed#1800, hiyouga/LlamaFactory#9769, pytorch/pytorch#194628",
+    signature="loss, metrics and log-probabilities right; every gradient off by some 1e-3 of itself, the more the more "
+    "micro-batches; nothing with one",
+    shows_in={"data": {"micro_batches": 3}},
+    hidden_in={"data": {"micro_batches": 1}},
+    detected_by="tests/faults/test_unseen.py::test_sums_in_bfloat16_are_off_by_thousandths_in_the_gradient_alone",
+    changes_metrics=False,
+)
+def gradients_kept_in_bfloat16(hidden_states: Callable) -> Callable:
+    """The buffer into which micro-batches accumulate has the dtype of bfloat16 weights."""
+
+    def round_before_the_next(policy: Policy, *args: object) -> object:
+        for parameter in policy.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.copy_(parameter.grad.bfloat16())
+        return hidden_states(policy, *args)
+
+    return round_before_the_next
+
+
+@fault(
+    seam="workbench.policy.logprobs.chunked:add_product_",
+    origin="linkedin/Liger-Kernel#1324, #1391 and #1454, NVIDIA/Megatron-LM#2739",
+    signature="gradient of the head (and of an embedding that is tied to it) off by some 1e-3 of itself, the more the "
+    "more chunks; loss and all other gradients right",
+    shows_in={"model": {"tied": False}, "policy": {"logprobs": "chunked", "chunk_tokens": 4}},
+    hidden_in={"policy": {"logprobs": "reference", "chunk_tokens": 4096}},
+    changes_metrics=False,
+)
+def head_gradient_in_bfloat16(add_product_: Callable[..., None]) -> Callable[..., None]:
+    """What the chunks want from the output head is summed in the dtype of a bfloat16 weight."""
+
+    def add_and_round_(weight_VD: Tensor, *more: Tensor, first: bool) -> None:
+        add_product_(weight_VD, *more, first=first)
+        weight_VD.copy_(weight_VD.bfloat16())
+
+    return add_and_round_
+
+
+@fault(
+    seam="workbench.policy.model:token_logprobs",
+    origin="NovaSky-AI/SkyRL, its fused head (read, not run)",
+    signature="log-probabilities of every token off by some 1e-3 nats to either side and all gradients by some 1e-3 "
+    "of themselves; nothing at temperature 1",
+    shows_in={"policy": {"temperature": 0.7}},
+    hidden_in={"policy": {"temperature": 1.0}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_eight_bits_of_a_head_move_every_log_probability_by_thousandths",
+)
+def head_over_temperature_in_bfloat16(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
+    """The temperature is divided into the weight instead of the logits, and the quotient is kept in bfloat16."""
+
+    def with_divided_weight(
+        hidden_TD: Tensor, *, weight_VD: Tensor, temperature: float | Tensor = 1.0, **options: object
+    ) -> TokenLogprobs:
+        if isinstance(temperature, Tensor) or temperature == 1.0:
+            return token_logprobs(hidden_TD, weight_VD=weight_VD, temperature=temperature, **options)
+        rounded_VD = (weight_VD / temperature).bfloat16().to(weight_VD.dtype)
+        return token_logprobs(hidden_TD, weight_VD=rounded_VD, temperature=1.0, **options)
+
+    return with_divided_weight
+
+
+@fault(
+    seam="workbench.policy.logprobs.chunked:_product_",
+    origin="verl-project/verl, its fused head (read, not run)",
+    signature="log-probabilities of every token off by some 1e-3 nats to either side, the more the larger the logits, "
+    "and all gradients by some 1e-3 of themselves; no factor",
+    shows_in={"policy": {"logprobs": "chunked"}},
+    hidden_in={"policy": {"logprobs": "reference"}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_eight_bits_of_a_head_move_every_log_probability_by_thousandths",
+)
+def logits_in_bfloat16(product_: Callable[..., None]) -> Callable[..., None]:
+    """A fused head keeps logits in bfloat16, and so log-probabilities and entropy come from eight bits."""
+
+    def product_and_round_(logits_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
+        product_(logits_CV, hidden_CD, weight_VD)
+        logits_CV.copy_(logits_CV.bfloat16())
+
+    return product_and_round_
+
+
+@fault(
+    seam="shift_targets",
+    origin="THUDM/slime#245 (rollout_log_probs; again in #892)",
+    signature="the policy's own log-probabilities right, old ones off by up to 1 in 256 of themselves to either side, "
+    "and with them each ratio, more on unlikely tokens; nothing where the policy is its own old one",
+    hidden_in={"loss": {"old_policy": "current"}},
+    detected_by="tests/faults/test_unseen.py::test_rounded_old_logprobs_are_off_by_their_last_bit",
+)
+def old_logprobs_in_bfloat16(
+    shift_targets: Callable[[RolloutBatch], TrainingRow],
+) -> Callable[[RolloutBatch], TrainingRow]:
+    """What the sampler says about its tokens, and the ratio is taken against, is stored with eight bits."""
+
+    def shift_rounded(row: RolloutBatch) -> TrainingRow:
+        return shift_targets(replace(row, old_logprobs_T=row.old_logprobs_T.bfloat16().to(row.old_logprobs_T.dtype)))
+
+    return shift_rounded
+
+
+@fault(
+    seam="workbench.policy.model:Policy.token_logprobs",
+    origin="verl-project/verl#5349, #2656 and #2899",
+    signature="every log-probability too small, by log(1 + padding / sum of exp of logits): more where logits are "
+    "small; ratios below 1 in the first step; right where the tile divides the vocabulary",
+)
+def padded_vocabulary_counted(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
+    """A kernel that computes 32 columns of the vocabulary at a time adds exp(0) for each that does not exist."""
+
+    def with_padding(self: Policy, *args: object, wanted: Iterable[str] = (), **how: object) -> TokenLogprobs:
+        said = token_logprobs(self, *args, wanted={*wanted, "logsumexp"}, **how)
+        padding = -self.vocabulary_size % TILE
+        if not padding:
+            return said
+        more_T = torch.logaddexp(said.logsumexp_T, said.logsumexp_T.new_full((), math.log(padding)))
+        return said._replace(logprobs_T=said.logprobs_T + said.logsumexp_T - more_T, logsumexp_T=more_T)
+
+    return with_padding
+
+
+TILE = 32
+
+
+"""Columns that a kernel computes at a time."""
+
+
+@fault(
+    seam="transformers.models.qwen3.modeling_qwen3:apply_rotary_pos_emb",
+    origin="huggingface/transformers#29285, KellerJordan/modded-nanogpt#39, NVIDIA/Megatron-LM#744",
+    signature="log-probabilities off by some 1e-3 nats to either side, but for the first token of a document, which "
+    "sees itself alone; all gradients by some 1e-3 of themselves",
+    detected_by="tests/faults/test_unseen.py::test_rounded_rotary_tables_spare_the_first_step_of_a_document",
+)
+def rotary_tables_in_bfloat16(apply_rotary_pos_emb: Callable) -> Callable:
+    """The tables of rotary angles are cast to the dtype of a bfloat16 model, in a run that computes with more."""
+
+    def with_rounded_tables(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: object, **how: object) -> object:
+        return apply_rotary_pos_emb(q, k, cos.bfloat16().to(cos.dtype), sin.bfloat16().to(sin.dtype), *more, **how)
+
+    return with_rounded_tables

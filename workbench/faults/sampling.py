@@ -1,0 +1,211 @@
+"""Known bugs: temperature, behaviour policy, sampling support."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.faults import fault
+from workbench.losses.terms import LossInputs, Term
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.model import Policy
+from workbench.rollouts.batch import RolloutBatch
+from workbench.rollouts.targets import TrainingRow
+from workbench.specs.losses import CorrectionSpec
+
+
+@fault(
+    seam="workbench.losses.build:apply_correction",
+    origin="THUDM/slime#179",
+    signature="the weight of each token is its ratio policy / old times too big: policy term and its gradient off by "
+    "no constant, penalties right; nothing on-policy",
+    shows_in={"loss": {"correction": {"kind": "importance_sampling"}}},
+    hidden_in={"loss": {"old_policy": "current"}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_a_weight_of_the_live_policy_spares_the_penalty",
+)
+def correction_weight_of_current_policy(apply_correction: Callable[..., Term]) -> Callable[..., Term]:
+    """Policy / sampler multiplies a term that holds policy / old already, where old / sampler belongs."""
+
+    def with_live_policy(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Term:
+        return apply_correction(term, replace(inputs, old_logprobs_T=inputs.policy_logprobs_T.detach()), spec)
+
+    return with_live_policy
+
+
+@fault(
+    seam="shift_targets",
+    origin="huggingface/trl#6789 and #7269, NovaSky-AI/SkyRL#877, vllm-project/vllm#42259",
+    signature="every weight against the sampler, and with it the policy term and its gradient, exactly the kept mass "
+    "times the right one, cosine 1; other terms right, and everything without such a weight",
+    shows_in={"loss": {"correction": {"kind": "importance_sampling"}}},
+    hidden_in={"loss": {"correction": {"kind": "none"}}, "record": {"metrics": "none"}},
+)
+def kept_mass_ignored(shift_targets: Callable[[RolloutBatch], TrainingRow]) -> Callable[[RolloutBatch], TrainingRow]:
+    """The sampler drew from a cut distribution, and the trainer compares with the whole one.
+
+    The sampler's log-probabilities are over the tokens that top-p keeps (0.9 of the mass, for every token), the
+    trainer's over the whole vocabulary.
+    """
+
+    def shift_with_renormalised(row: RolloutBatch) -> TrainingRow:
+        right = shift_targets(row)
+        if right.sampler_logprobs_T is None:
+            return right
+        kept_T = right.sampler_logprobs_T - math.log(KEPT_MASS)
+        return replace(right, sampler_logprobs_T=torch.where(right.loss_mask_T, kept_T, 0.0))
+
+    return shift_with_renormalised
+
+
+KEPT_MASS = 0.9
+
+
+@fault(
+    seam="workbench.losses.surrogates.clipped:clip_ratio",
+    origin="ChenmienTan/RL2#21",
+    signature="tokens of a negative advantage that lie below 1 - epsilon keep their gradient, and their loss is "
+    "smaller in size; all others right, and log-probabilities, ratios and the penalty with them",
+    shows_in={"loss": {"surrogate": {"clip_low": 0.02}}},
+    hidden_in={"loss": {"surrogate": {"clip_low": 0.5}}},
+    detected_by="tests/faults/test_unseen.py::test_a_lower_bound_at_epsilon_frees_tokens_of_negative_advantage",
+)
+def lower_clip_at_epsilon(clip_ratio: Callable[..., Term]) -> Callable[..., Term]:
+    """The ratio is clipped to [epsilon, 1 + epsilon]: tokens that were made unlikelier are pushed on."""
+
+    def clip_from_epsilon(*values: object, clip_low: float, **bounds: object) -> Term:
+        return clip_ratio(*values, clip_low=1 - clip_low, **bounds)
+
+    return clip_from_epsilon
+
+
+@fault(
+    seam="run_step",
+    origin="OpenRLHF/OpenRLHF#853, databricks/compose-rl#105, huggingface/trl#3029",
+    signature="the penalty alone wrong, not 0 where policy and reference are the same, and its gradient by no "
+    "constant; log-probabilities, ratios and the policy term right",
+    shows_in={"policy": {"temperature": 0.7}, "loss": {"kl": {"coefficient": 0.3}}},
+    hidden_in={"policy": {"temperature": 1.0}},
+    detected_by="tests/faults/test_unseen.py::test_a_reference_without_temperature_moves_the_penalty_alone",
+)
+def reference_at_temperature_one(run_step: Callable) -> Callable:
+    """The reference is asked without the temperature of the policy.
+
+    Log-probabilities for the penalty come from a path that knows no temperature: the policy is drawn towards a
+    reference that is flatter than it.
+    """
+
+    def run_with_raw(policy: Policy, loss: object, rows: list, *more: object, **how: object) -> object:
+        rows = [
+            replace(
+                local,
+                row=replace(local.row, ref_logprobs_T=local.row.ref_logprobs_T + _without_temperature(policy, local)),
+            )
+            for local in rows
+        ]
+        return run_step(policy, loss, rows, *more, **how)
+
+    return run_with_raw
+
+
+@fault(
+    seam="run_step",
+    origin="huggingface/trl#4159 (mended in #4163), allenai/open-instruct#1678, vllm-project/vime#64",
+    signature="weights against the sampler wrong by the token's p at its temperature over p at 1, most of them too big "
+    "for tokens that were drawn below 1; the policy term with them; log-probabilities of the policy, ratios "
+    "against the old one and the penalty right",
+    shows_in={"policy": {"temperature": 0.7}, "loss": {"correction": {"kind": "tis"}}},
+    hidden_in={"policy": {"temperature": 1.0}},
+    detected_by="tests/faults/test_unseen.py::test_other_logprobs_of_the_sampler_move_weights_and_the_policy_term",
+)
+def sampler_logprobs_before_temperature(run_step: Callable) -> Callable:
+    """A sampler returns the log-probabilities of its raw logits, and drew from those over the temperature."""
+
+    def run_with_raw(policy: Policy, loss: object, rows: list, *more: object, **how: object) -> object:
+        rows = [
+            replace(
+                local,
+                row=replace(
+                    local.row, sampler_logprobs_T=local.row.sampler_logprobs_T + _without_temperature(policy, local)
+                ),
+            )
+            for local in rows
+        ]
+        return run_step(policy, loss, rows, *more, **how)
+
+    return run_with_raw
+
+
+def _without_temperature(policy: Policy, local: Any) -> Tensor:
+    """[t] nats: what a policy says of a row's targets at temperature 1, less what it says at its own."""
+    row = local.row
+    with torch.no_grad():
+        hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
+        raw, own = (
+            asked.token_logprobs(hidden_TD, row.targets_T, wanted=()).logprobs_T
+            for asked in (replace(policy, temperature=1.0), policy)
+        )
+    return torch.where(row.loss_mask_T, raw - own, 0.0)
+
+
+@fault(
+    seam="workbench.losses.build:apply_correction",
+    origin="NVIDIA-NeMo/RL#2269, huggingface/trl#5814",
+    signature="a document's weight is the right one to the power of its length: long documents vanish or stand at the "
+    "bound, those of one token are right; no constant factor",
+    shows_in={"loss": {"correction": {"kind": "sequence_tis_mean"}}},
+    hidden_in={"loss": {"correction": {"kind": "tis"}}},
+)
+def sequence_weight_sums_logs(apply_correction: Callable[..., Term]) -> Callable[..., Term]:
+    """Log(old / sampler) of a document is summed and not averaged: two numbers that are both called sequence-level."""
+
+    def correct_by_the_product(term: Term, inputs: LossInputs, spec: CorrectionSpec) -> Term:
+        summed = spec.model_copy(update={"ratio": "document_sum"}) if spec.ratio == "document_mean" else spec
+        return apply_correction(term, inputs, summed)
+
+    return correct_by_the_product
+
+
+@fault(
+    seam="workbench.policy.model:Policy.token_logprobs",
+    origin="NVIDIA-NeMo/RL, use_fused_linear_logprobs (7ea279ab: read, not run)",
+    signature="numbers that are no log-probabilities, those of temperature 1 over the temperature; the gradient is "
+    "that of the softmax of temperature 1. Where old ones are made the same way every ratio starts at 1",
+    shows_in={"policy": {"temperature": 0.7}},
+    hidden_in={"policy": {"temperature": 1.0}},
+)
+def temperature_divides_logprobs(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
+    """What the fused head returns is taken for logits: log p of temperature 1 is divided by the temperature."""
+
+    def divided_afterwards(
+        self: Policy, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, **how: object
+    ) -> TokenLogprobs:
+        said = token_logprobs(replace(self, temperature=1.0), hidden_TD, targets_T, **how)
+        divisor = self.temperature if temperature_T is None else temperature_T
+        return said._replace(logprobs_T=said.logprobs_T / divisor)
+
+    return divided_afterwards
+
+
+@fault(
+    seam="workbench.policy.model:Policy.token_logprobs",
+    origin="NVIDIA-NeMo/RL#660, verl-project/verl#3133, THUDM/slime#557, PrimeIntellect-ai/prime-rl#697, "
+    "ServiceNow/Fast-LLM e4d5845a",
+    signature="ratios that are not 1 in the first step: at 0.7 a mean of 1.2 here (1.08 where Fast-LLM saw it), "
+    "gradient 0.85 of the right one with cosine 0.88; entropy that of another temperature",
+    shows_in={"policy": {"temperature": 0.7}},
+    hidden_in={"policy": {"temperature": 1.0}},
+)
+def temperature_missing_in_policy(token_logprobs: Callable[..., TokenLogprobs]) -> Callable[..., TokenLogprobs]:
+    """Log-probabilities of the policy are those of temperature 1, the recorded ones those of the sampler's."""
+
+    def at_temperature_one(
+        self: Policy, hidden_TD: Tensor, targets_T: Tensor, temperature_T: Tensor | None = None, **how: object
+    ) -> TokenLogprobs:
+        return token_logprobs(replace(self, temperature=1.0), hidden_TD, targets_T, **how)
+
+    return at_temperature_one

@@ -1,0 +1,245 @@
+"""Known bugs: sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from workbench.faults import fault
+from workbench.policy.model import Policy
+from workbench.sharding.collectives import all_sum_, gather_scatter, sum_identity
+from workbench.sharding.mesh import Axis, Mesh
+from workbench.sharding.tensor_parallel import ParameterShard
+
+
+@fault(
+    seam="split_row",
+    origin="OpenRLHF GPTLMLoss and THUDM/slime#1383 (all-reduce outside autograd), deepspeedai/DeepSpeed#6841",
+    signature="loss right; the gradient of a loss on whole documents up to cp times too small, exactly 1 / cp where a "
+    "document's trained tokens are spread evenly; nothing at all under a token-level loss",
+    shows_in={"layout": {"cp": 2}, "loss": {"name": "gspo"}},
+    hidden_in={"layout": {"cp": 1}},
+    detected_by="tests/parity/test_faults.py::"
+    "test_a_document_sum_without_its_adjoint_is_seen_by_losses_on_whole_documents_only",
+    changes_metrics=False,
+)
+def document_sum_without_adjoint(split_row: Callable) -> Callable:
+    """A sum over a document that straddles cp ranks is completed forward, and each rank back-propagates for itself.
+
+    The all-reduce of a sequence statistic has the identity for its adjoint: a rank's tokens hear only what the rank's
+    own part of the loss wants from the statistic.
+    """
+
+    def split_with_identity_backward(*args: object) -> object:
+        local = split_row(*args)
+        return replace(local, sums=replace(local.sums, complete=sum_identity))
+
+    return split_with_identity_backward
+
+
+@fault(
+    seam="workbench.policy.logprobs.vocabulary_parallel:all_sum",
+    origin="NVIDIA/Megatron-LM#7452, finding 2",
+    signature="every log-probability too low by log tp, entropy and log-normaliser too high by as much; the gradient "
+    "takes away 1 / tp of the softmax only: no constant, and it does not add up to 0 over the vocabulary",
+    shows_in={"layout": {"tp": 2}},
+    hidden_in={"layout": {"tp": 1}},
+    detected_by="tests/faults/test_unseen.py::test_copies_of_the_vocabulary_cost_every_token_log_tp",
+)
+def gathered_logits_in_parallel_softmax(all_sum: Callable[[Tensor, Axis], Tensor]) -> Callable[[Tensor, Axis], Tensor]:
+    """The head gathers its logits, and the vocabulary-parallel loss adds up the normalisers of tp whole copies."""
+
+    def sum_of_copies(sums_3T: Tensor, axis: Axis) -> Tensor:
+        whole_3T = all_sum(sums_3T, axis).clone()
+        whole_3T[:2] *= axis.size  # of every exp, and of every exp times its logit; the target is found once
+        return whole_3T
+
+    return sum_of_copies
+
+
+@fault(
+    seam="workbench.sharding.sequence_parallel:gather_slice",
+    origin="awslabs/slapo#20; the same inside layers: THUDM/slime#1748",
+    signature="the head right, everything below it exactly tp times too big; loss right; nothing without sequence "
+    "parallelism",
+    shows_in={"layout": {"tp": 2, "sequence_parallel": True}, "model": {"tied": False}},
+    hidden_in={"layout": {"sequence_parallel": False}},
+    detected_by="tests/faults/test_unseen.py::test_tokens_summed_again_are_tp_times_too_big_below_the_head",
+    changes_metrics=False,
+)
+def gathered_tokens_summed_again(gather_slice: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The tokens are gathered for a head that every rank works on alike, and the way back adds up copies.
+
+    Last hidden states are gathered with a reduce-scatter for an adjoint (tensor_parallel_output_grad), where each rank
+    brings the same whole gradient.
+    """
+
+    def gather_and_sum(local: Tensor, axis: Axis, *, dim: int) -> Tensor:
+        return gather_scatter(local, axis, dim=dim)
+
+    return gather_and_sum
+
+
+@fault(
+    seam="sum_gradients",
+    origin="ByteDance-Seed/VeOmni#1115 and #1086",
+    signature="each rank steps with the gradient of its own tokens: cosine below 1, weights of cp ranks drift apart; "
+    "loss right, as it has a reduction of its own",
+    shows_in={"layout": {"cp": 2}},
+    hidden_in={"layout": {"cp": 1}},
+    changes_metrics=False,
+)
+def gradients_summed_over_dp_only(sum_gradients: Callable) -> Callable:
+    """Gradients are summed over data-parallel ranks, and cp is forgotten.
+
+    The group over which gradients are reduced has the data-parallel ranks in it and not the context-parallel ones.
+    """
+
+    def sum_over_dp(model: object, shards: object, mesh: Mesh) -> None:
+        sum_gradients(model, shards, {"dp_cp": mesh["dp"], "tp": mesh["tp"]})
+
+    return sum_over_dp
+
+
+@fault(
+    seam="workbench.policy.logprobs.vocabulary_parallel:identity_sum",
+    origin="no single report: Megatron-LM's f (arXiv 1909.08053, section 3) left out before a vocabulary-parallel head",
+    signature="loss and the head's own gradient right; everything below it gets what one shard of the vocabulary "
+    "wants, different on every tp rank",
+    shows_in={"layout": {"tp": 2}, "model": {"tied": False}},
+    hidden_in={"layout": {"tp": 1}},
+    changes_metrics=False,
+)
+def head_input_gradient_not_summed(identity_sum: Callable[[Tensor, Axis], Tensor]) -> Callable[[Tensor, Axis], Tensor]:
+    """The adjoint of handing hidden states to a vocabulary-parallel head, a sum over tp, is missing."""
+
+    def identity(value: Tensor, axis: Axis) -> Tensor:
+        return value
+
+    return identity
+
+
+@fault(
+    seam="gradient_norms",
+    origin="pytorch/pytorch#180346, NVIDIA/Megatron-LM#6489, NovaSky-AI/SkyRL#211",
+    signature="gradients exact; norms of replicated weights sqrt(tp) times too big, and the global norm by their "
+    "share, so that a threshold clips too early",
+    shows_in={"layout": {"tp": 2}},
+    hidden_in={"layout": {"tp": 1}},
+    changes_gradient=False,
+)
+def norm_counts_replicas(gradient_norms: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """Squares of gradients that all tp ranks hold are summed over tp, like those of which each holds a part."""
+
+    def norms_of_all_copies(model: object, shards: Mapping[str, ParameterShard], mesh: Mesh) -> dict[str, float]:
+        copies = mesh["tp"].size
+        return {
+            name: norm * copies**0.5 if shards[name].dim is None else norm
+            for name, norm in gradient_norms(model, shards, mesh).items()
+        }
+
+    return norms_of_all_copies
+
+
+@fault(
+    seam="sum_gradients",
+    origin="no single report: transformers has a style of its own for these weights, replicated_with_grad_allreduce",
+    signature="only norm weights wrong: q_norm and k_norm (all norms under sequence parallelism) have their rank's "
+    "part, another on every tp rank, whose copies drift apart; loss and everything else right",
+    shows_in={"layout": {"tp": 2}},
+    hidden_in={"layout": {"tp": 1}},
+    changes_metrics=False,
+)
+def norm_gradient_not_summed_over_tp(sum_gradients: Callable) -> Callable:
+    """Weights that every tp rank holds whole keep the gradient of the rank's own heads.
+
+    Gradients of weights that are replicated over tp, and act on a rank's own heads (or, under sequence parallelism,
+    tokens), are not summed over tp.
+    """
+
+    def sum_over_dp_cp(model: object, shards: Mapping[str, ParameterShard], mesh: object) -> None:
+        whole = {name: replace(shard, gradient_is_partial=False) for name, shard in shards.items()}
+        sum_gradients(model, whole, mesh)
+
+    return sum_over_dp_cp
+
+
+@fault(
+    seam="workbench.policy.model:Policy.hidden_states",
+    origin="no single report: the sum over tp of Megatron-LM's finalize_model_grads, called for every micro-batch",
+    signature="only norm weights wrong: of q_norm and k_norm (all norms under sequence parallelism) micro-batch k of K "
+    "counts tp^(K-1-k) times; loss and everything else right",
+    shows_in={"layout": {"tp": 2}, "data": {"micro_batches": 3}},
+    hidden_in={"data": {"micro_batches": 1}},
+    detected_by="tests/faults/test_unseen_at_first.py::test_norms_summed_once_a_micro_batch_are_the_only_wrong_parameters",
+    changes_metrics=False,
+)
+def norm_gradient_summed_per_micro_batch(hidden_states: Callable) -> Callable:
+    """Gradients of replicated weights are summed over tp after every micro-batch.
+
+    The sum over tp of gradients of weights that are replicated over it runs once a micro-batch, on a buffer that
+    accumulates.
+    """
+
+    def sum_before_the_next(policy: Policy, *args: object) -> object:
+        partial = [
+            parameter.grad
+            for name, parameter in policy.model.named_parameters()
+            if policy.shards[name].gradient_is_partial and parameter.grad is not None
+        ]
+        all_sum_(partial, policy.mesh["tp"])
+        return hidden_states(policy, *args)
+
+    return sum_before_the_next
+
+
+@fault(
+    seam="sum_gradients",
+    origin="pytorch/torchtitan#2387 (mended in #2416)",
+    signature="only routers wrong: each rank has the part of its own tokens, and the copies drift apart from the "
+    "first step; norms, experts, all else and the loss right",
+    shows_in={"model": {"source": "tiny-qwen3-moe"}, "layout": {"tp": 2, "sequence_parallel": True}},
+    hidden_in={"layout": {"sequence_parallel": False}},
+    detected_by="tests/faults/test_unseen.py::test_routers_alone_have_their_ranks_part",
+    changes_metrics=False,
+)
+def router_gradient_not_summed_over_tp(sum_gradients: Callable) -> Callable:
+    """Each tensor-parallel rank steps its copy of a router with the gradient of its own tokens.
+
+    Routers are replicated over tp, act on a rank's own tokens, and are not among the weights whose gradients are
+    summed.
+    """
+
+    def sum_all_but_routers(model: object, shards: Mapping[str, ParameterShard], mesh: object) -> None:
+        left_out = {
+            name: replace(shard, gradient_is_partial=False) if name.endswith("mlp.gate.weight") else shard
+            for name, shard in shards.items()
+        }
+        sum_gradients(model, left_out, mesh)
+
+    return sum_all_but_routers
+
+
+@fault(
+    seam="sum_gradients",
+    origin="NVIDIA-NeMo/RL#3788, ROCm/TransformerEngine#715, modelscope/mcore-bridge#101",
+    signature="norms between blocks, and the last one, exactly tp times the right gradient; q_norm and k_norm, which "
+    "need the sum, and all other parameters right; loss right; nothing under sequence parallelism",
+    shows_in={"layout": {"tp": 2}},
+    hidden_in={"layout": {"sequence_parallel": True}},
+    detected_by="tests/faults/test_unseen.py::test_norms_that_were_whole_are_tp_times_too_big",
+    changes_metrics=False,
+)
+def whole_norm_gradients_summed_over_tp(sum_gradients: Callable) -> Callable:
+    """All replicated weights are marked for the sum over tp, also norms that act on what every rank holds whole."""
+
+    def sum_all_norms(model: object, shards: Mapping[str, ParameterShard], mesh: object) -> None:
+        all_parts = {
+            name: replace(shard, gradient_is_partial=shard.gradient_is_partial or shard.dim is None)
+            for name, shard in shards.items()
+        }
+        sum_gradients(model, all_parts, mesh)
+
+    return sum_all_norms
