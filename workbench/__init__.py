@@ -42,7 +42,7 @@ _PLACES = {
     "conclude": "workbench.cli.run",
     "launch_ablation": "workbench.cli.run",
     "cancel_runs": "workbench.cli.cancel:cancel",
-    "verify": "workbench.bench.verify:measure",
+    "verify": "workbench.launch.verify:measure",
     "with_torch_attention": "workbench.policy.torch_attention",
     "describe_runs": "workbench.cli.status:describe",
     "doctor": "workbench.cli.doctor:examine",

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 import workbench as wb
-from workbench.report.fused_ab import ABLATIONS, write_fused_ab, write_sampled
+from experiments.fused_ab.page import ABLATIONS, write_fused_ab, write_sampled
 from workbench.specs.run import merge
 
 HERE = Path(__file__).parent

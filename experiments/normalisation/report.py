@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import workbench as wb
-from workbench.report.normalisation import write_normalisation
+from experiments.normalisation.page import write_normalisation
 
 HERE = Path(__file__).parent
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 import workbench as wb
-from workbench.report.ratio_at_step_zero import ABLATIONS, write_log_ratios, write_ratio_at_step_zero
+from experiments.ratio_at_step_zero.page import ABLATIONS, write_log_ratios, write_ratio_at_step_zero
 from workbench.specs.run import merge
 
 HERE = Path(__file__).parent

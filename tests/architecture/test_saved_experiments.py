@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from experiments.encoder_bridge import page_bridge as bridge
+from experiments.fused_ab import page as fused_ab
+from experiments.gpu_layouts import page as gpu_layouts
+from experiments.head.page import page
+from experiments.ratio_at_step_zero import page as ratio_at_step_zero
+from experiments.reproducible import page as reproducible
 from workbench.compare.comparison import Comparison
 from workbench.launch.ablation import load_ablation
 from workbench.records.directory import from_json
-from workbench.report import bridge, fused_ab, gpu_layouts, ratio_at_step_zero, reproducible
-from workbench.report.head import page
 from workbench.report.numbers import significant
 from workbench.report.online import online_answer
 from workbench.report.page import write_report

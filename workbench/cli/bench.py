@@ -1,18 +1,62 @@
-"""`workbench bench`: measure what is claimed of speed on this machine, and write it down."""
+"""`workbench bench`: measure what is claimed of speed on this machine, and write it down.
+
+The measurements lie in ``experiments/`` of a checkout, beside the records that they make, and not in the package.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import tyro
 
-from workbench.bench import BENCHMARKS
 from workbench.errors import SpecError
 from workbench.records.directory import project_root, to_json, without_machine_paths, write_whole
+
+BENCHMARKS = {
+    "launch_overhead": (
+        "benchmarks.launch_overhead",
+        "what a torchx job costs over bare torch.distributed.run, and when ranks are ready",
+    ),
+    "head": (
+        "head.measure",
+        "what log-probabilities and their gradients cost, ours and others', against three matrix products",
+    ),
+    "head_parallel": (
+        "head.measure_parallel",
+        "what the head costs with its vocabulary cut over GPUs, against one that has it all",
+    ),
+    "layouts": (
+        "gpu_layouts.measure",
+        "what layouts and attention algorithms cost on several GPUs, and whether they all train the same model",
+    ),
+    "reproducible": (
+        "reproducible.measure",
+        "what the same bits in every layout cost, whether every layout has them, and how far off they are",
+    ),
+    "bridge": (
+        "encoder_bridge.measure_bridge",
+        "what a bridge between two layouts costs, bytes and time of each direction, for every way across",
+    ),
+    "encoder_bridge": (
+        "encoder_bridge.measure",
+        "whether two modules in two layouts train as one process does, and which check sees which bug",
+    ),
+    "metrics_cost": (
+        "benchmarks.metrics_cost",
+        "what share of a step the metrics take, on a GPU with the Qwen3-0.6B architecture",
+    ),
+}
+"""Name -> module below experiments/, and the question that it answers.
+
+A module has `measure() -> record` and `in_words(record)`, and a record's ``bars`` say what must hold. One with a page
+has `write_page(record, folder)`. Records are written into the module's folder.
+"""
 
 
 @dataclasses.dataclass
@@ -23,7 +67,8 @@ class BenchOptions:
         tuple[str, ...],
         tyro.conf.Positional,
         tyro.conf.arg(
-            help="Which benchmarks; all if none is named: " + "; ".join(f"{n}, {q}" for n, q in BENCHMARKS.items())
+            help="Which benchmarks; all if none is named: "
+            + "; ".join(f"{name}, {question}" for name, (_, question) in BENCHMARKS.items())
         ),
     ] = ()
     folder: Annotated[
@@ -54,8 +99,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     held = True
     for name in options.names or BENCHMARKS:
-        benchmark = importlib.import_module(f"workbench.bench.{name}")
-        folder = options.folder or project_root() / "experiments" / getattr(benchmark, "FOLDER", "benchmarks")
+        benchmark = _load(name)
+        folder = options.folder or Path(benchmark.__file__).parent
         wanted: dict[str, Any] = {} if options.pairs is None else {"pairs": options.pairs}
         wanted |= {"only": options.only} if options.only else {}
         record = benchmark.measure(told=lambda line: print(f"  {line}", flush=True), **wanted)
@@ -67,3 +112,18 @@ def main(arguments: Sequence[str]) -> int:
             print(f"page: {page}")
         held = held and all(bar["holds"] for bar in record["bars"].values())
     return 0 if held else 1
+
+
+def _load(name: str) -> ModuleType:
+    """The module of a benchmark, from the checkout that the current folder is in."""
+    place, root = BENCHMARKS[name][0], project_root()
+    file = root / "experiments" / f"{place.replace('.', '/')}.py"
+    if not file.is_file():
+        raise SpecError(
+            f"benchmark {name}",
+            found=f"no {file}",
+            rule="benchmarks lie in a checkout of the project and are no part of the installed package",
+            fix="change into a checkout",
+        )
+    sys.path[:0] = [] if str(root) in sys.path else [str(root)]
+    return importlib.import_module(f"experiments.{place}")

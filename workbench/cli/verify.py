@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from workbench.bench import verify
+from workbench.launch import verify
 from workbench.records.directory import project_root, to_json, without_machine_paths, write_whole
 
 _DESCRIPTION = """Train on several ranks and on one, and compare their weights and memory.

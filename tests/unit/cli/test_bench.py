@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from workbench.bench import launch_overhead
+from experiments.benchmarks import launch_overhead
 from workbench.cli import bench
 from workbench.cli.bench import main
 from workbench.errors import SpecError

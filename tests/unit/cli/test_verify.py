@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from workbench.bench import verify
 from workbench.cli import verify as verb
 from workbench.cli.verify import main
+from workbench.launch import verify
 
 
 @pytest.fixture

@@ -1,0 +1,239 @@
+"""What a bridge between two layouts costs: bytes and time of each direction, for every way that leads across.
+
+The same activation crosses on the fast path, its gradients all-reduced over cp, or the tokens that each cp rank used
+all-gathered; on the general path, whole sequences; and straight into shards. Without GPUs tiny ones cross between
+processes, which says that it runs and little about speed. Before it is timed each way is held to global tensors, bit
+for bit. `python -m experiments.encoder_bridge.measure_bridge` is one rank.
+
+Units: milliseconds of the slowest rank; bytes that the rank which gets most gets from others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.encoder_bridge.page_bridge import write_bridge_report
+from workbench.errors import LaunchError
+from workbench.metrics.cost import StepClock
+from workbench.records.directory import project_root, provenance
+from workbench.sharding.bridge import Grid, GridGroups, GridPair, connect
+from workbench.sharding.bridge.delivery import Delivery, crossing_of, sides_of
+from workbench.sharding.bridge.pair import least_samples
+from workbench.sharding.bridge.sides import Side
+from workbench.sharding.bridge.traffic import Traffic
+from workbench.sharding.collectives import all_max, all_sum
+from workbench.sharding.given_groups import world_axis
+from workbench.sharding.mesh import join, leave
+
+SAMPLES = 9
+GIVE_UP_S = 300.0
+OUT = "WORKBENCH_BENCH_OUT"
+WAYS: dict[str, tuple[Delivery, bool]] = {
+    "fast path, all-reduce over cp": (Delivery(), False),
+    "fast path, all-gather over cp": (Delivery(order="zigzag"), False),
+    "general path, whole sequences": (Delivery(order="zigzag"), True),
+    "general path, into shards": (Delivery("sharded", "zigzag"), True),
+}
+"""What is delivered, and whether by the general path."""
+
+
+def pairs_of(ranks: int) -> dict[str, GridPair]:
+    """A fan-in, a fan-out and an equal one into a destination that shards its sequence over two ranks.
+
+    Example:
+        >>> pairs_of(4)["fan-out"]
+        GridPair(tp4 -> cp2 x dp2: fan-out)
+    """
+    to, rest = Grid.of(cp=2, dp=ranks // 2), ranks // 2
+    found = {"fan-in": GridPair(Grid.of(dp=ranks), to), "equal": GridPair(Grid.of(tp=2, dp=rest), to)}
+    return found | ({"fan-out": GridPair(Grid.of(tp=ranks), to)} if rest > 1 else {})
+
+
+def measure(*, pairs: int = SAMPLES, later: int = 0, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Measure on all GPUs of this machine, or on four processes, and say it as a record.
+
+    Args:
+        pairs: samples of each way and direction, after two that are not counted.
+        later: not used; every benchmark takes it.
+        told: told what is being measured.
+
+    Raises:
+        LaunchError: ranks that failed.
+    """
+    gpus = torch.cuda.device_count()
+    ranks = gpus if gpus > 1 else 4
+    told(f"bridges over {ranks} {'GPUs' if gpus > 1 else 'processes'}")
+    found = _on(ranks, pairs)
+    for bridge in found["bridges"].values():
+        for entry in bridge["ways"].values():
+            entry |= {f"{way}_ms": statistics.median(entry[f"{way}_samples_ms"]) for way in ("forward", "backward")}
+    return {
+        "benchmark": "bridge",
+        "device": torch.cuda.get_device_name() if gpus > 1 else "cpu",
+        "ranks": ranks,
+        **found,
+        "bars": {"exact": {"holds": _exact(found)}},
+        "provenance": provenance(project_root()),
+    }
+
+
+def _exact(found: dict[str, Any]) -> bool:
+    return all(entry["wrong_numbers"] == 0 for bridge in found["bridges"].values() for entry in bridge["ways"].values())
+
+
+def in_words(record: dict[str, Any]) -> str:
+    """A record as lines of text."""
+    lines = [f"bridges over {record['ranks']} ranks on {record['device']}, {record['activation']}"]
+    for name, found in record["bridges"].items():
+        lines += [
+            f"{name}, {way}: forward {entry['forward_ms']:.2f} ms ({entry['forward_bytes'] / 2**20:.1f} MiB), "
+            f"backward {entry['backward_ms']:.2f} ms ({entry['backward_bytes'] / 2**20:.1f} MiB)"
+            for way, entry in found["ways"].items()
+        ]
+    return "\n".join(lines)
+
+
+def write_page(record: dict[str, Any], folder: Path) -> Path:
+    """The record as a page with drawings."""
+    return write_bridge_report(record, folder)
+
+
+def _on(ranks: int, samples: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "samples.json"
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            "experiments.encoder_bridge.measure_bridge",
+            str(samples),
+        ]
+        done = subprocess.run(
+            command, env=os.environ | {OUT: str(out)}, capture_output=True, text=True, timeout=GIVE_UP_S, check=False
+        )
+        if done.returncode:
+            raise LaunchError(
+                f"bridges over {ranks} ranks",
+                found=done.stderr[-2000:],
+                rule="every rank ends with 0",
+                fix="read the ranks' last words above",
+            )
+        return json.loads(out.read_text())
+
+
+def _size(on_gpu: bool) -> tuple[int, int, torch.dtype]:
+    """Tokens of a sample, features of a token, precision."""
+    return (8192, 4096, torch.bfloat16) if on_gpu else (2048, 256, torch.float32)
+
+
+def _crossing(
+    pair: GridPair, how: Delivery, general: bool, groups: GridGroups, tokens: int
+) -> Callable[[Tensor], Tensor]:
+    """What takes an activation [b, s, h] across."""
+    held = (least_samples(pair) // pair.source["dp"],) * pair.source["dp"]
+    bridge = connect(pair.source, pair.destination, groups, delivery=how.kind, order=how.order)
+    if general:
+        crossing = crossing_of(pair, how, held, tokens)
+        return lambda values: crossing.cross(values.flatten(0, 1), bridge.everyone)
+    return lambda values: bridge.cross(values, held)
+
+
+def _sample(pair: GridPair, groups: GridGroups, device: torch.device, count: int) -> dict[str, Any]:
+    """Each way, its samples in turn with the others', so that what disturbs one disturbs all."""
+    tokens, features, dtype = _size(device.type == "cuda")
+    values = torch.randn(
+        least_samples(pair) // pair.source["dp"], tokens, features, dtype=dtype, device=device, requires_grad=True
+    )
+    ways = {name: _crossing(pair, how, general, groups, tokens) for name, (how, general) in WAYS.items()}
+    found: dict[str, Any] = {}
+    for name, (how, general) in WAYS.items():
+        traffic = Traffic.of(pair, how, tokens=tokens, general=general)
+        sides = sides_of(pair, Delivery(how.kind, "zigzag"), traffic.route.samples, tokens)
+        found[name] = {
+            f"{way}_bytes": traffic.received_bytes(way, features * values.element_size())
+            for way in ("forward", "backward")
+        }
+        found[name] |= {
+            "forward_samples_ms": [],
+            "backward_samples_ms": [],
+            "wrong_numbers": _wrong(ways[name], sides, values.detach(), groups),
+        }
+    for number in range(count + 2):
+        for name, cross in ways.items():
+            values.grad = None
+            _meet(groups, device)
+            with StepClock(device) as forward:
+                out = cross(values)
+            gradient = torch.ones_like(out)
+            _meet(groups, device)
+            with StepClock(device) as backward:
+                out.backward(gradient)
+            slowest = all_max(torch.tensor([forward.step_ms, backward.step_ms], device=device), groups.world).tolist()
+            if number >= 2:
+                found[name]["forward_samples_ms"].append(slowest[0])
+                found[name]["backward_samples_ms"].append(slowest[1])
+    return found
+
+
+def _wrong(cross: Callable[[Tensor], Tensor], sides: tuple[Side, Side], like: Tensor, groups: GridGroups) -> int:
+    """How many numbers of all ranks are not what their token's number says, forward and backward."""
+    before, after = (side.share_of[groups.rank] for side in sides)
+    answered_t = after.answered_t.to(like.device)
+
+    def rows(numbers_t: Tensor) -> Tensor:
+        small = (numbers_t.to(like.device) * 37 % 101 - 50).to(like.dtype)  # exact in every precision
+        return small[:, None].expand(-1, like.shape[-1])
+
+    values = rows(before.tokens_t).reshape(like.shape).clone().requires_grad_()
+    out = cross(values)
+    out.backward((rows(after.tokens_t) * answered_t[:, None]).reshape(out.shape))
+    assert values.grad is not None, "backward brings every source rank its gradient"
+    got, back = out.detach() != rows(after.tokens_t).view_as(out), values.grad != rows(before.tokens_t).view_as(values)
+    return int(all_sum(got.sum() + back.sum(), groups.world))
+
+
+def _sizes_of(grid: Grid) -> dict[str, int]:
+    return dict(zip(grid.names, grid.sizes, strict=True))
+
+
+def _meet(groups: GridGroups, device: torch.device) -> None:
+    """Wait for all ranks."""
+    float(all_max(torch.zeros((), device=device), groups.world))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One rank."""
+    device = join("cuda" if torch.cuda.device_count() > 1 else "cpu", timeout_s=GIVE_UP_S)
+    groups = GridGroups(world_axis())
+    tokens, features, dtype = _size(device.type == "cuda")
+    found = {
+        name: {
+            "source": _sizes_of(pair.source),
+            "destination": _sizes_of(pair.destination),
+            "ways": _sample(pair, groups, device, int(arguments[0])),
+        }
+        for name, pair in pairs_of(groups.world.size).items()
+    }
+    if groups.rank == 0:
+        words = f"samples of {tokens} x {features} {str(dtype).removeprefix('torch.')}"
+        Path(os.environ[OUT]).write_text(json.dumps({"activation": words, "bridges": found}))
+    groups.destroy()
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

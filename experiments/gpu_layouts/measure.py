@@ -1,0 +1,548 @@
+"""What layouts and attention algorithms cost on several GPUs, and whether they all train the same model.
+
+One optimizer step of the same packed documents in every layout: the loss and every gradient of it are held to a truth
+of higher precision, then the step is timed. Which layouts, sizes and precisions is written in
+`experiments/gpu_layouts/layouts.yaml`; without GPUs its tiny twin runs, which says that it works and nothing about
+speed. A layout whose ranks fail is left out with their words, and the others go on.
+`python -m experiments.gpu_layouts.measure FOLDER WORKLOAD/LAYOUT ...` is one rank.
+
+Units: milliseconds of forward, backward, reduction and optimizer; GiB at the peak of the rank that needs most.
+
+Letters: T packed tokens | S tokens of the source batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from experiments.entries import GIVE_UP_S, entry_file, found_of, run_entries, saying_why
+from experiments.gpu_layouts.page import write_layout_report
+from workbench.errors import WorkbenchError
+from workbench.metrics.cost import StepClock, peak_bytes
+from workbench.policy.model import Policy, load_policy
+from workbench.records.directory import from_json, project_root, provenance, to_json, write_whole
+from workbench.rollouts.batch import PADDING, RolloutBatch
+from workbench.rollouts.files import load, save
+from workbench.sharding.collectives import all_max
+from workbench.sharding.mesh import Mesh, join, leave, make_mesh, single_process_mesh
+from workbench.specs.run import LayoutSpec, RunSpec, parse_spec, read_yaml
+from workbench.train import step as flow
+from workbench.train.worker import make_optimizer
+
+SAMPLES = 3
+MINUTES = 8.0
+"""For all layouts; those that are not reached in time are named in the record."""
+_PADDED = 16
+"""Tokens to which documents are padded here: what the document zigzag asks for on up to 8 ranks."""
+WHOLE_FACTOR, PARAMETER_FACTOR = 1.5, 2.0
+"""How far from the truth a layout may be, in distances of one rank: the whole gradient, and each parameter (of which
+one rank's distance counts as at least its relative one of the whole gradient)."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Truth(_Model):
+    """What a workload is held to: one rank, at a higher precision and in rows that fit there."""
+
+    precision: Literal["float32", "float64"]
+    row_tokens: int
+
+
+class Workload(_Model):
+    """The documents of one optimizer step, and the precision in which layouts train on them."""
+
+    precision: Literal["bfloat16", "float32", "float64"]
+    rows: int
+    row_tokens: int
+    document_tokens: tuple[int, int]
+    truth: Truth
+    layouts: tuple[str, ...] = ()
+    """Which; none named: all."""
+
+
+class OldPolicy(_Model):
+    """The policy that is said to have sampled: w + relative * std(w) * normal numbers from a seed, tensor by tensor."""
+
+    relative: float
+    seed: int
+
+
+class Plan(_Model):
+    """What is measured."""
+
+    question: str
+    model: str
+    seed: int
+    old_policy: OldPolicy
+    workloads: dict[str, Workload]
+    layouts: dict[str, LayoutSpec]
+
+    def entries(self, ranks: int) -> list[str]:
+        """Workload and layout of every measurement on so many ranks, those of one policy next to each other."""
+        return [
+            f"{name}/{layout}"
+            for name in self.workloads
+            for layout in self.of(name)
+            if self.layouts[layout].world_size == ranks
+        ]
+
+    def of(self, workload: str) -> tuple[str, ...]:
+        """The layouts of a workload."""
+        return self.workloads[workload].layouts or tuple(self.layouts)
+
+
+def measure(
+    *, pairs: int = SAMPLES, minutes: float = MINUTES, told: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Measure every layout that this machine has GPUs for and say it as a record.
+
+    Args:
+        pairs: timed steps of each layout, after two that are not timed.
+        minutes: after which no further layout is begun.
+        told: told what is being measured.
+
+    Raises:
+        LaunchError: one rank alone failed, without which there is nothing to hold the others to.
+    """
+    gpus = torch.cuda.device_count()
+    source = Path(__file__).parent / ("layouts.yaml" if gpus else "dry_run.yaml")
+    plan = parse_spec(Plan, read_yaml(source), where=source.name)
+    began, deadline = time.time(), time.time() + 60 * minutes
+    at_hand = "/dev/shm" if Path("/dev/shm").is_dir() else None  # gigabytes of weights, read by every rank
+    with tempfile.TemporaryDirectory(dir=at_hand) as temporary:
+        folder = Path(temporary)
+        shutil.copy(source, folder / "plan.yaml")
+        for ranks in sorted({layout.world_size for layout in plan.layouts.values()}):
+            if ranks <= max(gpus, 0 if gpus else 2):
+                run_entries(
+                    "experiments.gpu_layouts.measure",
+                    ranks,
+                    plan.entries(ranks),
+                    folder,
+                    pairs,
+                    deadline=deadline,
+                    told=told,
+                    needed=lambda ranks=ranks: "one rank ends with 0" if ranks == 1 else "",
+                )
+        found = {
+            name: {layout: found_of(folder, f"{name}/{layout}") for layout in plan.of(name)} for name in plan.workloads
+        }
+        old = {name: from_json((folder / f"{name}.json").read_text()) for name in plan.workloads}
+    for layouts in found.values():
+        _judge(layouts)
+    return {
+        "benchmark": "layouts",
+        "device": torch.cuda.get_device_name() if gpus else "cpu",
+        "gpus": gpus,
+        "plan": plan.model_dump(mode="json"),
+        "rollouts": old,
+        "workloads": found,
+        "bars": _bars(found),
+        "minutes": (time.time() - began) / 60,
+        "provenance": provenance(project_root(), seed=plan.seed),
+    }
+
+
+def in_words(record: Mapping[str, Any]) -> str:
+    """A record as lines of text."""
+    lines = [f"layouts on {record['device']}"]
+    for workload, layouts in record["workloads"].items():
+        for name, found in layouts.items():
+            said = found.get("left_out")
+            if said is None:
+                parity = found["parity"]
+                said = (
+                    f"{found['step_ms']:.1f} ms, {found['tokens_per_second']:.0f} tokens/s, efficiency "
+                    f"{found['efficiency']:.2f}, {found['peak_gib']:.2f} GiB, "
+                    f"{parity['distance_in_one_ranks']:.2f} of one rank's distance to the truth"
+                )
+            lines.append(f"{workload}, {name}: {said}")
+    return "\n".join(lines)
+
+
+def write_page(record: Mapping[str, Any], folder: Path) -> Path:
+    """The record as a page with figures."""
+    return write_layout_report(record, folder)
+
+
+# ---- the launching process -----------------------------------------------------------------------------
+
+
+def _judge(layouts: dict[str, dict[str, Any]]) -> None:
+    """Add what a layout is in terms of one rank: efficiency, and distance to the truth."""
+    alone = layouts["one_rank"]
+    if "left_out" in alone:
+        why = f"nothing to hold it to; one_rank: {alone['left_out']}"
+        layouts.update({name: {"left_out": why} for name in layouts})
+        return
+    relative = alone["parity"]["distance"] / alone["parity"]["norm"]
+    for found in layouts.values():
+        if "left_out" in found:
+            continue
+        parity = found["parity"]
+        parts = {
+            name: distance / max(alone["parity"]["of_parameters"][name], relative * parity["norms"][name])
+            for name, distance in parity["of_parameters"].items()
+        }
+        worst = max(parts, key=lambda name: parts[name])
+        parity |= {
+            "distance_in_one_ranks": parity["distance"] / alone["parity"]["distance"],
+            "worst_parameter": worst,
+            "worst_in_one_ranks": parts[worst],
+        }
+        parity["within"] = parity["distance_in_one_ranks"] <= WHOLE_FACTOR and parts[worst] <= PARAMETER_FACTOR
+        found["efficiency"] = alone["step_ms"] / (found["ranks"] * found["step_ms"])
+    for found in layouts.values():
+        for key in ("of_parameters", "norms"):
+            found.get("parity", {}).pop(key, None)
+
+
+def _bars(workloads: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Parity is a bar; speed is only told."""
+    shares = [
+        max(
+            found["parity"]["distance_in_one_ranks"] / WHOLE_FACTOR,
+            found["parity"]["worst_in_one_ranks"] / PARAMETER_FACTOR,
+        )
+        for layouts in workloads.values()
+        for found in layouts.values()
+        if "left_out" not in found
+    ]
+    left_out = sum("left_out" in found for layouts in workloads.values() for found in layouts.values())
+    return {
+        "parity: worst layout in its budget": {
+            "bar": 1.0,
+            "median": max(shares, default=0.0),
+            "holds": all(share <= 1.0 for share in shares),
+        },
+        "layouts left out": {"bar": 0.0, "median": float(left_out), "holds": not left_out},
+    }
+
+
+# ---- one rank ------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """What a rank keeps from one layout to the next: meshes, and the last policy.
+
+    Args:
+        folder: where weights, rollouts, truths and results lie.
+        device: where this rank computes.
+        samples: timed steps.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, samples: int) -> None:
+        self.folder, self.device, self.samples = folder, device, samples
+        self.plan: Plan = parse_spec(Plan, read_yaml(folder / "plan.yaml"), where="plan.yaml")
+        self._meshes: dict[tuple[int, ...], Mesh] = {}
+        self._policy: tuple[Any, Policy, torch.optim.Optimizer] | None = None
+
+    def mesh(self, layout: LayoutSpec) -> Mesh:
+        """The axes of a layout."""
+        sizes = (layout.dp, layout.cp, layout.tp, layout.ulysses)
+        if sizes not in self._meshes:
+            self._meshes[sizes] = make_mesh(
+                dp=layout.dp, cp=layout.cp, tp=layout.tp, ulysses=layout.ulysses, device=self.device
+            )
+        return self._meshes[sizes]
+
+    def policy(self, spec: RunSpec, mesh: Mesh) -> tuple[Policy, torch.optim.Optimizer]:
+        """The policy of a spec, the last one where that is it; its optimizer leaves the weights as they are."""
+        layout = spec.layout
+        key = (
+            spec.precision,
+            layout.dp,
+            layout.cp,
+            layout.tp,
+            layout.ulysses,
+            layout.sequence_parallel,
+            layout.shard_parameters,
+            layout.checkpointing,
+        )
+        if self._policy is None or self._policy[0] != key:
+            self._policy = None
+            gc.collect()  # sharded parameters lie in cycles of references
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            policy = load_policy(
+                spec.model.source,
+                mesh=mesh,
+                precision=spec.precision,
+                implementation="auto",
+                fused_loss=True,
+                shard_parameters=layout.shard_parameters,
+                checkpointing=layout.checkpointing,
+                sequence_parallel=layout.sequence_parallel,
+            )
+            self._policy = key, policy, make_optimizer(policy, spec.optimizer)
+        return self._policy[1:]
+
+    def spec(self, workload: Workload, layout: LayoutSpec, *, truth: bool = False) -> RunSpec:
+        """The run of a workload in a layout, or of its truth."""
+        return parse_spec(
+            RunSpec,
+            {
+                "model": {"source": str(self.folder / "model")},
+                "policy": {"fused_loss": True},
+                "layout": layout.model_dump(),
+                "data": {"micro_batch_tokens": workload.truth.row_tokens if truth else workload.row_tokens},
+                "loss": {"name": "grpo", "surrogate": {"clip_low": 0.2, "clip_high": 0.28}},
+                "precision": workload.truth.precision if truth else workload.precision,
+                "optimizer": {"learning_rate": 0.0, "weight_decay": 0.0},
+            },
+            where=str(layout),
+        )
+
+    def prepare(self) -> None:
+        """Write weights, rollouts with the old policy's log-probabilities, and the truth of each workload."""
+        _save_model(self.plan, self.folder / "model")
+        mesh = single_process_mesh(self.device)
+        for name, workload in self.plan.workloads.items():
+            spec = self.spec(workload, LayoutSpec(kernel="plain"), truth=True)
+            policy, _ = self.policy(spec, mesh)
+            perturb(policy.model, self.plan.old_policy)
+            drawn = draw_rollouts(workload, self.plan)
+            batch = replace(drawn, old_logprobs_T=_logprobs(policy, drawn, spec))
+            save(batch, self.folder / name)
+            self._policy = None
+            policy, _ = self.policy(spec, mesh)
+            rows, totals = flow.prepare_rows(batch, spec, mesh)
+            result = flow.run_step(
+                policy,
+                flow.make_loss(spec.loss),
+                rows,
+                totals,
+                num_source=batch.num_tokens,
+                keep_gradients=True,
+                loss_spec=spec.loss,
+                fused=True,
+            )
+            save_file(
+                {key: value.contiguous().cpu() for key, value in result.gradients.items()},
+                self.folder / f"{name}.gradients.safetensors",
+            )
+            tokens = {key: result.tokens[key].cpu() for key in ("clipped", "policy_logprobs")}
+            save_file(tokens, self.folder / f"{name}.tokens.safetensors")
+            apart_S = (tokens["policy_logprobs"].double() - batch.old_logprobs_T.double())[batch.loss_mask_T]
+            write_whole(
+                self.folder / f"{name}.json",
+                to_json(
+                    {
+                        "documents": batch.num_documents,
+                        "tokens": batch.num_tokens,
+                        "trained_tokens": batch.num_trained_tokens,
+                        "loss": float(result.loss["total"]),
+                        "clipped": float(tokens["clipped"].sum() / batch.num_trained_tokens),
+                        "old_policy_apart_nats": float(apart_S.abs().mean()),
+                        "old_policy_apart_most_nats": float(apart_S.abs().max()),
+                    }
+                ),
+            )
+        self._policy = None
+
+    def measure(self, workload_name: str, layout_name: str) -> None:
+        """Hold a layout to the truth, time it, and write what was found."""
+        workload, layout = self.plan.workloads[workload_name], self.plan.layouts[layout_name]
+        file = entry_file(self.folder, f"{workload_name}/{layout_name}")
+        mesh = self.mesh(layout)
+        try:
+            found = self._measured(workload_name, workload, layout, mesh)
+        except WorkbenchError as refused:  # the same on every rank, before any collective
+            found = {"left_out": str(refused).replace("\n", ";")}
+        if mesh.is_first:
+            write_whole(file, to_json(found))
+
+    def _measured(self, name: str, workload: Workload, layout: LayoutSpec, mesh: Mesh) -> dict[str, Any]:
+        spec = self.spec(workload, layout)
+        policy, optimizer = self.policy(spec, mesh)
+        batch, loss = load(self.folder / name), flow.make_loss(spec.loss)
+        with StepClock(self.device) as preparing:
+            rows, totals = flow.prepare_rows(batch, spec, mesh)
+        clipped_S = _tensor(self.folder / f"{name}.tokens.safetensors", "clipped")
+        result = flow.run_step(
+            policy,
+            loss,
+            rows,
+            totals,
+            num_source=batch.num_tokens,
+            frozen_clip_S=clipped_S,
+            keep_gradients=True,
+            loss_spec=spec.loss,
+            fused=True,
+        )
+        parity = self._parity(name, result, batch) if mesh.is_first else None
+        del result
+        step_ms = []
+        for number in range(self.samples + 1):
+            if self.device.type == "cuda" and number == 1:
+                torch.cuda.reset_peak_memory_stats()
+            with StepClock(self.device) as clock:
+                result = flow.run_step(policy, loss, rows, totals, loss_spec=spec.loss, level="none", fused=True)
+                flow.clip_gradients(policy, result.norms, None)
+                optimizer.step()
+            if number:
+                step_ms.append(clock.step_ms)
+        median = statistics.median(step_ms)
+        packed = flow.pack_step(batch, spec)
+        balance = flow.plan_row(packed[0].document_ids_T, layout).balance()
+        return {
+            "layout": str(layout),
+            "ranks": layout.world_size,
+            "samples_ms": step_ms,
+            "step_ms": median,
+            "prepare_ms": preparing.step_ms,
+            "tokens_per_second": batch.num_tokens / median * 1e3,
+            "peak_gib": self.most(float(peak_bytes(self.device)), mesh) / 2**30,
+            "padding": sum(row.num_tokens for row in packed) / batch.num_tokens - 1,
+            "attention_max_over_mean": balance.max_over_mean,
+            "attention_in_lock_step": balance.in_lock_step,
+            "parity": parity,
+        }
+
+    def most(self, value: float, mesh: Mesh) -> float:
+        """The largest of all ranks."""
+        most = torch.tensor(value, dtype=torch.float64, device=self.device)
+        return float(all_max(all_max(most, mesh["dp_cp"]), mesh["tp"]))
+
+    def _parity(self, name: str, result: flow.StepResult, batch: RolloutBatch) -> dict[str, Any]:
+        distances, norms = {}, {}
+        with safe_open(self.folder / f"{name}.gradients.safetensors", framework="pt", device=str(self.device)) as truth:
+            for key, gradient in result.gradients.items():
+                true = truth.get_tensor(key).double()
+                distances[key] = float((gradient.to(self.device).double() - true).norm())
+                norms[key] = float(true.norm())
+        tokens = self.folder / f"{name}.tokens.safetensors"
+        trained_S = batch.loss_mask_T
+        apart_S = (result.tokens["policy_logprobs"].double() - _tensor(tokens, "policy_logprobs").double())[trained_S]
+        flipped_S = result.tokens["would_clip"] != _tensor(tokens, "clipped")
+        return {
+            "loss": float(result.loss["total"]),
+            "distance": math.hypot(*distances.values()),
+            "norm": math.hypot(*norms.values()),
+            "of_parameters": distances,
+            "norms": norms,
+            "logprobs_apart_nats": float(apart_S.abs().mean()),
+            "flipped_clips": int(flipped_S.sum()),
+        }
+
+
+def draw_rollouts(workload: Workload, plan: Plan) -> RolloutBatch:
+    """The documents of a workload; see `draw_documents`."""
+    return draw_documents(
+        workload.rows,
+        workload.row_tokens,
+        workload.document_tokens,
+        19 if plan.model == "tiny-qwen3" else 151936,
+        plan.seed,
+    )
+
+
+def draw_documents(
+    rows: int, row_tokens: int, document_tokens: tuple[int, int], vocabulary: int, seed: int
+) -> RolloutBatch:
+    """Documents of random tokens that fill rows: the first quarter is a prompt, advantages are of either sign.
+
+    A row is full once every document is padded to 16 tokens, and begins with the longest document there can be, which
+    does not fit into what that padding takes, so that every layout cuts the step into the same rows.
+    """
+    rng = random.Random(seed)
+    low, high = document_tokens
+    lengths: list[int] = []
+    for _ in range(rows):
+        left = row_tokens
+        while left >= low + _PADDED:
+            drawn = round(math.exp(rng.uniform(math.log(low), math.log(high))))
+            length = high if left == row_tokens else min(drawn, left)
+            if left - length < low + 2 * _PADDED and left <= high:
+                length = left
+            lengths.append(length)
+            left -= -(-length // _PADDED) * _PADDED
+    documents = []
+    for length in lengths:
+        advantage = rng.choice((-1, 1)) * rng.uniform(0.2, 2.0)
+        documents.append(
+            {
+                "tokens": [rng.randrange(vocabulary) for _ in range(length)],
+                "loss_mask": [int(t > length // 4) for t in range(length)],
+                "advantages": advantage,
+                "old_logprobs": [0.0] * length,
+            }
+        )
+    return RolloutBatch.from_documents(documents)
+
+
+def perturb(model: torch.nn.Module, how: OldPolicy) -> None:
+    """Move every weight, in place: w + relative * std(its tensor) * n, n normal, drawn from the seed where w lies."""
+    draw = torch.Generator(next(model.parameters()).device).manual_seed(how.seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, device=parameter.device, generator=draw).to(parameter.dtype)
+            parameter.add_(noise, alpha=how.relative * float(parameter.std()))
+
+
+def _logprobs(policy: Policy, batch: RolloutBatch, spec: RunSpec) -> Tensor:
+    """[S] float32 log-probabilities of every token that is predicted, 0 elsewhere."""
+    found_S = torch.zeros(batch.num_tokens)
+    rows, _ = flow.prepare_rows(batch, spec, policy.mesh)
+    with torch.no_grad():
+        for local in rows:
+            row = local.row
+            hidden_TD = policy.hidden_states(row.tokens_T, row.positions_T, local.attention)
+            said_T = policy.token_logprobs(hidden_TD, row.targets_T, None, wanted=()).logprobs_T
+            known_T = row.source_T != PADDING
+            found_S[row.source_T[known_T].cpu()] = said_T[known_T].float().cpu()
+    return found_S
+
+
+def _save_model(plan: Plan, folder: Path) -> None:
+    from workbench.policy.published import published_qwen3
+    from workbench.policy.tiny import tiny_qwen3
+
+    tiny = plan.model == "tiny-qwen3"
+    model = tiny_qwen3(19, seed=plan.seed) if tiny else published_qwen3(plan.model, seed=plan.seed)
+    model.save_pretrained(folder)
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One rank. Why it failed lies in the folder then, whatever became of its output."""
+    folder, samples, deadline, entries = Path(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3:]
+    with saying_why(folder):
+        device = join("cuda" if torch.cuda.is_available() else "cpu", timeout_s=GIVE_UP_S)
+        rank = Rank(folder, device, samples)
+        if not (folder / "model").exists():
+            rank.prepare()
+        for entry in entries:
+            workload, layout = entry.split("/")
+            mesh = rank.mesh(rank.plan.layouts[layout])
+            if rank.most(float(time.time() > deadline), mesh):
+                break
+            rank.measure(workload, layout)
+        leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

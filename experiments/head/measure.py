@@ -1,0 +1,342 @@
+"""What the output head costs: log-probabilities and gradients from hidden states, ours and others', in one run.
+
+Everything is measured against the least that there is to do: three matrix products forward and backward (one for
+log-probabilities alone), by the library's own routine, in the same run. A round takes every contender once, in an
+order that is drawn anew; a sample is the mean of two passes after one that is not counted, so that each finds the
+device as busy and warm as the others. Errors are against float64 of the same operands. Without a GPU one tiny size is
+run, and no bar is held.
+
+Units: milliseconds between device events; GiB beyond the operands and both gradients.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.head.contenders import BOTH, FORWARD, Contender, Pass, part_of
+from experiments.head.page import write_head_report
+from experiments.head.workloads import SIZES, SIZES_WITHOUT_GPU, Size, Truth, Workload, relative_error
+from workbench.records.directory import project_root, provenance
+
+ROUNDS = 5
+PASSES = 2
+"""Passes in a sample, after one that is not counted."""
+
+GIB = float(1 << 30)
+HOPELESS = 40.0
+"""A contender that needs this many times the floor is measured once, and said to be."""
+
+
+def measure(
+    *,
+    pairs: int = ROUNDS,
+    later: int = 0,
+    told: Callable[[str], None] = lambda line: None,
+    sizes: Sequence[Size] | None = None,
+) -> dict[str, Any]:
+    """Measure everything and say it as a record.
+
+    Args:
+        pairs: rounds.
+        later: not used; every benchmark takes it.
+        told: told what is being measured.
+        sizes: which workloads; None for those of the device.
+    """
+    large = torch.cuda.is_available()
+    device = torch.device("cuda" if large else "cpu")
+    workloads = {}
+    for size in sizes or (SIZES if large else SIZES_WITHOUT_GPU):
+        told(str(size))
+        workloads[size.name] = _workload(size, device, pairs, told)
+    rows = longest_rows(told) if large else {}
+    record = {
+        "benchmark": "head",
+        "device": torch.cuda.get_device_name() if large else "cpu",
+        "rounds": pairs,
+        "workloads": workloads,
+        "longest_rows": rows,
+        "provenance": provenance(project_root()),
+    }
+    return record | {"bars": bars(record) if large else {}}
+
+
+def _workload(size: Size, device: torch.device, rounds: int, told: Callable[[str], None]) -> dict[str, Any]:
+    work = Workload.make(size, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    errors = _errors(work, told)
+    both = _interleaved(work, BOTH, rounds, told)
+    forward = _interleaved(work, FORWARD, rounds, told)
+    for name, found in errors.items():
+        both["contenders"][name] |= found
+    return {
+        "tokens": size.tokens,
+        "dimension": size.dimension,
+        "vocabulary": size.vocabulary,
+        "forward_backward": both,
+        "forward": forward,
+    }
+
+
+# -- time and memory -------------------------------------------------------------------------------------------
+
+
+def _interleaved(
+    work: Workload, contenders: Iterable[Contender], rounds: int, told: Callable[[str], None]
+) -> dict[str, Any]:
+    """Samples and memory of every contender that runs here, the floor's among them."""
+    passes: dict[str, Pass] = {}
+    listed: dict[str, dict[str, Any]] = {}
+    for contender in contenders:
+        entry: dict[str, Any] = {
+            "kind": contender.kind,
+            "what": contender.what,
+            "memory": contender.memory,
+            "loss": contender.loss,
+            "package": contender.package,
+            "version": contender.version,
+        }
+        if contender.only and work.size.name not in contender.only:
+            continue
+        listed[contender.name] = entry
+        if contender.version is None:
+            entry["left_out"] = f"{contender.package} is not installed"
+            continue
+        told(f"  {contender.name}")
+        try:
+            one = contender.make(work)
+            _clear(work)
+            one()  # compiles
+            entry["extra_gib"] = _extra_memory(work, one)
+            passes[contender.name] = one
+        except Exception as error:  # a peer may fail in any way; that is a finding
+            entry["left_out"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+        _clear(work)
+    order = random.Random(0)
+    samples: dict[str, list[float]] = {name: [] for name in passes}
+    floor = next(name for name, entry in listed.items() if entry["kind"] == "floor")
+    for number in range(rounds):
+        told(f"  round {number + 1} of {rounds}")
+        names = list(passes)
+        order.shuffle(names)
+        for name in names:
+            hopeless = samples[name] and samples[floor] and samples[name][0] > HOPELESS * samples[floor][0]
+            if not hopeless:
+                samples[name].append(_sample_ms(work, passes[name]))
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    for name, values in samples.items():
+        listed[name] |= {"samples_ms": values, "median_ms": medians[name], "ratio": medians[name] / medians[floor]}
+    return {"floor_ms": medians[floor], "contenders": listed}
+
+
+def _sample_ms(work: Workload, one: Pass) -> float:
+    _clear(work)
+    one()
+    if work.hidden_TD.device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(PASSES):
+            _forget(work)
+            one()
+        return 1e3 * (time.perf_counter() - start) / PASSES
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(PASSES):
+        _forget(work)
+        one()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / PASSES
+
+
+def _extra_memory(work: Workload, one: Pass) -> float | None:
+    """GiB at the peak beyond what lay there and both gradients; None without a GPU."""
+    if work.hidden_TD.device.type != "cuda":
+        return None
+    _clear(work)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    one()
+    torch.cuda.synchronize()
+    gradients = sum(t.numel() * t.element_size() for t in (work.hidden_TD.grad, work.weight_VD.grad) if t is not None)
+    return (torch.cuda.max_memory_allocated() - before - gradients) / GIB
+
+
+def _forget(work: Workload) -> None:
+    work.hidden_TD.grad = work.weight_VD.grad = None
+
+
+def _clear(work: Workload) -> None:
+    _forget(work)
+    gc.collect()
+    if work.hidden_TD.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# -- errors ----------------------------------------------------------------------------------------------------
+
+
+def _errors(work: Workload, told: Callable[[str], None]) -> dict[str, dict[str, float]]:
+    """Mean error of log-probabilities in nats, relative error of both gradients, by contender."""
+    found: dict[str, dict[str, float]] = {}
+    for loss in ("token", "gspo", "gspo long"):
+        told(f"  float64 of {loss}")
+        truth = Truth.of(work, part_of(work, loss))
+        for contender in BOTH:
+            left = contender.only and work.size.name not in contender.only
+            if contender.loss != loss or contender.version is None or left:
+                continue
+            try:
+                logprobs_T = contender.make(work)()
+                assert work.hidden_TD.grad is not None
+                assert work.weight_VD.grad is not None
+                found[contender.name] = {
+                    "hidden_error": relative_error(work.hidden_TD.grad, truth.hidden_TD),
+                    "weight_error": relative_error(work.weight_VD.grad, truth.weight_VD),
+                }
+                if logprobs_T is not None:
+                    found[contender.name]["logprob_error"] = float(
+                        (logprobs_T.detach().double() - truth.logprobs_T).abs().mean()
+                    )
+            except Exception as error:  # listed with its words when it is timed
+                told(f"  {contender.name}: {type(error).__name__}")
+            _clear(work)
+        del truth
+        _clear(work)
+    return found
+
+
+# -- the longest row -------------------------------------------------------------------------------------------
+
+HEADS = {"Qwen3-0.6B": (1024, 151936), "Qwen3-8B": (4096, 151936)}
+ROW_SECONDS = 8.0
+"""No longer row is tried once one has taken this long."""
+
+
+def longest_rows(told: Callable[[str], None]) -> dict[str, Any]:
+    """Peak memory of one row by its length, doubled until it does not fit (or takes too long): ours and all logits."""
+    contenders = {c.name: c for c in BOTH}
+    found: dict[str, Any] = {}
+    for head, (dimension, vocabulary) in HEADS.items():
+        for name in ("fused_loss", "plain torch", "Liger triton_grpo_loss"):
+            tokens, lines, end = 8192, [], "out of memory"
+            while contenders[name].version is not None:
+                told(f"longest row: {head}, {name}, {tokens} tokens")
+                begun = time.perf_counter()
+                try:
+                    peak = _peak_of_row(contenders[name], Size(head, tokens, dimension, vocabulary))
+                except torch.cuda.OutOfMemoryError:
+                    break
+                except Exception as error:
+                    end = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+                    break
+                lines.append({"tokens": tokens, "peak_gib": peak})
+                if time.perf_counter() - begun > ROW_SECONDS:
+                    end = "time"
+                    break
+                tokens *= 2
+            found.setdefault(head, {})[name] = {"rows": lines, "end": end}
+            gc.collect()
+            torch.cuda.empty_cache()
+    return found
+
+
+def _peak_of_row(contender: Contender, size: Size) -> float:
+    """GiB at the peak of one pass, operands and gradients included. Values are random: only memory is asked."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    device = torch.device("cuda")
+    work = Workload(
+        size,
+        torch.randn(size.tokens, size.dimension, device=device, dtype=torch.bfloat16, requires_grad=True),
+        (torch.randn(size.vocabulary, size.dimension, device=device, dtype=torch.bfloat16) * 0.02).requires_grad_(),
+        torch.randint(size.vocabulary, (size.tokens,), device=device),
+        torch.full((size.tokens,), -12.0, device=device),
+        torch.ones(size.tokens, device=device),
+    )
+    torch.cuda.reset_peak_memory_stats()
+    contender.make(work)()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / GIB
+
+
+# -- bars ------------------------------------------------------------------------------------------------------
+
+
+def bars(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What must hold, with what was found; a bar whose numbers are missing does not hold."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def at_most(name: str, bar: float, value: float | None) -> None:
+        found[name] = {"bar": bar, "median": value, "holds": value is not None and value <= bar}
+
+    def at_least(name: str, bar: float, value: float | None) -> None:
+        found[name] = {"bar": bar, "median": value, "holds": value is not None and value >= bar, "least": True}
+
+    for letter, work in record["workloads"].items():
+        both, alone = work["forward_backward"]["contenders"], work["forward"]["contenders"]
+        narrow = work["dimension"] < 2048
+        accumulator = work["vocabulary"] * work["dimension"] * 4 / GIB
+        at_most(f"{letter}: fused_loss", 1.10 if narrow else 1.06, both["fused_loss"].get("ratio"))
+        at_most(f"{letter}: fused_loss GSPO", 1.12, both["fused_loss GSPO"].get("ratio"))
+        at_most(f"{letter}: fused_loss GSPO long", 1.15, both["fused_loss GSPO long"].get("ratio"))
+        at_most(f"{letter}: token_logprobs, room", 1.10, both["token_logprobs, room"].get("ratio"))
+        at_most(f"{letter}: token_logprobs", 1.45, both["token_logprobs"].get("ratio"))
+        at_most(f"{letter}: forward, entropy", 1.05, alone["token_logprobs, entropy"].get("ratio"))
+        at_most(f"{letter}: forward, extra GiB", 64 / 1024, alone["token_logprobs, entropy"].get("extra_gib"))
+        at_most(f"{letter}: fused_loss, extra GiB", 1.3, both["fused_loss"].get("extra_gib"))
+        at_most(
+            f"{letter}: fused_loss float32, extra GiB", 1.3 + accumulator, both["fused_loss float32"].get("extra_gib")
+        )
+        at_most(f"{letter}: log-probability error", 1e-4, both["fused_loss"].get("logprob_error"))
+        at_most(
+            f"{letter}: gradient error",
+            3.5e-3,
+            max(
+                both["fused_loss float32"].get("hidden_error", 9.0), both["fused_loss float32"].get("weight_error", 9.0)
+            ),
+        )
+        mine = both["fused_loss"].get("median_ms")
+        for memory, bar in (("chunk", 1.3), ("all tokens", 0.97)):
+            peers = [
+                peer["median_ms"]
+                for peer in both.values()
+                if peer["kind"] == "peer" and peer["memory"] == memory and "median_ms" in peer
+            ]
+            at_least(
+                f"{letter}: best peer with memory of {'one chunk' if memory == 'chunk' else 'all tokens'}, times ours",
+                bar,
+                min(peers) / mine if peers and mine else None,
+            )
+    return found
+
+
+def in_words(record: dict[str, Any]) -> str:
+    """A record as lines of text."""
+    lines = [f"output heads on {record['device']}, medians of {record['rounds']} rounds"]
+    for letter, work in record["workloads"].items():
+        for part, unit in (("forward_backward", "three products"), ("forward", "one product")):
+            lines.append(f"{letter}, {part.replace('_', ' + ')}: {unit} {work[part]['floor_ms']:.2f} ms")
+            timed = {n: e for n, e in work[part]["contenders"].items() if "ratio" in e}
+            lines += [
+                f"  {name}: {entry['ratio']:.3f}x"
+                for name, entry in sorted(timed.items(), key=lambda pair: pair[1]["ratio"])
+            ]
+    lines += [
+        f"{name}: {'none' if bar['median'] is None else format(bar['median'], '.4g')}, "
+        f"{'at least' if bar.get('least') else 'at most'} {bar['bar']:.4g}: "
+        f"{'holds' if bar['holds'] else 'MISSED'}"
+        for name, bar in record["bars"].items()
+    ]
+    return "\n".join(lines)
+
+
+def write_page(record: dict[str, Any], folder: Path) -> Path:
+    """The folder's records as one page with figures; this one lies there already."""
+    return write_head_report(folder)

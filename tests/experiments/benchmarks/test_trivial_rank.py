@@ -1,0 +1,23 @@
+"""The rank that does next to nothing says when it had joined, and that it met the others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from workbench.records.directory import project_root
+
+
+def test_one_rank_alone_is_ready_between_its_start_and_its_end(tmp_path):
+    begin_ns = time.time_ns()
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.benchmarks.trivial_rank", str(tmp_path), "--project", "."],
+        env=os.environ | {"RANK": "0", "WORLD_SIZE": "1"},
+        cwd=project_root(),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert begin_ns < int((tmp_path / "ready0").read_text()) < time.time_ns()

@@ -1,0 +1,262 @@
+"""The normalisation page: numbers by denominator, training by optimizer, whole, offline, and what is saved."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experiments.normalisation import page as normalisation
+from experiments.normalisation.page import (
+    answer_of_batch,
+    answer_of_training,
+    denominator_table,
+    norms_by_denominator,
+    page,
+    training,
+    training_table,
+    write_normalisation,
+)
+from tests.unit.report.test_page import Reader
+from workbench.compare.comparison import Comparison, Configuration
+from workbench.errors import RecordError
+from workbench.launch.ablation import load_ablation
+from workbench.reduction.denominators import DENOMINATORS
+from workbench.specs.run import RunSpec
+
+FOLDER = Path(__file__).parents[3] / "experiments/normalisation"
+M = 4
+
+
+def configuration(name, losses, norms, *, state="succeeded", **settings):
+    clip = settings.get("optimizer", {}).get("max_grad_norm")
+    numbered = enumerate(zip(losses, norms, strict=True))
+    steps = [
+        {
+            "step": step,
+            "loss/total/sum": loss,
+            "gradient/norm/global": norm,
+            "documents/trained/sum": float(M),
+            "gradient/clip/coefficient": 1.0 if clip is None or norm <= clip else clip / norm,
+            "kl/old_policy/k3_mean": 0.01 * step,
+        }
+        for step, (loss, norm) in numbered
+    ]
+    return Configuration(
+        name,
+        RunSpec(steps=len(losses), **settings).model_dump(mode="json"),
+        state=state,
+        steps=steps if state == "succeeded" else [],
+        run=f"runs/{name}",
+    )
+
+
+def one_batch():
+    def run(denominator, norm, *, twice=False, **more):
+        loss = {"denominator": denominator, "normalize_by_documents": twice} | more
+        return configuration(
+            f"one-{denominator}-{twice}",
+            [-0.25],
+            [norm / M if twice else norm],
+            loss=loss,
+            optimizer={"name": "sgd", "max_grad_norm": 0.3},
+        )
+
+    runs = [
+        run("raw", 6.0),
+        run("raw", 6.0, twice=True),
+        run("token", 0.6),
+        run("token", 0.6, twice=True),
+        run("constant", 0.1, denominator_constant=8.0),
+    ]
+    return Comparison("one_batch", "What of <one> batch?", runs, {"versions": {"torch": "2.13.0"}})
+
+
+def fifty_steps():
+    def run(name, clip, twice, losses, norms):
+        optimizer = {"name": name, "max_grad_norm": clip}
+        return configuration(
+            f"run-{name}-{clip}-{twice}",
+            losses,
+            norms,
+            optimizer=optimizer,
+            loss={"denominator": "document_sum", "normalize_by_documents": twice},
+        )
+
+    runs = [
+        run("sgd", None, False, [-0.1, -0.3, -0.5], [8.0, 4.0, 2.0]),
+        run("sgd", None, True, [-0.1, -0.2, -0.3], [2.0, 1.0, 0.5]),
+        run("adamw", 0.3, False, [-0.1, -0.3, -0.5], [8.0, 4.0, 0.2]),
+        run("adamw", 0.3, True, [-0.1, -0.29, -0.5], [0.2, 0.1, 0.05]),
+    ]
+    return Comparison("fifty_steps", "What of training?", runs, {"versions": {"torch": "2.13.0"}})
+
+
+def failed(comparison):
+    broken = configuration("broken", [0.0], [1.0], state="failed")
+    return replace(comparison, configurations=[*comparison.configurations, replace(broken, why="out of <memory>")])
+
+
+@pytest.fixture(scope="module")
+def text():
+    return page(one_batch(), failed(fifty_steps()))
+
+
+# ---- one batch -----------------------------------------------------------------------------------------
+
+
+def test_a_row_a_denominator_smallest_norm_first():
+    found = denominator_table(one_batch())
+    assert list(found.index) == ["constant", "token", "raw"]
+    assert list(found["divisor"]) == ["M C", "T", "1"]
+    assert list(found["norm"]) == [0.1, 0.6, 6.0]
+    assert list(found["coefficient"]) == [1.0, 0.5, 0.3 / 6]
+    assert list(found["norm_by_documents"]) == [None, 0.15, 1.5]
+    assert list(found["coefficient_by_documents"]) == [None, 1.0, 0.3 / 1.5]
+
+
+def test_every_denominator_has_its_divisor_in_letters_that_are_explained():
+    assert set(normalisation.DIVISORS) == set(DENOMINATORS)
+    for letter in {letter for divisor in normalisation.DIVISORS.values() for letter in divisor.split()} - {"1"}:
+        assert re.search(rf"\b{letter} ", normalisation.LETTERS), letter
+
+
+def test_the_figure_marks_each_norm_and_the_threshold():
+    axes = norms_by_denominator(one_batch()).axes[0]
+    marks = {
+        (line.get_xdata()[0], line.get_ydata()[0]): line.get_markerfacecolor() == "#ffffff"
+        for line in axes.lines
+        if line.get_marker() == "o"
+    }
+    assert marks == {(0.1, 0): False, (0.6, 1): False, (0.15, 1): True, (6.0, 2): False, (1.5, 2): True}
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["constant", "token", "raw"]
+    assert [line.get_xdata()[0] for line in axes.lines if list(line.get_xdata()) == [0.3, 0.3]] == [0.3]
+    assert [text.get_text() for text in axes.texts if "·" in text.get_text()][:3] == [
+        "1 · –",
+        "0.500 · 1",
+        "0.0500 · 0.200",
+    ]
+
+
+def test_the_answer_counts_on_which_side_of_the_threshold_gradients_lie():
+    said = answer_of_batch(one_batch())
+    assert said.startswith("One batch of 4 documents has a gradient norm of 0.100 under constant and of 6.00 under raw")
+    assert "a clip at 0.3 acts under 2 of 3 denominators, and leaves 0.050 of the gradient under raw" in said
+    assert "once more it acts under 1 of 2" in said
+
+
+# ---- training ------------------------------------------------------------------------------------------
+
+
+def test_a_row_an_optimizer_and_a_line_a_weight_of_the_gradient():
+    figure = training(fifty_steps())
+    assert len(figure.axes) == 8
+    assert [axes.get_title(loc="left") for axes in figure.axes[::4]] == ["SGD, no clipping", "AdamW, clipped at 0.3"]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in figure.axes[4].lines}
+    assert drawn == {"loss ÷ M": [-0.1, -0.3, -0.5], "loss ÷ M, gradient ÷ M²": [-0.1, -0.29, -0.5]}
+    norms, coefficients, moved = ([list(line.get_ydata()) for line in axes.lines] for axes in figure.axes[5:])
+    assert norms == [[8.0, 4.0, 0.2], [0.2, 0.1, 0.05]]
+    assert coefficients == [[0.3 / 8, 0.3 / 4, 1.0], [1.0, 1.0, 1.0]]
+    assert moved == [[0.0, 0.01, 0.02]] * 2
+    assert [axes.get_yscale() for axes in figure.axes[:4]] == ["linear", "log", "log", "linear"]
+
+
+def test_the_table_says_what_each_run_came_to():
+    found = training_table(fifty_steps())
+    row = found.loc["AdamW, clipped at 0.3", "loss ÷ M"]
+    assert (row["first_norm"], row["median_norm"], row["median_coefficient"]) == (8.0, 4.0, 0.3 / 4)
+    assert (row["steps_clipped"], row["steps"], row["last_loss"], row["last_kl"]) == (2, 3, -0.5, 0.02)
+    assert found.loc["SGD, no clipping", "loss ÷ M, gradient ÷ M²"]["steps_clipped"] == 0
+
+
+def test_the_answer_says_how_far_the_losses_come_apart():
+    said = answer_of_training(fifty_steps())
+    assert "divided by M = 4 once more" in said
+    assert said.endswith(": 50 % (SGD, no clipping), 2.5 % (AdamW, clipped at 0.3).")
+
+
+def test_other_denominators_and_single_runs_are_named_as_what_they_are():
+    runs = [
+        configuration("a", [0.1], [1.0], loss={"denominator": "token"}),
+        configuration("b", [0.1], [1.0], loss={"denominator": "token", "normalize_by_documents": True}),
+    ]
+    found = training_table(Comparison("x", "?", runs))
+    assert list(found.index) == [
+        ("AdamW, no clipping", "denominator token"),
+        ("AdamW, no clipping", "denominator token, gradient ÷ M once more"),
+    ]
+    assert "No two runs" in answer_of_training(Comparison("x", "?", runs[:1]))
+
+
+# ---- the page ------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_whole_offline_and_well_formed(text):
+    read = Reader(text)
+    assert (read.crossed, read.open) == ([], [])
+    assert not re.search(r"https?:|//[a-z]|url\((?!#)|@import|<image|data:", text)
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in read.tags}
+    ids = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    assert all(
+        attributes[key][1:] in ids for _, attributes in read.tags for key in ("href", "xlink:href") if key in attributes
+    )
+
+
+def test_the_page_quotes_names_as_text_and_names_what_failed(text):
+    assert "What of &lt;one&gt; batch?" in text
+    assert "Failed, and not shown: broken (out of &lt;memory&gt;)" in text
+    assert "Not run on this recording: document, document_sum, prompt_group, rollout, group_length, local_token" in text
+
+
+def test_the_page_has_both_answers_figures_and_tables(text):
+    assert answer_of_batch(one_batch()) in text
+    assert answer_of_training(fifty_steps()) in text
+    assert [caption in text for caption in ('id="norms-by-denominator-caption"', 'id="training-caption"')] == [True] * 2
+    assert '<th scope="row">AdamW, clipped at 0.3; loss ÷ M</th><td class="number">8.00</td>' in text
+
+
+def test_the_page_is_written_from_what_is_saved_and_is_the_same_every_time(tmp_path):
+    for comparison in (one_batch(), fifty_steps()):
+        comparison.save(tmp_path / comparison.experiment / "comparison.json")
+    assert normalisation.main([str(tmp_path)]) == tmp_path / "report.html"
+    assert (tmp_path / "report.html").read_text(encoding="utf8") == page(one_batch(), fifty_steps())
+
+
+def test_a_comparison_in_which_nothing_succeeded_is_refused():
+    with pytest.raises(RecordError, match="no run that succeeded"):
+        denominator_table(Comparison("one_batch", "?", failed(one_batch()).configurations[-1:]))
+    with pytest.raises(RecordError, match=re.escape("comparison.json")):
+        write_normalisation(FOLDER / "nowhere")
+
+
+# ---- what is saved -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", normalisation.PARTS)
+def test_nothing_is_judged_and_saved_runs_have_the_settings_of_their_file(part):
+    planned = load_ablation(FOLDER / f"{part}.yaml").expand()
+    assert {plan.reference for plan in planned} == {""}
+    saved = Comparison.load(FOLDER / part / "comparison.json")
+    assert {c.name: c.settings for c in saved.configurations} == {
+        plan.name: plan.spec.model_dump(mode="json") for plan in planned
+    }
+    assert {(c.state, len(c.steps)) for c in saved.configurations} == {("succeeded", planned[0].spec.steps)}
+
+
+def test_one_batch_has_every_denominator_that_the_recording_allows():
+    found = denominator_table(Comparison.load(FOLDER / "one_batch/comparison.json"))
+    assert set(DENOMINATORS) - set(found.index) == {"rollout"}, "the recording has no rollout ids"
+    assert list(found["norm"] / found["norm_by_documents"]) == pytest.approx([72] * len(found), rel=1e-4)
+    assert found.loc["document_sum", "norm"] == pytest.approx(64 * found.loc["constant", "norm"], rel=1e-4)
+
+
+def test_the_saved_page_is_the_page_of_the_saved_runs():
+    one, fifty = (Comparison.load(FOLDER / part / "comparison.json") for part in normalisation.PARTS)
+    assert (FOLDER / "report.html").read_text(encoding="utf8") == page(one, fifty)
+
+
+def test_nothing_saved_names_a_machine():
+    saved = [FOLDER / "report.html", *(FOLDER / part / "comparison.json" for part in normalisation.PARTS)]
+    for path in saved:
+        assert not re.findall(r"(?<![<\w.])/(?:home|root|tmp|work|opt|Users)/[\w./-]*", path.read_text(encoding="utf8"))

@@ -1,0 +1,405 @@
+"""Two GPUs and one, trained on the same losses: do they end at the same weights, in the same memory, without a hang?
+
+A decoder takes steps of plain SGD on GRPO losses: on one rank with whole rows, in float64 (the truth) and in float32
+with the rows in several orders; and on several ranks that share every row, under torch's own context parallelism (on
+GPUs) and under the workbench's, each with an engine that adds gradients up (a plain all-reduce) and one that averages
+them (DDP as it comes), aligned by `workbench.align_loss`. In one batch of four a single rank has all tokens that count.
+
+Bars, of the float32 weights after the last step. What rounding alone does is measured: the distance of one rank's
+weights from the truth, its median over orders of the rows.
+
+    distance    of all weights from the truth, over one rank's             at most 2
+    parameter   the same of each parameter, the largest                    at most 4
+    sight       the distance of a run whose gradients are off by the number of ranks, over what the first bar allows:
+                how many times a missing factor would be over it           at least 100
+    moved       how far training moved the weights, over one rank's distance: a missing factor cannot be seen at the
+                bar of sight in a training that did not move by twice as much   at least 200
+    trained     share of one rank's steps with a gradient that is finite and not zero    all
+    same        every weight has the same bits on all ranks                holds or not
+    growth      bytes that torch holds, and that it reserves, after each step, over those after step 5: 0 (GPUs)
+
+A record has a verdict. `equal`: every bar holds. `unsound baseline`: the truth, or one rank's float32, is not finite,
+or so far from the truth that a missing factor would not be seen (sight, moved). `vacuous`: weights that did not move,
+or steps without a gradient. `different`: anything else that is missed.
+
+Units: milliseconds a step, bytes.
+
+Letters: B rows | T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import LaunchError, SpecError
+from workbench.launch.devices import visible_gpus
+from workbench.records.directory import from_json, project_root, provenance, without_machine_paths
+
+MODELS = {"tiny-qwen3": {}, "qwen3-0.6b": {"rows": 2, "learning_rate": 0.002, "orders": 1}}
+"""Model -> in what its task differs from the usual one."""
+
+TOKENS_A_RANK = {"tiny-qwen3": 128, "qwen3-0.6b": 256}
+"""Of each row."""
+
+BARS = {"distance": 2.0, "parameter": 4.0, "sight": 100.0, "moved": 200.0, "trained": 1.0}
+_AT_LEAST = ("sight", "moved", "trained")
+SETTLED = 5
+"""Steps after which memory may not grow."""
+
+GRACE_S = 60.0
+"""That ranks have to end; `torch.distributed.run` itself gives them 30."""
+
+ALONE = "one_rank"
+RANK = "workbench.launch.verify_rank"
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained, by one rank and by several.
+
+    Attributes:
+        model: `tiny-qwen3`, or a published architecture (`workbench.policy.published`), with seeded weights.
+        steps: optimizer steps of each run.
+        rows: B.
+        tokens: T.
+        learning_rate: of plain SGD, under which a gradient of another size is weights of another size.
+        ranks: that share each row.
+        orders: float32 runs of one rank, each with the rows in another order.
+        device: "cpu" or "cuda".
+        timeout_s: of a collective.
+    """
+
+    model: str = "tiny-qwen3"
+    steps: int = 200
+    rows: int = 4
+    tokens: int = 256
+    learning_rate: float = 0.3
+    ranks: int = 2
+    orders: int = 3
+    device: str = "cpu"
+    timeout_s: float = 120.0
+
+    def attentions(self) -> tuple[str, ...]:
+        """Whose context parallelism: torch's, where it can train, and ours."""
+        return ("torch", "ours") if self.device == "cuda" else ("ours",)
+
+
+def measure(
+    *,
+    gpus: int = 2,
+    model: str = "tiny-qwen3",
+    steps: int = 200,
+    ranks: int | None = None,
+    give_up_s: float = 900.0,
+    told: Callable[[str], None] = lambda line: None,
+    **task: Any,
+) -> dict[str, Any]:
+    """Train on one rank and on several, and say how they compare as a record.
+
+    Args:
+        gpus: how many share the rows; 0: as many processes as ``ranks`` on CPU, through gloo.
+        model: one of `MODELS`.
+        steps: of every run.
+        ranks: on CPU; None: two.
+        give_up_s: when a job that has not ended is ended.
+        told: told what is going on.
+        task: other settings of `Task`.
+
+    Raises:
+        SpecError: another model, no steps to look at, or no second rank.
+        LaunchError: too few GPUs; ranks that failed, or hung.
+    """
+    ranks = gpus or ranks or 2
+    if model not in MODELS or steps < 1 or ranks < 2:
+        raise SpecError(
+            f"verify: {ranks} rank(s), model {model!r}, {steps} steps",
+            rule=f"at least two ranks, one of {', '.join(MODELS)}, and at least one step",
+            fix="give --gpus 2, or --gpus 0 for two processes on CPU",
+        )
+    if gpus > len(visible_gpus()):
+        raise LaunchError(
+            f"verify on {gpus} GPUs",
+            found=f"{len(visible_gpus())} here",
+            rule="one GPU for each rank",
+            fix="give --gpus 0 to verify on CPU, through gloo",
+        )
+    device = "cuda" if gpus else "cpu"
+    usual = {"tokens": TOKENS_A_RANK[model] * ranks} | MODELS[model]
+    settings = dataclasses.asdict(Task(model=model, steps=steps, ranks=ranks, device=device, **usual | task))
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="verify-") as scratch:
+        folder = Path(scratch)
+        (folder / "task.json").write_text(json.dumps(settings))
+        for count in (1, ranks):
+            told(
+                f"{steps} steps on {count} {'GPU' if gpus else 'process'}{'s' if gpus and count > 1 else ''}"
+                f"{'es' if not gpus and count > 1 else ''}"
+            )
+            _job(count, folder, give_up_s)
+        record = compared(folder, ranks)
+    return {
+        "benchmark": "verify",
+        "device": _device(device),
+        "task": settings,
+        **record,
+        "seconds": time.perf_counter() - began,
+        "provenance": provenance(project_root()),
+    }
+
+
+def compared(folder: Path, ranks: int) -> dict[str, Any]:
+    """Every run's weights against the truth's, and the verdicts."""
+    runs = {path.stem: from_json(path.read_bytes()) for path in sorted(folder.glob("*.json")) if path.stem != "task"}
+    distances = {name: _distances(folder, name) for name in runs if name != "truth"}
+    alone = [found for name, found in distances.items() if name.startswith(ALONE)]
+    own = _median(_whole(found) for found in alone)
+    own_parameters = {name: _median(found[name] for found in alone) for name in alone[0]}
+    moved = _whole(_distances(folder, "start"))
+    listed = {}
+    for name, found in runs.items():
+        entry = {
+            "step_ms": found["step_ms"],
+            "first_loss": found["losses"][0],
+            "last_loss": found["losses"][-1],
+            "steps": len(found["losses"]),
+        }
+        if found["allocated_bytes"]:
+            entry["bytes"] = {kind: _memory(found[f"{kind}_bytes"]) for kind in ("allocated", "reserved")}
+        if name != "truth":
+            each = {
+                parameter: _over(distance, own_parameters[parameter]) for parameter, distance in distances[name].items()
+            }
+            worst = max(each, key=lambda parameter: _size(each[parameter]))
+            entry |= {
+                "distance": _whole(distances[name]),
+                "over_one_rank": _over(_whole(distances[name]), own),
+                "worst_parameter": worst,
+                "worst_over_one_rank": each[worst],
+            }
+        if "same_on_all_ranks" in found:
+            entry["same_on_all_ranks"] = found["same_on_all_ranks"]
+        listed[name] = entry
+    shared = [entry for entry in listed.values() if "same_on_all_ranks" in entry]
+    found = {
+        "distance": _largest(entry["over_one_rank"] for entry in shared),
+        "parameter": _largest(entry["worst_over_one_rank"] for entry in shared),
+        "sight": _over(_whole(distances["off_by_ranks"]), BARS["distance"] * own),
+        "moved": _over(moved, own),
+        "trained": _trained(run for name, run in runs.items() if name == "truth" or name.startswith(ALONE)),
+    }
+    bars = {
+        name: {
+            "bar": bar,
+            "found": found[name],
+            "holds": found[name] >= bar if name in _AT_LEAST else found[name] <= bar,
+        }
+        for name, bar in BARS.items()
+        if found[name] is not None
+    }
+    bars["same"] = {"bar": True, "found": all(entry["same_on_all_ranks"] for entry in shared)}
+    bars["same"]["holds"] = bars["same"]["found"]
+    if growths := [entry["bytes"][kind]["growth"] for entry in shared if "bytes" in entry for kind in entry["bytes"]]:
+        bars["growth"] = {"bar": 0, "found": max(growths), "holds": max(growths) <= 0}
+    baseline = [
+        name
+        for name, run in runs.items()
+        if (name == "truth" or name.startswith(ALONE)) and not all(map(math.isfinite, run["losses"]))
+    ]
+    baseline += [
+        name for name in ("truth" if not math.isfinite(moved) else "", ALONE if not math.isfinite(own) else "") if name
+    ]
+    verdict, why = _judged(bars, moved, list(dict.fromkeys(baseline)))
+    return {
+        "ranks": ranks,
+        "moved": moved,
+        "one_rank_distance": own,
+        "runs": listed,
+        "bars": bars,
+        "verdict": verdict,
+        "why": why,
+    }
+
+
+def _judged(bars: dict[str, Any], moved: float, broken: Sequence[str]) -> tuple[str, str]:
+    """The verdict, and the reason for any but "equal"."""
+    missed = [name for name, bar in bars.items() if not bar["holds"]]
+    if broken:
+        return "unsound baseline", f"not finite: {', '.join(broken)}"
+    if not moved or "trained" in missed:
+        share = bars.get("trained", {"found": 0.0})["found"]
+        return (
+            "vacuous",
+            "training did not move the weights"
+            if not moved
+            else f"only {share:.1%} of one rank's steps have a gradient that is finite and not zero",
+        )
+    if too_far := [name for name in ("sight", "moved") if name in missed]:
+        return "unsound baseline", f"one rank is too far from the truth to show a missing factor: {', '.join(too_far)}"
+    return ("different", f"missed: {', '.join(missed)}") if missed else ("equal", "")
+
+
+def verdict_of(record: dict[str, Any]) -> str:
+    """The verdict of a record; of one from before records had a verdict by its bars."""
+    return str(
+        record.get("verdict") or ("equal" if all(bar["holds"] for bar in record["bars"].values()) else "different")
+    )
+
+
+def in_words(record: dict[str, Any]) -> str:
+    """A record as lines of text, the verdict last."""
+    task = record["task"]
+    lines = [
+        f"{task['model']}, {task['steps']} steps of {task['rows']} rows of {task['tokens']} tokens, on "
+        f"{record['ranks']} x {record['device']}, {record['seconds']:.0f} s",
+        f"one rank in float32 is {record['one_rank_distance']:.2e} from the float64 truth; training moved the "
+        f"weights by {record['moved']:.2e}",
+    ]
+    for name, entry in record["runs"].items():
+        if "same_on_all_ranks" in entry:
+            memory = "".join(
+                f", {kind} {found['after'] / 2**20:.1f} MiB, growth {found['growth']} bytes"
+                for kind, found in entry.get("bytes", {}).items()
+            )
+            lines.append(
+                f"{name}: {entry['over_one_rank']:.2f} times that (a parameter at most "
+                f"{entry['worst_over_one_rank']:.2f} times its own), {entry['step_ms']:.1f} ms a step{memory}"
+            )
+    lines += [
+        f"{name}: {_number(bar['found'])}, bar {_number(bar['bar'])}: {'holds' if bar['holds'] else 'MISSED'}"
+        for name, bar in record["bars"].items()
+    ]
+    ranks = f"{record['ranks']} ranks"
+    verdict, why = verdict_of(record), record.get("why", "")
+    lines.append(
+        {
+            "equal": f"{ranks} and one rank train the same weights",
+            "different": f"{ranks} and one rank do NOT agree: see what is missed",
+        }.get(verdict, f"{verdict}: {why}; {ranks} and one rank cannot be compared by this")
+    )
+    return "\n".join(lines)
+
+
+def _median(values: Iterable[float]) -> float:
+    """The median; NaN, which has no place in an order, if any is NaN."""
+    numbers = list(values)
+    return math.nan if any(map(math.isnan, numbers)) else statistics.median(numbers)
+
+
+def _over(distance: float, own: float) -> float:
+    """A distance in units of one rank's own; 1 where both are zero, infinite where only the unit is."""
+    if own:
+        return distance / own
+    return 1.0 if distance == 0 else math.inf if distance > 0 else math.nan
+
+
+def _trained(runs: Iterable[dict[str, Any]]) -> float | None:
+    """Share of the steps whose gradient is finite and not zero; None of runs that did not record norms."""
+    norms = [run.get("gradient_norms") for run in runs]
+    if None in norms:
+        return None
+    every = [norm for each in norms for norm in each or ()]
+    return sum(norm != 0 and math.isfinite(norm) for norm in every) / len(every) if every else 0.0
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest; NaN, which `max` forgets, is larger than all."""
+    return max(values, key=_size)
+
+
+def _size(value: float) -> tuple[bool, float]:
+    return math.isnan(value), value
+
+
+def _number(value: Any) -> str:
+    return str(value) if isinstance(value, bool) else f"{value:.4g}"
+
+
+def _memory(after_each: Sequence[int]) -> dict[str, int]:
+    settled = after_each[min(SETTLED, len(after_each)) - 1]
+    return {"after": settled, "growth": max(after_each[SETTLED:], default=settled) - settled}
+
+
+def _distances(folder: Path, name: str) -> dict[str, float]:
+    """Of each parameter from the truth's."""
+    from safetensors import safe_open
+
+    files = (safe_open(folder / f"{which}.safetensors", "pt") for which in (name, "truth"))
+    with next(files) as found, next(files) as true:
+        keys = true.keys()
+        return {key: float((found.get_tensor(key).double() - true.get_tensor(key)).norm()) for key in keys}
+
+
+def _whole(distances: dict[str, float]) -> float:
+    return sum(distance**2 for distance in distances.values()) ** 0.5
+
+
+def _job(ranks: int, folder: Path, give_up_s: float) -> None:
+    """One process, or several that meet; returns when all have ended well."""
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    asked = f"verify: {ranks} rank{'s' if ranks > 1 else ''}"
+    with (folder / f"said{ranks}").open("w+") as log:
+        process = subprocess.Popen(
+            _command(ranks, folder),
+            env={"OMP_NUM_THREADS": "1"} | alone,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            process.wait(give_up_s)
+        except subprocess.TimeoutExpired:
+            raise LaunchError(
+                asked,
+                found=f"no end after {give_up_s:.0f} s; {_last_words(log)}",
+                rule="every rank comes to the same collectives",
+                fix="look where its last words point",
+            ) from None
+        finally:
+            _end(process)
+        if process.returncode:
+            raise LaunchError(
+                asked, found=_last_words(log), rule="every rank ends with 0", fix="look where its last words point"
+            )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what has not ended; torch.distributed.run ends its ranks."""
+    process.terminate()
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _command(ranks: int, folder: Path) -> list[str]:
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    return [sys.executable, *several, "-m", RANK, str(folder)]
+
+
+def _last_words(log: Any) -> str:
+    """What the ranks died of, as far as they said it; else the last lines."""
+    log.seek(0)
+    lines = without_machine_paths(log.read()).strip().splitlines()
+    causes = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b", line)]
+    return " | ".join(dict.fromkeys(causes[:4])) or " | ".join(lines[-5:]) or "not a word"
+
+
+def _device(kind: str) -> str:
+    if kind == "cpu":
+        return "CPU process"
+    import torch
+
+    return torch.cuda.get_device_name()

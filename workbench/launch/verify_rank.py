@@ -1,0 +1,283 @@
+"""A rank of `workbench verify`: train a decoder on GRPO losses, and write down where its weights ended.
+
+    python -m workbench.launch.verify_rank FOLDER
+
+FOLDER holds ``task.json``. Alone it makes the batches (``batches.safetensors``) and trains on whole rows; as one of
+several ranks it takes those batches and trains on its share of every row. Each run leaves ``RUN.safetensors``, the
+weights, and ``RUN.json``.
+
+Letters: B rows | T tokens of a row | t tokens of this rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from workbench.launch.verify import Task
+from workbench.metrics.cost import StepClock
+from workbench.parallel_loss.align import Alignment, Engine, align_loss
+from workbench.parallel_loss.rows import ContextParallelRows, shifted
+from workbench.policy.logprobs.from_logits import token_logprobs_from_logits
+from workbench.policy.model import with_our_attention
+from workbench.policy.precision import lift_to_float64
+from workbench.policy.published import QWEN3, published_qwen3
+from workbench.policy.tiny import tiny_qwen3
+from workbench.policy.torch_attention import with_torch_attention
+from workbench.records.directory import write_whole
+from workbench.sharding.attention import AttentionShard
+from workbench.sharding.collectives import all_max, all_sum_
+from workbench.sharding.mesh import Mesh, join, leave, make_mesh
+from workbench.sharding.plan import ShardPlan
+from workbench.specs.losses import LossSpec
+
+VOCABULARY = 97
+"""Of the tiny model; no rank count divides it."""
+
+BATCHES = 4
+"""That are trained on in turn. In the last one nothing counts but the first tokens of the first row: one rank has them
+all."""
+
+LOSS = LossSpec(name="grpo", kl={"coefficient": 0.05})
+
+
+def make_model(name: str, device: torch.device, *, precision: str = "float32", ours: bool = False) -> Any:
+    """The decoder with its seeded weights, under torch's attention or ours."""
+    model = published_qwen3(name) if name in QWEN3 else tiny_qwen3(VOCABULARY)
+    model = with_our_attention(model) if ours else with_torch_attention(model)
+    return (lift_to_float64(model) if precision == "float64" else model).to(device)
+
+
+# -- batches ---------------------------------------------------------------------------------------------------
+
+
+def make_batches(task: Task, model: Any, device: torch.device) -> list[dict[str, Tensor]]:
+    """Rows of seeded tokens, unequal masks, and log-probabilities near those of the untrained model."""
+    g = torch.Generator().manual_seed(0)
+    vocabulary, (b, t) = model.config.vocab_size, (task.rows, task.tokens)
+    made = []
+    for number in range(BATCHES):
+        lengths_B1 = torch.randint(t // 3, t + 1, (b, 1), generator=g)
+        places_BT = torch.arange(t).expand(b, t)
+        mask_BT = (places_BT < lengths_B1) & (places_BT > t // 8) & (torch.rand(b, t, generator=g) < 0.8)
+        if number == BATCHES - 1:
+            mask_BT = (places_BT > 0) & (places_BT < t // (2 * task.ranks)) & (torch.arange(b) == 0)[:, None]
+        batch = {
+            "tokens": torch.randint(vocabulary, (b, t), generator=g),
+            "mask": mask_BT,
+            "advantages": torch.randn(b, 1, generator=g).expand(b, t).contiguous(),
+        }
+        said_BT = _own_logprobs(model, {name: value.to(device) for name, value in batch.items()}).float().cpu()
+        for name in ("old_logprobs", "ref_logprobs"):
+            batch[name] = (said_BT + 0.1 * torch.randn(b, t, generator=g)).clamp_max(-1e-3)
+        made.append(batch)
+    return made
+
+
+@torch.no_grad()
+def _own_logprobs(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """[B, T] log-probability of each token itself, 0 for a row's first."""
+    found = shifted(batch["tokens"], torch.ones_like(batch["mask"]))
+    logits = model(input_ids=batch["tokens"], use_cache=False).logits
+    said = token_logprobs_from_logits(logits.flatten(0, 1), found["targets"].flatten(), wanted=()).logprobs_T
+    return said.view(found["targets"].shape).roll(1, dims=1).index_fill(1, torch.tensor([0], device=said.device), 0.0)
+
+
+def saved(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Batches as one file holds them."""
+    return {f"{number}.{name}": value for number, batch in enumerate(batches) for name, value in batch.items()}
+
+
+def loaded(content: Mapping[str, Tensor], device: torch.device) -> list[dict[str, Tensor]]:
+    """And back, on a device."""
+    return [
+        {name.partition(".")[2]: value.to(device) for name, value in content.items() if name.startswith(f"{number}.")}
+        for number in range(BATCHES)
+    ]
+
+
+# -- training --------------------------------------------------------------------------------------------------
+
+Backward = Callable[[nn.Module, Mapping[str, Tensor]], Tensor]
+"""Forward, loss and backward of one batch; the loss of all ranks comes back."""
+
+
+def on_whole_rows(order_B: Tensor, times: float = 1.0) -> Backward:
+    """One rank, with the rows in an order, and the loss times a number: 1 is right."""
+    align = align_loss(engine="sum")
+
+    def backward(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        with align.torch_context_parallel(**{name: value[order_B] for name, value in batch.items()}) as rows:
+            loss = _loss_of(rows, model)
+            (loss * times).backward()
+        return loss
+
+    return backward
+
+
+def under_torch(align: Alignment) -> Backward:
+    """A rank of torch's context parallelism."""
+
+    def backward(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        with align.torch_context_parallel(**batch) as rows:
+            loss = _loss_of(rows, model)
+            loss.backward()
+        return loss
+
+    return backward
+
+
+def _loss_of(rows: ContextParallelRows, model: nn.Module) -> Tensor:
+    return rows.policy_loss(LOSS, logits=model(**rows.model_inputs).logits)
+
+
+def under_ours(align: Alignment, task: Task) -> Backward:
+    """A rank of the workbench's context parallelism: the rows packed into one, in zigzag order."""
+    plan = ShardPlan.make("zigzag", num_tokens=task.rows * task.tokens, cp=align.cp.size)
+    ids_T = torch.arange(task.rows).repeat_interleave(task.tokens)
+    shard = AttentionShard.make(plan, ids_T, align.cp, kernel="plain")
+
+    def backward(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        whole = shifted(**batch) | {"documents": ids_T.view(task.rows, task.tokens).to(batch["tokens"].device)}
+        held = {name: plan.split(value.flatten(), align.cp.rank) for name, value in whole.items()}
+        logits = model(
+            input_ids=held["tokens"][None], position_ids=held["positions"][None], use_cache=False, shard=shard
+        ).logits[0]
+        said = token_logprobs_from_logits(logits, held["targets"], wanted=()).logprobs_T
+        loss = align.policy_loss(
+            LOSS,
+            policy_logprobs=said,
+            num_documents=task.rows,
+            **{name: held[name] for name in ("old_logprobs", "ref_logprobs", "advantages", "mask", "documents")},
+        )
+        loss.backward()
+        return loss
+
+    return backward
+
+
+def train(
+    model: nn.Module,
+    backward: Backward,
+    batches: list[dict[str, Tensor]],
+    task: Task,
+    *,
+    mesh: Mesh,
+    engine: Engine | None = None,
+) -> dict[str, Any]:
+    """Steps of plain SGD, and what each of them said and held.
+
+    Args:
+        model: trained in place.
+        backward: forward, loss and backward of a batch.
+        batches: taken in turn.
+        task: how many steps, how large.
+        mesh: the ranks.
+        engine: what reduces gradients: "sum", a plain all-reduce; "mean", DDP as it comes. None: nothing; one rank
+            notes the norm of its gradient as well, which shows whether anything was trained.
+    """
+    wrapped: nn.Module = model
+    if engine == "mean":
+        ids = [mesh.device.index] if mesh.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(model, device_ids=ids, process_group=mesh["cp"].group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate)
+    losses, norms, allocated, reserved = [], [], [], []
+    with StepClock(mesh.device) as clock:
+        for number in range(task.steps):
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(backward(wrapped, batches[number % BATCHES]).item())
+            if engine == "sum":
+                all_sum_([parameter.grad for parameter in model.parameters()], mesh["cp"])
+            if engine is None:
+                norms.append(
+                    torch.linalg.vector_norm(
+                        torch.stack([torch.linalg.vector_norm(parameter.grad) for parameter in model.parameters()])
+                    ).item()
+                )
+            optimizer.step()
+            if mesh.device.type == "cuda":
+                allocated.append(torch.cuda.memory_allocated(mesh.device))
+                reserved.append(torch.cuda.memory_reserved(mesh.device))
+    return {
+        "losses": losses,
+        "gradient_norms": norms,
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "step_ms": clock.step_ms / task.steps,
+    }
+
+
+def same_on_all_ranks(model: nn.Module, mesh: Mesh) -> bool:
+    """Whether every weight has the same bits on every rank of cp. Two collectives a parameter."""
+    same = True
+    for parameter in model.parameters():
+        most, least = all_max(parameter, mesh["cp"]), -all_max(-parameter.detach(), mesh["cp"])
+        same = same and torch.equal(most, least)
+    return same
+
+
+# -- the two jobs ----------------------------------------------------------------------------------------------
+
+
+def one_rank(task: Task, folder: Path, device: torch.device) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """The truth, one rank's float32 in several orders of the rows, and a gradient that is off by the ranks."""
+    mesh = make_mesh(device=device, alone=True)
+    exact = make_model(task.model, device, precision="float64")
+    save_file(saved(make_batches(task, exact, device)), folder / "batches.safetensors")
+    batches = loaded(load_file(folder / "batches.safetensors"), device)
+    in_order = torch.arange(task.rows, device=device)
+    wide = [
+        {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+        for batch in batches
+    ]
+    save_file(_weights(exact), folder / "start.safetensors")
+    yield "truth", exact, train(exact, on_whole_rows(in_order), wide, task, mesh=mesh)
+    for number in range(task.orders):
+        model = make_model(task.model, device)
+        order_B = in_order.roll(number)
+        yield f"one_rank{number}", model, train(model, on_whole_rows(order_B), batches, task, mesh=mesh)
+    model = make_model(task.model, device)
+    yield "off_by_ranks", model, train(model, on_whole_rows(in_order, 1 / task.ranks), batches, task, mesh=mesh)
+
+
+def several_ranks(task: Task, folder: Path, device: torch.device) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """Each kind of context parallelism under each kind of engine."""
+    mesh = make_mesh(cp=task.ranks, device=device)
+    batches = loaded(load_file(folder / "batches.safetensors"), device)
+    for attention in task.attentions():
+        for engine in ("sum", "mean"):
+            align = align_loss(mesh, engine=engine)
+            backward = under_torch(align) if attention == "torch" else under_ours(align, task)
+            model = make_model(task.model, device, ours=attention == "ours")
+            found = train(model, backward, batches, task, mesh=mesh, engine=engine)
+            yield f"{attention}_{engine}", model, found | {"same_on_all_ranks": same_on_all_ranks(model, mesh)}
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
+
+
+def main(arguments: list[str]) -> None:
+    """Do the runs of one rank, and write them down if it is the first."""
+    folder = Path(arguments[0])
+    task = Task(**json.loads((folder / "task.json").read_text()))
+    device = join(task.device, timeout_s=task.timeout_s)
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    for name, model, found in (one_rank if alone else several_ranks)(task, folder, device):
+        if int(os.environ.get("RANK", "0")) == 0:
+            save_file(_weights(model), folder / f"{name}.safetensors")
+            write_whole(folder / f"{name}.json", json.dumps(found).encode())
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
