@@ -1,0 +1,27 @@
+"""AReaL: decoupled PPO, GSPO, SAPO and CISPO, and rejection of tokens that the sampler rates differently.
+
+Its "proximal" log-probabilities are our old policy's, its "old" or "behave" ones the sampler's.
+
+Letters: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from workbench.systems.areal.replay import case_settings, critic, normalization, outputs
+from workbench.systems.areal.settings import ArealSettings
+from workbench.systems.areal.translate import back, translate
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.registry import System
+
+SYSTEM = System(
+    name="areal",
+    title="AReaL",
+    version="cbff54d6",
+    settings=ArealSettings,
+    translate=translate,
+    back=back,
+    scaling=CONTRACTS["areal"],
+    case_settings=case_settings,
+    outputs=outputs,
+    replays={"value_loss": critic, "normalization": normalization},
+)

@@ -1,0 +1,160 @@
+"""From options of AReaL to a spec, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.errors import SpecError
+from workbench.specs.losses import LossSpec
+from workbench.systems.areal.settings import ArealSettings, RejectionSettings
+from workbench.systems.back import checked_back, refuse
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.registry import Translation
+
+GATES = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "inverse_k3", "binary_kl": "binary_kl"}
+"""Their metric -> our statistic. Ours of kl_k1 has the other sign."""
+
+
+def translate(settings: ArealSettings) -> Translation:
+    """The actor's loss: a sum over tokens, divided by the tokens that trained before anything was rejected."""
+    sequence = settings.importance_sampling_level == "sequence"
+    notes = ["rejected tokens stay in the denominator"] if settings.rejection_sampling else []
+    rejection = settings.rejection_sampling
+    if settings.m2_threshold is not None:
+        raise SpecError(
+            "AReaL: m2_threshold",
+            found=settings.m2_threshold,
+            rule="its filter changes the mask before the loss counts its tokens, and sorts a micro-batch; "
+            "here a correction rejects and the count is of the whole step",
+            fix="leave it out, and set correction.m2_threshold of our spec",
+        )
+    if settings.use_cispo_loss:
+        surrogate = _cispo(settings)
+    elif settings.use_sapo_loss:
+        if rejection is not None:
+            raise SpecError(
+                "AReaL: use_sapo_loss with rejection_sampling",
+                rule="its SAPO takes no correction",
+                fix="drop one of them",
+            )
+        surrogate = {
+            "kind": "sapo",
+            "tau_positive": settings.sapo_tau_pos,
+            "tau_negative": settings.sapo_tau_neg,
+            "level": "document" if sequence else "token",
+            "advantage_level": "document" if sequence else "token",
+        }
+    else:
+        high = settings.eps_clip if settings.eps_clip_higher is None else settings.eps_clip_higher
+        surrogate = {
+            "kind": "gspo" if sequence else "ppo",
+            "clip_low": settings.eps_clip,
+            "clip_high": high,
+            "dual_clip": settings.c_clip,
+        }
+        if sequence:
+            surrogate["advantage_level"] = "document"
+    if sequence and not settings.use_cispo_loss:
+        notes += ["advantages are averaged over the sequence", "a sequence weighs by its length"]
+    spec = LossSpec(
+        name="grpo",
+        surrogate=surrogate,
+        denominator="token",
+        scaling=CONTRACTS["areal"]["fsdp"],
+        correction={} if rejection is None else correction(rejection, sequence),
+    )
+    return Translation(spec, tuple(notes))
+
+
+def _cispo(settings: ArealSettings) -> dict[str, Any]:
+    if settings.use_sapo_loss or settings.importance_sampling_level == "sequence":
+        raise SpecError(
+            "AReaL: use_cispo_loss",
+            found="use_sapo_loss or a ratio of sequences",
+            rule="CISPO is a loss of its own, of tokens",
+            fix="drop one of them",
+        )
+    if settings.eps_clip_higher is None or settings.eps_clip_higher == 0:
+        raise SpecError(
+            "AReaL: use_cispo_loss",
+            found=f"eps_clip_higher = {settings.eps_clip_higher}",
+            rule="its upper bound has no default",
+            fix="give eps_clip_higher",
+        )
+    return {"kind": "cispo", "clip_low": settings.eps_clip, "clip_high": settings.eps_clip_higher}
+
+
+def correction(rejection: RejectionSettings, of_sequences: bool) -> dict[str, Any]:
+    """Rejection in our words.
+
+    Args:
+        rejection: its settings.
+        of_sequences: the surrogate's ratio is one of a sequence, over the tokens that are kept.
+    """
+    bounds = {"ratio_low": rejection.lower, "ratio_high": rejection.upper}
+    if rejection.level == "token" and rejection.action == "clamp":
+        return {"ratio": "token", **bounds}
+    low, high = rejection.lower, rejection.upper
+    level = "token" if rejection.level == "token" else f"document_{rejection.agg}"
+    if rejection.metric == "kl_k1":
+        low, high = -rejection.upper, None if rejection.lower is None else -rejection.lower
+        level = {"document_max": "document_min"}.get(level, level)
+    whole = rejection.level == "sequence" and rejection.metric == "ratio"
+    found = {
+        "ratio": "document_mean" if whole else "token",
+        "gate": GATES[rejection.metric],
+        "gate_level": level,
+        "gate_low": low,
+        "gate_high": high,
+    }
+    if rejection.action == "clamp":
+        return {**found, "gate_action": "truncate", **bounds}
+    return {**found, "surrogate_over": "kept"} if of_sequences else found
+
+
+def back(spec: LossSpec) -> dict[str, Any]:
+    """Options of the actor's loss."""
+    surrogate = spec.surrogate
+    if surrogate.kind not in ("ppo", "gspo", "sapo", "cispo"):
+        raise refuse("AReaL", f"the surrogate {surrogate.kind!r}", "its losses are PPO, GSPO, SAPO and CISPO")
+    settings: dict[str, Any] = {
+        "importance_sampling_level": "sequence" if surrogate.level == "document" else "token",
+        "use_sapo_loss": surrogate.kind == "sapo",
+        "use_cispo_loss": surrogate.kind == "cispo",
+        "rejection_sampling": rejection_of(spec),
+    }
+    if surrogate.kind == "sapo":
+        settings |= {"sapo_tau_pos": surrogate.tau_positive, "sapo_tau_neg": surrogate.tau_negative}
+    else:
+        settings |= {
+            "eps_clip": 1.0 if surrogate.clip_low is None else surrogate.clip_low,
+            "eps_clip_higher": surrogate.clip_high,
+            "c_clip": surrogate.dual_clip,
+        }
+    return checked_back("AReaL", spec, ArealSettings, translate, settings)
+
+
+def rejection_of(spec: LossSpec) -> dict[str, Any] | None:
+    """Options of rejection that come nearest to a correction; None: there is none."""
+    ours = spec.correction
+    if not ours.acts:
+        return None
+    if ours.gate == "none":
+        return {
+            "action": "clamp",
+            "upper": 5.0 if ours.ratio_high is None else ours.ratio_high,
+            "lower": ours.ratio_low,
+        }
+    metric = next((theirs for theirs, name in GATES.items() if name == ours.gate), "ratio")
+    low, high, level = ours.gate_low, ours.gate_high, ours.gate_level
+    if metric == "kl_k1":
+        low, high = None if high is None else -high, None if low is None else -low
+        level = {"document_min": "document_max"}.get(level, level)
+    return {
+        "level": "token" if level == "token" else "sequence",
+        "agg": "mean" if level == "token" else level.removeprefix("document_"),
+        "action": "clamp" if ours.gate_action == "truncate" else "mask",
+        "metric": metric,
+        "upper": 5.0 if high is None else high,
+        "lower": low,
+    }

@@ -1,0 +1,71 @@
+"""From options of ServiceNow/Fast-LLM to a spec, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.reduction.denominators import GivenCounts
+from workbench.specs.losses import LossSpec
+from workbench.systems.back import checked_back, refuse
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.fast_llm.settings import FastLLMSettings
+from workbench.systems.registry import Translation
+
+
+def translate(settings: FastLLMSettings) -> Translation:
+    """Its policy losses: clipped, without penalties, divided by counts of the whole batch."""
+    clip = {"clip_low": settings.epsilon_low, "clip_high": settings.epsilon_high, "coefficient": settings.weight}
+    given = ("divisor", "num_documents_in_batch", "num_segments", "grad_output")
+    scaling = CONTRACTS["fast_llm"]["main"]
+    if settings.type == "grpo":
+        return Translation(
+            LossSpec(name="grpo", surrogate={"kind": "ppo", **clip}, scaling=scaling),
+            ("there is no KL term, entropy bonus, dual clip or sampler correction",),
+            given,
+        )
+    spec = LossSpec(
+        name="gspo",
+        surrogate={"kind": "gspo", "advantage_level": "document", **clip},
+        denominator="document_sum",
+        documents_counted="all",
+        scaling=scaling,
+    )
+    return Translation(
+        spec,
+        (
+            "a document weighs by its length: its clipped term is counted once for each token",
+            "advantages are averaged over the document",
+        ),
+        given,
+    )
+
+
+def back(spec: LossSpec) -> dict[str, Any]:
+    """Options of its policy losses."""
+    kind = spec.surrogate.kind
+    if kind not in ("ppo", "gspo"):
+        raise refuse("Fast-LLM", f"the surrogate {kind!r}", "its policy losses are grpo and gspo")
+    return checked_back(
+        "Fast-LLM",
+        spec,
+        FastLLMSettings,
+        translate,
+        {
+            "type": "grpo" if kind == "ppo" else "gspo",
+            "epsilon_low": spec.surrogate.clip_low,
+            "epsilon_high": spec.surrogate.clip_high,
+            "weight": spec.surrogate.coefficient,
+        },
+    )
+
+
+def counts(settings: FastLLMSettings) -> GivenCounts | None:
+    """The divisor, which is of tokens or of documents."""
+    if settings.divisor is None:
+        return None
+    name = "tokens" if settings.type == "grpo" else "documents"
+    return GivenCounts(**{name: settings.divisor})
+
+
+def divisor(settings: Any) -> float:
+    return 1 / settings.logits_scale_factor

@@ -1,0 +1,153 @@
+"""From options of linkedin/Liger-Kernel to a spec, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.reduction.denominators import GivenCounts
+from workbench.specs.losses import LossSpec
+from workbench.systems.back import checked_back, refuse
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.liger.settings import LigerSettings
+from workbench.systems.registry import Translation
+from workbench.systems.trl.settings import COUNTED
+from workbench.systems.trl.translate import CLIPPED, DENOMINATORS, LEAST_LAMBDA
+
+
+def translate(settings: LigerSettings) -> Translation:
+    """The fused loss on a policy."""
+    kind, of_rows = settings.loss_type, settings.importance_sampling_level == "sequence"
+    divided: dict[str, Any] = dict(DENOMINATORS[kind])
+    if kind == "dr_grpo":
+        divided["denominator_constant"] = settings.max_completion_length
+    contract = "num_items_in_batch" if _is_counted(settings) else "local counts"
+    kl: dict[str, Any] = {}
+    if settings.beta and settings.use_ref_model:
+        kl = {"coefficient": settings.beta}
+        if settings.use_bias_correction_kl:
+            kl |= {"importance": "old", "gradient": "score", "importance_level": "document" if of_rows else "token"}
+    correction: dict[str, Any] = {}
+    if settings.vllm_is is not None:
+        correction = {"ratio": "given" if settings.vllm_is == "token" else "given_document_mean"}
+        if kind == "vespo":
+            correction["enters"] = "sequence_weight"
+    spec = LossSpec(
+        name="grpo",
+        surrogate=_surrogate(settings),
+        correction=correction,
+        kl=kl,
+        scaling=CONTRACTS["liger"][contract],
+        **divided,
+    )
+    return Translation(spec, tuple(_notes(settings)), ("vllm_is", "num_items_in_batch"))
+
+
+def _is_counted(settings: LigerSettings) -> bool:
+    return settings.loss_type in COUNTED and settings.num_items_in_batch is not None
+
+
+def _surrogate(settings: LigerSettings) -> dict[str, Any]:
+    if settings.loss_type in CLIPPED:
+        kind = "gspo" if settings.importance_sampling_level == "sequence" else "ppo"
+        return {
+            "kind": kind,
+            "clip_low": settings.epsilon_low,
+            "clip_high": settings.epsilon_high,
+            "delta": settings.delta,
+        }
+    if settings.loss_type == "cispo":
+        return {"kind": "cispo", "bounds": "absolute", "clip_high": settings.epsilon_high}
+    if settings.loss_type == "sapo":
+        return {
+            "kind": "sapo",
+            "tau_positive": settings.sapo_temperature_pos,
+            "tau_negative": settings.sapo_temperature_neg,
+        }
+    given = settings.vespo or {}
+    return {
+        "kind": "vespo",
+        "k_positive": given.get("k_pos", settings.vespo_k_pos),
+        "lambda_positive": max(given.get("lambda_pos", settings.vespo_lambda_pos), LEAST_LAMBDA),
+        "k_negative": given.get("k_neg", settings.vespo_k_neg),
+        "lambda_negative": max(given.get("lambda_neg", settings.vespo_lambda_neg), LEAST_LAMBDA),
+    }
+
+
+def _notes(settings: LigerSettings) -> list[str]:
+    notes = []
+    if settings.beta and not settings.use_ref_model:
+        notes.append("without a reference the KL penalty is of the policy against itself: 0, whatever beta")
+    if settings.loss_type == "cispo":
+        notes.append(f"cispo bounds the ratio by epsilon_high itself, {settings.epsilon_high:g}, and not from below")
+    if settings.loss_type not in (*CLIPPED, "cispo"):
+        notes.append(f"epsilon_low, epsilon_high and delta have no effect on {settings.loss_type}")
+    if settings.loss_type == "luspo":
+        notes.append(
+            "luspo here is the sum over a row's tokens; Liger 0.8.5 averages over all positions and ignores "
+            "the mask as soon as a term is one a token, so padding leaks into its loss and gradient"
+        )
+    if DENOMINATORS[settings.loss_type].get("documents_counted"):
+        notes.append("rows in which nothing counts are rows of the mean")
+    if settings.loss_type in COUNTED and settings.num_items_in_batch is None:
+        notes.append("without num_items_in_batch the tokens of this call are counted")
+    if settings.num_items_in_batch is not None and settings.loss_type not in COUNTED:
+        notes.append(f"num_items_in_batch has no effect on {settings.loss_type}")
+    return notes
+
+
+def counts(settings: LigerSettings) -> GivenCounts | None:
+    """The tokens of the generation batch, for loss types that are divided by them; at least 1."""
+    if not _is_counted(settings):
+        return None
+    return GivenCounts(tokens=max(settings.num_items_in_batch or 0.0, 1.0))
+
+
+def back(spec: LossSpec) -> dict[str, Any]:
+    """Options of `LigerFusedLinearGRPOLoss`; where it counts exactly, with the count that it must be given."""
+    surrogate, kl, correction = spec.surrogate, spec.kl, spec.correction
+    found: dict[str, Any] = {
+        "loss_type": _loss_type(spec),
+        "beta": kl.coefficient,
+        "use_bias_correction_kl": kl.importance != "none",
+    }
+    if surrogate.kind in ("ppo", "gspo"):
+        found |= {
+            "epsilon_low": surrogate.clip_low,
+            "epsilon_high": surrogate.clip_high,
+            "delta": surrogate.delta,
+            "importance_sampling_level": "sequence" if surrogate.kind == "gspo" else "token",
+        }
+    elif surrogate.kind == "cispo":
+        found["epsilon_high"] = surrogate.clip_high
+    elif surrogate.kind == "sapo":
+        found |= {"sapo_temperature_pos": surrogate.tau_positive, "sapo_temperature_neg": surrogate.tau_negative}
+    else:
+        found |= {
+            "vespo_k_pos": surrogate.k_positive,
+            "vespo_lambda_pos": surrogate.lambda_positive,
+            "vespo_k_neg": surrogate.k_negative,
+            "vespo_lambda_neg": surrogate.lambda_negative,
+        }
+    if spec.denominator == "constant" and spec.denominator_constant is not None:
+        found["max_completion_length"] = int(spec.denominator_constant)
+    if correction.ratio in ("given", "given_document_mean"):
+        found["vllm_is"] = "token" if correction.ratio == "given" else "sequence"
+    elif correction.acts:
+        raise refuse("Liger", "a correction that it makes itself", "it takes ready-made weights (vllm_is_ratio)")
+    if spec.scaling.counts == "step":
+        found["num_items_in_batch"] = 1.0
+    return checked_back("Liger", spec, LigerSettings, translate, found)
+
+
+def _loss_type(spec: LossSpec) -> str:
+    kind = spec.surrogate.kind
+    if kind in ("sapo", "cispo", "vespo"):
+        return kind
+    types = {"document": "grpo", "constant": "dr_grpo", "document_sum": "luspo", "token": "dapo"}
+    if kind not in ("ppo", "gspo") or spec.denominator not in types:
+        raise refuse(
+            "Liger",
+            f"the surrogate {kind!r} with the denominator {spec.denominator!r}",
+            "its loss types are PPO's clip on tokens or rows, sapo, cispo and vespo",
+        )
+    return types[spec.denominator]

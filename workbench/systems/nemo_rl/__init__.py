@@ -1,0 +1,50 @@
+"""NVIDIA-NeMo/RL: one clipped loss with many options, supervised and preference losses, advantages, shaped rewards.
+
+Letters: T packed tokens | N documents | P pairs.
+"""
+
+from __future__ import annotations
+
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.nemo_rl.replay import (
+    advantage,
+    case_settings,
+    dpo,
+    kl_spec,
+    metrics,
+    nll,
+    peer_settings,
+    policy_loss,
+    preference,
+    reward_shaping,
+    value,
+)
+from workbench.systems.nemo_rl.settings import ClippedPGSettings
+from workbench.systems.nemo_rl.translate import back, counts, translate
+from workbench.systems.registry import System
+from workbench.systems.replays import kl_estimator
+
+SYSTEM = System(
+    name="nemo_rl",
+    title="NeMo-RL",
+    version="7ea279ab (2026-08-22)",
+    settings=ClippedPGSettings,
+    translate=translate,
+    back=back,
+    counts=counts,
+    scaling=CONTRACTS["nemo_rl"],
+    case_settings=case_settings,
+    peer_settings=peer_settings,
+    metrics=metrics,
+    replays={
+        "policy_loss": policy_loss,
+        "policy_loss_packed": policy_loss,
+        "nll": nll,
+        "dpo": dpo,
+        "preference": preference,
+        "value_loss": value,
+        "kl_estimator": kl_estimator(kl_spec),
+        "advantage": advantage,
+        "reward_shaping": reward_shaping,
+    },
+)

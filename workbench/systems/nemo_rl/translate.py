@@ -1,0 +1,182 @@
+"""From options of NVIDIA-NeMo/RL to a spec, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.errors import SpecError
+from workbench.reduction.denominators import GivenCounts
+from workbench.specs.losses import KLSpec, LossSpec, ScalingSpec
+from workbench.systems.back import checked_back
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.nemo_rl.settings import EPSILON, IN_REWARD, ClippedPGSettings
+from workbench.systems.registry import Translation
+
+GIVEN = ("global_valid_seqs", "global_valid_toks")
+
+
+def translate(settings: ClippedPGSettings) -> Translation:
+    """The clipped loss, from its flags."""
+    spec = LossSpec(
+        name="grpo",
+        surrogate=_surrogate(settings),
+        correction=_correction(settings),
+        kl=_kl(settings),
+        old_policy="current" if settings.force_on_policy_ratio else "recorded",
+        positive_nll_coefficient=settings.positive_example_nll_weight,
+        denominator="token" if settings.token_level_loss else "document",
+        documents_counted="all",
+        scaling=SCALING,
+    )
+    return Translation(spec, tuple(_notes(settings)), GIVEN)
+
+
+SCALING: ScalingSpec = CONTRACTS["nemo_rl"]["dtensor"].model_copy(
+    update={"count_epsilon": EPSILON, "length_epsilon": EPSILON, "mean_epsilon": EPSILON}
+)
+"""What is divided by what: counts of the whole batch, each plus 1e-8."""
+
+
+def _surrogate(settings: ClippedPGSettings) -> dict[str, Any]:
+    clip = {"clip_low": settings.ratio_clip_min, "clip_high": settings.ratio_clip_max}
+    if settings.force_on_policy_ratio:
+        return {"kind": "on_policy"}
+    if settings.disable_ppo_ratio:
+        return {"kind": "reinforce"}
+    if settings.use_cispo:
+        return {"kind": "cispo", **clip}
+    return {
+        "kind": "gspo" if settings.sequence_level_importance_ratios else "ppo",
+        "dual_clip": settings.ratio_clip_c,
+        **clip,
+    }
+
+
+def _correction(settings: ClippedPGSettings) -> dict[str, Any]:
+    if not settings.use_importance_sampling_correction:
+        return {}
+    kind = settings.truncated_importance_sampling_type
+    ratio = "document_sum" if settings.sequence_level_importance_ratios else "token"
+    low, high = settings.truncated_importance_sampling_ratio_min, settings.truncated_importance_sampling_ratio
+    if kind == "seq-mask-tis":
+        return {"kind": "geometric_gate", "gate_low": low, "gate_high": high}
+    bounds = {"ratio_low": low, "ratio_high": high} if kind is not None else {}
+    return {
+        "kind": "importance_sampling",
+        "ratio": ratio,
+        **bounds,
+        "outside": "zero" if kind == "icepop" else "truncate",
+    }
+
+
+def _kl(settings: ClippedPGSettings) -> dict[str, Any]:
+    penalty = {"coefficient": settings.reference_policy_kl_penalty, "estimator": settings.reference_policy_kl_type}
+    if settings.use_kl_in_reward:
+        return {**penalty, "placement": "reward", **IN_REWARD}
+    return {
+        **penalty,
+        "gradient": "score",
+        "importance": "sampler" if settings.use_on_policy_kl_approximation else "none",
+        "input_clamp": settings.kl_input_clamp_value,
+        "output_clamp": settings.kl_output_clamp_value,
+    }
+
+
+def _notes(settings: ClippedPGSettings) -> list[str]:
+    """What it does without saying so."""
+    notes = ["1e-8 is added to every count that divides", "rows without tokens count as rows"]
+    without_ratio = settings.disable_ppo_ratio or settings.force_on_policy_ratio
+    if without_ratio and settings.ratio_clip_c is not None:
+        notes.append("ratio_clip_c has no effect: what it bounds is never above 1")
+    if settings.disable_ppo_ratio and settings.force_on_policy_ratio:
+        notes.append("disable_ppo_ratio has no effect beside force_on_policy_ratio")
+    if settings.use_importance_sampling_correction and settings.sequence_level_importance_ratios:
+        notes.append(
+            "the correction weight of a row is the product of its tokens' ratios, their ratio the geometric "
+            "mean; a product that overflows becomes 0, so that the worst row drops out"
+        )
+    elif settings.use_importance_sampling_correction:
+        notes.append("a correction weight that overflows becomes 0, whatever its upper bound")
+    if settings.use_kl_in_reward:
+        notes.append("clamps of the penalty in the reward are 20 and 10, whatever the options say")
+        notes.append("the penalty is in the advantages that the loss is given, and no term of the loss")
+    if settings.reference_policy_kl_penalty and not settings.use_kl_in_reward:
+        notes.append("the KL penalty carries the gradient of sampling: that of k3 is that of k2")
+    if settings.positive_example_nll_weight:
+        notes.append(
+            "positive_example_nll_weight has no effect on a batch without rewards; elsewhere its divisor is "
+            "counted in each micro-batch"
+        )
+    return notes
+
+
+def back(spec: LossSpec) -> dict[str, Any]:
+    """Options of the clipped loss; up to the 1e-8 that it adds to counts."""
+    surrogate, correction, kl = spec.surrogate, spec.correction, spec.kl
+    level = {"token": True, "document": False}.get(spec.denominator)
+    if level is None:
+        raise SpecError(
+            f"options of NeMo-RL for denominator = {spec.denominator!r}",
+            rule="it takes means over tokens, or over rows of the row's mean",
+            fix="use token or document",
+        )
+    settings: dict[str, Any] = {
+        "token_level_loss": level,
+        "reference_policy_kl_penalty": kl.coefficient,
+        "positive_example_nll_weight": spec.positive_nll_coefficient,
+        "disable_ppo_ratio": surrogate.kind == "reinforce",
+        "use_cispo": surrogate.kind == "cispo",
+        "force_on_policy_ratio": surrogate.kind == "on_policy",
+        "sequence_level_importance_ratios": surrogate.kind == "gspo" or correction.ratio == "document_sum",
+        "use_importance_sampling_correction": correction.acts,
+    }
+    if kl.coefficient:
+        settings |= {
+            "reference_policy_kl_type": kl.estimator,
+            "use_kl_in_reward": kl.placement == "reward",
+            "use_on_policy_kl_approximation": kl.importance == "sampler",
+        }
+        if kl.placement == "loss":
+            settings |= {"kl_input_clamp_value": kl.input_clamp, "kl_output_clamp_value": kl.output_clamp}
+    if surrogate.clip_high is not None:
+        settings |= {
+            "ratio_clip_min": surrogate.clip_low,
+            "ratio_clip_max": surrogate.clip_high,
+            "ratio_clip_c": surrogate.dual_clip,
+        }
+    if correction.gate != "none":
+        settings |= _bounds("seq-mask-tis", correction.gate_low, correction.gate_high)
+    elif correction.ratio_low is not None or correction.ratio_high is not None:
+        kind = "icepop" if correction.outside == "zero" else "tis"
+        settings |= _bounds(kind, correction.ratio_low, correction.ratio_high)
+    return checked_back("NeMo-RL", _where_it_matters(spec), ClippedPGSettings, translate, settings)
+
+
+def _where_it_matters(spec: LossSpec) -> LossSpec:
+    """The spec with NeMo-RL's own setting wherever no number depends on it, or only by an epsilon."""
+    like = {
+        name: getattr(SCALING, name)
+        for name in ("count_epsilon", "length_epsilon", "mean_epsilon")
+        if getattr(spec.scaling, name) <= EPSILON
+    }
+    changes: dict[str, Any] = {"scaling": spec.scaling.model_copy(update=like)}
+    if not spec.kl.coefficient:
+        changes["kl"] = KLSpec(**_kl(ClippedPGSettings(reference_policy_kl_penalty=0.0)))
+    if spec.denominator == "token":
+        changes["documents_counted"] = "all"
+    if spec.surrogate.kind == "on_policy" and not spec.correction.acts:
+        changes["old_policy"] = "current"
+    return spec.model_copy(update=changes)
+
+
+def _bounds(kind: str, low: float | None, high: float | None) -> dict[str, Any]:
+    return {
+        "truncated_importance_sampling_type": kind,
+        "truncated_importance_sampling_ratio": high,
+        "truncated_importance_sampling_ratio_min": low,
+    }
+
+
+def counts(settings: Any) -> GivenCounts:
+    """The global counts."""
+    return GivenCounts(tokens=settings.global_valid_toks, documents=getattr(settings, "global_valid_seqs", None))

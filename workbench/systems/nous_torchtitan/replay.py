@@ -1,0 +1,109 @@
+"""Functions of The GRPO step of NousResearch/torchtitan, computed here from their arrays.
+
+Letters: T packed tokens | V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from workbench.losses.build import make_loss, surrogate_ratio
+from workbench.losses.document_sums import LocalSums, document_totals, mean_of_document_means
+from workbench.losses.terms import LossInputs
+from workbench.policy.logprobs import TokenLogprobs
+from workbench.policy.logprobs.reference import token_logprobs_from_logits
+from workbench.reduction.evaluate import token_values
+from workbench.rollouts.advantages.groups import group_advantages
+from workbench.specs.losses import LossSpec
+from workbench.systems.case import Case
+from workbench.systems.nous_torchtitan.metrics import Step, mean_logit, step_metrics
+from workbench.systems.nous_torchtitan.settings import ESTIMATORS, MaskedSettings, RewardNormSettings
+from workbench.systems.registry import parse_settings
+from workbench.systems.replays import Replayed, aggregation, evaluate_case, finish
+
+UNSAMPLED = 1.0
+"""A log-probability that no token has: its position was not sampled."""
+
+
+def policy_loss_logits(case: Case) -> dict[str, Any]:
+    """The step: the loss, and the matrix of losses that it is made of, also where nothing trains."""
+    leaf = case["logits"].clone().requires_grad_()
+    logits_TV = leaf.reshape(-1, leaf.shape[-1])
+    said = token_logprobs_from_logits(
+        logits_TV, case["targets"].reshape(-1).clamp_min(0), wanted=("entropy", "logsumexp", "mean_squared_logit")
+    )
+    replayed = evaluate_case(case, said)
+    outputs = finish(replayed, {"grad_logits": leaf})
+    step = everywhere(replayed, said, mean_logit(logits_TV))
+    return {
+        **outputs,
+        "per_token_loss": case.shaped(token_values(step.terms)),
+        "logprobs": case.shaped(said.logprobs_T),
+        "metrics": step_metrics(step),
+    }
+
+
+def everywhere(replayed: Replayed, said: TokenLogprobs, mean_logit_T: torch.Tensor) -> Step:
+    """The loss evaluated on every position, with the sums of rows over those that train."""
+    case, row, spec = replayed.case, replayed.row, replayed.translation.spec
+    raw = {
+        name: None if case.get(name) is None else case.spread(name).reshape(-1)
+        for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages")
+    }
+    live_T, sampler_T = said.logprobs_T.detach(), raw["rollout_logprobs"]
+    drawn_T = (
+        None if sampler_T is None else torch.where(row.loss_mask_T, sampler_T, torch.full_like(sampler_T, UNSAMPLED))
+    )
+    inputs = LossInputs(
+        live_T,
+        live_T if raw["old_logprobs"] is None else raw["old_logprobs"],
+        raw["advantages"],
+        drawn_T,
+        raw["ref_logprobs"] if replayed.settings.use_ref_model else None,
+        said.entropy_T.detach(),
+        loss_mask_T=torch.ones_like(row.loss_mask_T),
+        document_ids_T=row.document_ids_T,
+        lengths_T=row.lengths_T,
+        logsumexp_T=said.logsumexp_T.detach(),
+        mean_squared_logit_T=said.mean_squared_logit_T.detach(),
+        sums=LocalSums(row.document_ids_T, row.loss_mask_T),
+    )
+    settings = replayed.settings
+    return Step(
+        spec,
+        inputs,
+        make_loss(spec)(inputs),
+        surrogate_ratio(inputs, spec),
+        row.loss_mask_T,
+        row.document_ids_T,
+        sampler_T,
+        mean_logit_T,
+        ESTIMATORS[settings.kl_estimator_type],
+        raw["old_logprobs"] is None,
+        settings.logprob_floor,
+    )
+
+
+def _over_tokens(case: Case) -> LossSpec:
+    return LossSpec(denominator="raw" if "sum" in case.function else "token")
+
+
+def masked(case: Case) -> dict[str, Any]:
+    """Sums and means of values under a mask; a mean over rows is undefined where a row has none."""
+    settings = parse_settings(MaskedSettings, case.config, where="nous_torchtitan")
+    if not settings.per_seq:
+        return aggregation(_over_tokens, result="result")(case)
+    leaf = case["values"].clone().requires_grad_()
+    make = document_totals if "sum" in case.function else mean_of_document_means
+    result = make(leaf.reshape(-1), case.loss_mask_T, case.document_ids_T, case.shape[0])
+    cotangent = case.get("cotangent")
+    result.backward(torch.ones_like(result) if cotangent is None else cotangent)
+    return {"result": result.detach(), "grad_values": leaf.grad, "metrics": {}}
+
+
+def reward_norm(case: Case) -> dict[str, Any]:
+    """Rewards against the mean of their group, in deviations of it."""
+    settings = parse_settings(RewardNormSettings, case.config, where="nous_torchtitan")
+    return {"advantages": group_advantages(case["rewards"], case["group_ids"], ddof=1, epsilon=settings.eps)}

@@ -1,0 +1,104 @@
+"""From options of The GRPO step of NousResearch/torchtitan to a spec, and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from workbench.errors import SpecError
+from workbench.specs.losses import LossSpec
+from workbench.systems.back import checked_back, refuse
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.nous_torchtitan.settings import ESTIMATORS, ROWS, NousSettings, RolloutISSettings
+from workbench.systems.registry import Translation
+
+SAFETY_BOUND = 20.0
+"""Bound of the log of an importance weight."""
+
+
+TOKENS = "token mean"
+
+
+def translate(settings: NousSettings) -> Translation:
+    """The loss of the step, reduced as the trainer does."""
+    notes = (
+        []
+        if settings.reduction == TOKENS
+        else ["a row without a token makes its mean over rows undefined; here it counts as 0"]
+    )
+    sequence, weights = settings.policy_ratio_type == "sequence", settings.rollout_is
+    corrected = weights is not None and weights.rollout_is_threshold is not None
+    if settings.logprob_floor is not None and (sequence or corrected):
+        raise SpecError(
+            "nous_torchtitan: onpolicy_logp_threshold with policy_ratio_type sequence or rollout_is",
+            found=settings.onpolicy_logp_threshold,
+            rule="it takes unlikely tokens out of a row's mean, or makes their weight 0, by what the live "
+            "policy says, and leaves them in the loss; no setting here does",
+            fix="drop one of them",
+        )
+    if settings.logprob_floor is not None:
+        notes.append("onpolicy_logp_threshold acts on metrics alone")
+    if sequence:
+        notes.append(
+            "its gradient is twice that of this loss: the row's mean is not detached beside the token's own term"
+        )
+    if corrected and weights.rollout_is_level == "geometric":
+        notes.append("it gives every row the mean over rows of their means; here each row has its own")
+    surrogate = {
+        "kind": "gspo" if sequence else "ppo",
+        "clip_low": settings.clip_ratio_lower_bound,
+        "clip_high": settings.clip_ratio_upper_bound,
+    }
+    kl: dict[str, Any] = {}
+    if settings.use_ref_model and settings.kl_beta > 0:
+        kl = {"coefficient": settings.kl_beta, "estimator": ESTIMATORS[settings.kl_estimator_type]}
+    spec = LossSpec(
+        name="grpo",
+        surrogate=surrogate,
+        kl=kl,
+        correction=correction(weights) if corrected else {},
+        entropy_coefficient=max(settings.entropy_loss_weight, 0.0),
+        mean_squared_logit_coefficient=max(settings.logit_loss_weight, 0.0) ** 2,
+        denominator="token" if settings.reduction == TOKENS else "document",
+        documents_counted="trained" if settings.reduction == TOKENS else "all",
+        scaling=CONTRACTS["nous_torchtitan"]["fsdp"],
+    )
+    return Translation(spec, tuple(notes))
+
+
+def correction(weights: RolloutISSettings) -> dict[str, Any]:
+    """Importance weights in our words."""
+    ratio = {"token": "token", "sequence": "document_sum", "geometric": "document_mean"}[weights.rollout_is_level]
+    found = {"ratio": ratio, "ratio_high": weights.rollout_is_threshold, "log_clamp": SAFETY_BOUND, "unsampled": "drop"}
+    if weights.rollout_is_mode == "mask":
+        found |= {"ratio_low": weights.lower, "outside": "zero"}
+    if weights.rollout_is_veto_threshold is not None:
+        found |= {"gate": "ratio", "gate_level": "document_min", "gate_low": weights.rollout_is_veto_threshold}
+    return found
+
+
+def back(spec: LossSpec) -> dict[str, Any]:
+    """Options of the step."""
+    surrogate, weights = spec.surrogate, spec.correction
+    if surrogate.kind not in ("ppo", "gspo"):
+        raise refuse("the torchtitan fork", f"the surrogate {surrogate.kind!r}", "it clips ratios of tokens or of rows")
+    settings: dict[str, Any] = {
+        "reduction": TOKENS if spec.denominator == "token" else ROWS,
+        "policy_ratio_type": "token" if surrogate.kind == "ppo" else "sequence",
+        "clip_ratio_lower_bound": surrogate.clip_low,
+        "clip_ratio_upper_bound": surrogate.clip_high,
+        "use_ref_model": bool(spec.kl.coefficient),
+        "kl_beta": spec.kl.coefficient,
+        "kl_estimator_type": next((theirs for theirs, ours in ESTIMATORS.items() if ours == spec.kl.estimator), "k3"),
+        "entropy_loss_weight": spec.entropy_coefficient,
+        "logit_loss_weight": math.sqrt(spec.mean_squared_logit_coefficient),
+    }
+    if weights.acts:
+        settings["rollout_is"] = {
+            "rollout_is_level": {"document_sum": "sequence", "document_mean": "geometric"}.get(weights.ratio, "token"),
+            "rollout_is_mode": "mask" if weights.outside == "zero" else "truncate",
+            "rollout_is_threshold": weights.ratio_high,
+            "rollout_is_threshold_lower": weights.ratio_low,
+            "rollout_is_veto_threshold": weights.gate_low,
+        }
+    return checked_back("the torchtitan fork", spec, NousSettings, translate, settings)

@@ -1,0 +1,130 @@
+"""From options of OpenRLHF/OpenRLHF to a spec, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.errors import SpecError
+from workbench.reduction.denominators import GivenCounts
+from workbench.specs.losses import LossSpec, ScalingSpec
+from workbench.systems.back import checked_back
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.openrlhf.settings import LOG_CLAMP, AggregateSettings, PolicySettings
+from workbench.systems.registry import Translation
+
+EPSILON = 1e-8
+"""Added to the length of a row."""
+
+
+SCALING: ScalingSpec = CONTRACTS["openrlhf"]["deepspeed"].model_copy(update={"length_epsilon": EPSILON})
+"""Counts of the whole batch; a row's length has 1e-8 more."""
+
+
+def by_token(settings: AggregateSettings) -> bool:
+    return settings.token_level_loss and getattr(settings, "policy_loss_type", "ppo") == "ppo"
+
+
+def translate(settings: PolicySettings) -> Translation:
+    """The clipped loss of tokens or of rows."""
+    sequence, corrected = settings.policy_loss_type == "gspo", settings.enable_vllm_is_correction
+    surrogate: dict[str, Any] = {
+        "kind": "gspo" if sequence else "ppo",
+        "clip_low": settings.clip_eps_low,
+        "clip_high": settings.clip_eps_high,
+        "dual_clip": settings.dual_clip,
+    }
+    if sequence:
+        surrogate["anchor"] = "sampler" if corrected else "old"
+    else:
+        surrogate["log_clamp"] = LOG_CLAMP
+    spec = LossSpec(
+        name="grpo",
+        surrogate=surrogate,
+        correction=_correction(settings),
+        denominator="token" if by_token(settings) else "document",
+        scaling=SCALING,
+    )
+    return Translation(spec, tuple(_notes(settings)), ("dp_size", "batch_num_tokens", "global_batch_size"))
+
+
+def _correction(settings: PolicySettings) -> dict[str, Any]:
+    if not settings.enable_vllm_is_correction or settings.policy_loss_type == "gspo":
+        return {}
+    low, high = settings.vllm_is_truncated_threshold or (None, None)
+    if settings.vllm_is_correction_type == "seq-mask-tis":
+        return {"kind": "geometric_gate", "gate_low": low, "gate_high": high}
+    return {
+        "kind": "importance_sampling",
+        "ratio_low": low,
+        "ratio_high": high,
+        "outside": "zero" if settings.vllm_is_correction_type == "icepop" else "truncate",
+    }
+
+
+def _notes(settings: PolicySettings) -> list[str]:
+    """What it does without saying so."""
+    if settings.policy_loss_type == "ppo":
+        notes = ["the log ratio is held within +-20"]
+        if settings.enable_vllm_is_correction and settings.vllm_is_correction_type == "seq-mask-tis":
+            notes.append("rows that are kept have untruncated weights")
+        return notes
+    notes = ["gspo is a mean over rows, whatever token_level_loss says"]
+    if settings.enable_vllm_is_correction:
+        notes.append("gspo takes its ratio against the sampler; vllm_is_correction_type and its bounds have no effect")
+    return notes
+
+
+def back(spec: LossSpec) -> dict[str, Any]:
+    """Options of the clipped loss; up to the 1e-8 that it adds to lengths, and to ratios beyond e^20."""
+    surrogate, correction = spec.surrogate, spec.correction
+    if surrogate.kind not in ("ppo", "gspo"):
+        raise SpecError(
+            f"options of OpenRLHF for the surrogate {surrogate.kind!r}",
+            rule="its losses are ppo and gspo",
+            fix="take one of them, or another system",
+        )
+    settings: dict[str, Any] = {
+        "policy_loss_type": surrogate.kind,
+        "clip_eps_low": surrogate.clip_low,
+        "clip_eps_high": surrogate.clip_high,
+        "dual_clip": surrogate.dual_clip,
+        "token_level_loss": spec.denominator == "token",
+    }
+    if surrogate.kind == "gspo" and surrogate.anchor == "sampler":
+        settings["enable_vllm_is_correction"] = True
+    elif correction.acts:
+        gated = correction.gate != "none"
+        bounds = (correction.gate_low, correction.gate_high) if gated else (correction.ratio_low, correction.ratio_high)
+        if None in bounds:
+            raise SpecError(
+                "options of OpenRLHF for a correction with one bound",
+                found=f"{bounds[0]} to {bounds[1]}",
+                rule="it has a lower and an upper one",
+                fix="give both",
+            )
+        kind = "seq-mask-tis" if gated else "icepop" if correction.outside == "zero" else "tis"
+        settings |= {
+            "enable_vllm_is_correction": True,
+            "vllm_is_correction_type": kind,
+            "vllm_is_truncated_threshold": bounds,
+        }
+    return checked_back("OpenRLHF", _where_it_matters(spec), PolicySettings, translate, settings)
+
+
+def _where_it_matters(spec: LossSpec) -> LossSpec:
+    """The spec with OpenRLHF's own setting wherever no number depends on it, or only by an epsilon."""
+    changes: dict[str, Any] = {}
+    if spec.denominator == "token" or spec.scaling.length_epsilon <= EPSILON:
+        changes["scaling"] = spec.scaling.model_copy(update={"length_epsilon": EPSILON})
+    if spec.surrogate.kind == "ppo" and spec.surrogate.log_clamp is None:
+        changes["surrogate"] = spec.surrogate.model_copy(update={"log_clamp": LOG_CLAMP})
+    return spec.model_copy(update=changes)
+
+
+def counts(settings: AggregateSettings) -> GivenCounts:
+    """The global count of what the loss is a mean over, and then the ranks; both or neither."""
+    by_token = by_token(settings)
+    count = settings.batch_num_tokens if by_token else settings.global_batch_size
+    if count is None:
+        return GivenCounts()
+    return GivenCounts(**{"tokens" if by_token else "documents": count}, dp=settings.dp_size)

@@ -1,0 +1,89 @@
+"""From options of ServiceNow/PipelineRL to a spec, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.reduction.denominators import GivenCounts
+from workbench.specs.losses import LossSpec
+from workbench.systems.back import checked_back, refuse
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.pipelinerl.settings import PipelineRLSettings
+from workbench.systems.registry import Translation
+
+
+def translate(settings: PipelineRLSettings) -> Translation:
+    """One step of its loss."""
+    notes = []
+    high = settings.epsilon_high
+    surrogate: dict[str, Any] = {
+        "ppo": {"kind": "ppo", "clip_low": settings.epsilon_low, "clip_high": high},
+        "reinforce": {"kind": "cispo", "clip_low": None, "clip_high": high},
+        "gspo": {"kind": "gspo", "clip_low": settings.epsilon_low, "clip_high": high, "advantage_level": "document"},
+    }[settings.policy_loss]
+    rest: dict[str, Any] = {}
+    if settings.policy_loss == "gspo":
+        notes += [
+            "a document weighs by its length",
+            "advantages are averaged over the document",
+            "kl_coef, entropy_bonus, use_advantages and relu_log_p_weights have no effect",
+        ]
+    else:
+        if settings.kl_now:
+            rest["kl"] = {
+                "coefficient": settings.kl_now,
+                "estimator": "k3",
+                "input_clamp": settings.clamp_log_ratio_ref_new_value,
+            }
+        rest["entropy_coefficient"] = settings.entropy_now
+        rest["signal"] = "advantages" if settings.use_advantages else "rewards"
+        rest["signal_floor"] = 0.0 if settings.relu_log_p_weights else None
+    if settings.policy_loss == "reinforce":
+        notes.append("the weight has no lower bound, and epsilon_low no effect")
+    if settings.reward_minus_kl_coef:
+        notes.append("reward_minus_kl_coef has no effect")
+    if settings.value_loss_coef:
+        notes.append("value_loss_coef acts on a model with a value head alone; this is the policy's part")
+    spec = LossSpec(
+        name="grpo",
+        surrogate=surrogate,
+        truncated="silent" if settings.overlong_filtering else "train",
+        denominator="group_length" if settings.group_normalization else "document_sum",
+        documents_counted="all",
+        scaling=CONTRACTS["pipelinerl"]["deepspeed"],
+        **rest,
+    )
+    return Translation(spec, tuple(notes), ("current_step", "max_step", "packed"))
+
+
+def back(spec: LossSpec) -> dict[str, Any]:
+    """Options of its loss, with schedules that stand still."""
+    kind, surrogate = spec.surrogate.kind, spec.surrogate
+    losses = {"ppo": "ppo", "cispo": "reinforce", "gspo": "gspo"}
+    if kind not in losses:
+        raise refuse("PipelineRL", f"the surrogate {kind!r}", "its losses are ppo, reinforce (truncated) and gspo")
+    settings: dict[str, Any] = {
+        "policy_loss": losses[kind],
+        "epsilon_high": surrogate.clip_high,
+        "epsilon_low": 0.2 if surrogate.clip_low is None else surrogate.clip_low,
+        "kl_coef": spec.kl.coefficient,
+        "final_kl_coef": spec.kl.coefficient,
+        "clamp_log_ratio_ref_new_value": spec.kl.input_clamp or 10,
+        "entropy_bonus": spec.entropy_coefficient,
+        "final_entropy_bonus": spec.entropy_coefficient,
+        "use_advantages": spec.signal == "advantages",
+        "relu_log_p_weights": spec.signal_floor == 0,
+        "overlong_filtering": spec.truncated == "silent",
+        "group_normalization": spec.denominator == "group_length",
+    }
+    return checked_back("PipelineRL", spec, PipelineRLSettings, translate, settings)
+
+
+def counts(settings: PipelineRLSettings) -> GivenCounts | None:
+    """The configured number of documents."""
+    return GivenCounts(documents=settings.batch_size) if settings.batch_size else None
+
+
+def temperature(settings: PipelineRLSettings) -> float:
+    """What logits are divided by."""
+    return settings.temperature

@@ -1,0 +1,27 @@
+"""PrimeIntellect-ai/prime-rl: three components of a loss, each on tokens and with a count of its own.
+
+The component `rl` is what is configured; `ce` imitates tokens, and `ref_kl` distils a reference. Each runs where its
+stream of weights is not 0, is weighted by it and divided by its number of tokens in the whole batch.
+
+Letters: T packed tokens.
+"""
+
+from __future__ import annotations
+
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.prime_rl.replay import policy_loss
+from workbench.systems.prime_rl.settings import PrimeSettings
+from workbench.systems.prime_rl.translate import back, counts, translate
+from workbench.systems.registry import System
+
+SYSTEM = System(
+    name="prime_rl",
+    title="prime-rl",
+    version="559b4477 (2026-08-21)",
+    settings=PrimeSettings,
+    translate=translate,
+    back=back,
+    counts=counts,
+    scaling=CONTRACTS["prime_rl"],
+    replays={"policy_loss_packed": policy_loss},
+)

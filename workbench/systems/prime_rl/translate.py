@@ -1,0 +1,68 @@
+"""From options of PrimeIntellect-ai/prime-rl to a spec, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.errors import SpecError
+from workbench.reduction.denominators import GivenCounts
+from workbench.specs.losses import LossSpec
+from workbench.systems.back import checked_back
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.prime_rl.settings import PrimeSettings
+from workbench.systems.registry import Translation
+
+GIVEN = ("rl_scale", "ce_scale", "ref_kl_scale")
+
+
+def translate(settings: PrimeSettings) -> Translation:
+    """The component rl: an importance-weighted policy gradient that drops what has moved too far."""
+    if settings.type == "custom":
+        raise SpecError(
+            "prime-rl: type = 'custom'",
+            found="a function of the user's own",
+            rule="only losses that prime-rl has itself can be translated",
+            fix="hand the function to runs.step.run_step as a loss",
+        )
+    surrogate: dict[str, Any] = {"kind": "ipo", "threshold": settings.ipo_threshold}
+    if settings.type == "default":
+        surrogate = {
+            "kind": "dppo_tv",
+            "threshold_low": settings.dppo_mask_low,
+            "threshold_high": settings.dppo_mask_high,
+        }
+    spec = LossSpec(
+        name="ipo" if settings.type == "ipo" else "prime_rl",
+        surrogate={**surrogate, "coefficient": settings.adv_tau},
+        kl={"coefficient": settings.kl_tau},
+        scaling=CONTRACTS["prime_rl"]["fsdp"],
+    )
+    notes = [
+        "the ratio is against the sampler, and is never clipped",
+        "the squared log ratio has no half, and acts on dropped tokens, too",
+    ]
+    if settings.type == "default":
+        notes.append("an advantage of 0 counts as a negative one")
+    return Translation(spec, tuple(notes), GIVEN)
+
+
+def back(spec: LossSpec) -> dict[str, Any]:
+    """Options of the component rl."""
+    surrogate = spec.surrogate
+    settings: dict[str, Any] = {"adv_tau": surrogate.coefficient, "kl_tau": spec.kl.coefficient}
+    if surrogate.kind == "dppo_tv":
+        settings |= {"dppo_mask_low": surrogate.threshold_low, "dppo_mask_high": surrogate.threshold_high}
+    elif surrogate.kind == "ipo":
+        settings |= {"type": "ipo", "ipo_threshold": surrogate.threshold}
+    else:
+        raise SpecError(
+            f"options of prime-rl for the surrogate {surrogate.kind!r}",
+            rule="its losses are dppo_tv (default) and ipo",
+            fix="take one of them, or another system",
+        )
+    return checked_back("prime-rl", spec, PrimeSettings, translate, settings)
+
+
+def counts(settings: PrimeSettings) -> GivenCounts:
+    """The component's tokens."""
+    return GivenCounts(tokens=settings.rl_scale)

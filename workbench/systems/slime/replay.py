@@ -1,0 +1,131 @@
+"""Functions of THUDM/slime, computed here from their arrays.
+
+Letters: T packed tokens | V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from workbench.errors import SpecError
+from workbench.losses.kl import kl_term
+from workbench.policy.logprobs.reference import kept_logits, token_logprobs_from_logits
+from workbench.reduction.denominators import length_shares
+from workbench.reduction.weights import LOSS_WEIGHTS
+from workbench.rollouts.advantages.tokens import gae
+from workbench.systems import metrics as aliases
+from workbench.systems import replays
+from workbench.systems.case import Case, flags_of_logits, silent
+from workbench.systems.metrics.alias import PeerSettings, settings_of
+from workbench.systems.registry import parse_settings
+from workbench.systems.replays import Replayed, evaluate_case, finish, policy_settings
+from workbench.systems.slime.metrics import opsm_clipfrac
+from workbench.systems.slime.settings import GAESettings, LogprobSettings
+from workbench.systems.slime.translate import translate
+
+
+def case_settings(case: Case) -> dict[str, Any]:
+    """Functions say the estimator; a threshold or an estimator that is given is used."""
+    estimator = next((name for name in ("gspo", "cispo") if f"compute_{name}" in case.function), "grpo")
+    return {
+        "advantage_estimator": estimator,
+        "use_opsm": case.config.get("opsm_delta") is not None,
+        "use_kl_loss": case.config.get("kl_loss_type") is not None,
+        **case.config,
+    }
+
+
+def policy_loss(case: Case) -> dict[str, Any]:
+    """Its policy loss. ``sample_denominators``, one a sample, stand for the samples' own numbers of trained tokens.
+
+    slime gives all samples of a rollout the trained tokens of the rollout. The ratios of samples and off-policy
+    sequence masking look at the sample's own tokens as before, and a loss per token at none of this.
+    """
+    given = case.get("sample_denominators")
+    settings = policy_settings(case)
+    if given is None or settings.calculate_per_token_loss:
+        return replays.policy_loss(case)
+    if settings.advantage_estimator == "gspo" and settings.use_tis:
+        raise SpecError(
+            "replay of slime's gspo with use_tis and sample_denominators",
+            found="ois, a mean over samples of ratios of samples",
+            rule="that number is computed here with the samples' own tokens alone",
+            fix="leave use_tis or sample_denominators out",
+        )
+    given_T = case.of_documents("sample_denominators")
+    leaf = case["logprobs"].clone().requires_grad_()
+    shares_T = length_shares(case.row().lengths_T, given_T)
+    found = evaluate_case(case, silent(leaf.reshape(-1), case.tokens("entropies")), extensions={LOSS_WEIGHTS: shares_T})
+    return finish(replace(found, inputs=replace(found.inputs, lengths_T=given_T)), {"grad_logprobs": leaf})
+
+
+def peer_settings(replayed: Replayed) -> PeerSettings:
+    """Sums of one micro-batch."""
+    return settings_of(replayed.translation.spec, replayed.slots)._replace(num_documents=1)
+
+
+def further_metrics(replayed: Replayed) -> dict[str, float]:
+    """A KL that is only reported, and the share that off-policy sequence masking took out, as slime counts it."""
+    correction = replayed.translation.spec.correction
+    found = _unweighted_kl(replayed)
+    if correction.opsm_threshold is not None:
+        advantages_T = replayed.case.spread("advantages").reshape(-1)
+        own = replace(replayed.inputs, lengths_T=replayed.row.lengths_T)
+        found["opsm_clipfrac"] = opsm_clipfrac(own, advantages_T, correction.opsm_threshold, correction.opsm_anchor)
+    return found
+
+
+def _unweighted_kl(replayed: Replayed) -> dict[str, float]:
+    """kl_loss where use_kl_loss has the coefficient 0: the loss has no such term, and slime reports it."""
+    if not replayed.settings.use_kl_loss or replayed.settings.kl_loss_coef:
+        return {}
+    spec = translate(replayed.settings.model_copy(update={"kl_loss_coef": 1.0})).spec
+    named = aliases.as_named_by(
+        "slime",
+        replayed.inputs,
+        replayed.row.loss_mask_T,
+        loss_spec=spec,
+        terms={**replayed.evaluated.terms, "kl": kl_term(replayed.inputs, spec.kl)},
+        slots=replayed.slots,
+        settings=peer_settings(replayed),
+    )
+    return {"kl_loss": named["kl_loss"].finish()}
+
+
+def logprobs(case: Case) -> dict[str, Any]:
+    """Log-probabilities of the targets, and entropies."""
+    settings = parse_settings(LogprobSettings, case.config, where="slime")
+    leaf = case["logits"].clone().requires_grad_()
+    logits_TV, targets_T = leaf.reshape(-1, leaf.shape[-1]), case["targets"].reshape(-1)
+    said = whole = token_logprobs_from_logits(logits_TV, targets_T)
+    if settings.keep_mask:
+        kept_TV = _kept(case).reshape(logits_TV.shape).bool()
+        said = token_logprobs_from_logits(kept_logits(logits_TV, kept_TV, targets_T), targets_T)
+    through, cotangents = [said.logprobs_T], [case["cotangent_logprobs"].reshape(-1)]
+    if settings.entropy_grad and case.get("cotangent_entropy") is not None:
+        through, cotangents = [*through, whole.entropy_T], [*cotangents, case["cotangent_entropy"].reshape(-1)]
+    torch.autograd.backward(through, cotangents)
+    return {"logprobs": case.shaped(said.logprobs_T), "entropy": case.shaped(whole.entropy_T), "grad_logits": leaf.grad}
+
+
+def _kept(case: Case) -> torch.Tensor:
+    """What the sampler kept: the input that has a flag for every logit."""
+    return case[next(iter(flags_of_logits(case)), "keep_mask")]
+
+
+def advantage(case: Case) -> dict[str, Any]:
+    """Generalised advantage estimation, every token of a row trained."""
+    settings = parse_settings(GAESettings, case.config, where="slime")
+    rewards, values = case["token_rewards"], case["values"]
+    advantages_T, returns_T = gae(
+        rewards.reshape(-1),
+        values.reshape(-1),
+        case.document_ids_T,
+        case.loss_mask_T,
+        discount=settings.gamma,
+        policy_lambda=settings.lam,
+    )
+    return {"advantages": case.shaped(advantages_T), "returns": case.shaped(returns_T)}

@@ -1,0 +1,273 @@
+"""From options of huggingface/trl to a spec, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.errors import SpecError
+from workbench.reduction.denominators import GivenCounts
+from workbench.specs.losses import LossSpec
+from workbench.systems.back import checked_back, refuse
+from workbench.systems.contracts import CONTRACTS
+from workbench.systems.registry import Translation
+from workbench.systems.trl.settings import COUNTED, TRLSettings
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Loss types whose term is PPO's; they differ in what divides it."""
+
+
+DENOMINATORS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {"denominator": "document", "documents_counted": "all"},
+    "sapo": {"denominator": "document", "documents_counted": "all"},
+    "bnpo": {"denominator": "token"},
+    "dr_grpo": {"denominator": "constant", "documents_counted": "all"},
+    "luspo": {"denominator": "document_sum", "documents_counted": "all"},
+    "dapo": {"denominator": "token"},
+    "cispo": {"denominator": "token"},
+    "vespo": {"denominator": "token"},
+}
+"""Loss type -> what divides its token sums, counted as its scaling contract says."""
+
+
+LEAST_LAMBDA = 1e-4
+"""vespo: the smallest lambda."""
+
+
+def translate(settings: TRLSettings) -> Translation:
+    """The loss of `_compute_loss`."""
+    if settings.use_adaptive_entropy:
+        raise SpecError(
+            "TRL: use_adaptive_entropy",
+            rule="a spec is the loss of one step, and the controller changes "
+            "the coefficient from step to step by the entropy that it measured",
+            fix="give entropy_coef as it is in that step, and leave the controller out",
+        )
+    kind = settings.loss_type
+    divided: dict[str, Any] = dict(DENOMINATORS[kind])
+    if kind == "dr_grpo":
+        divided["denominator_constant"] = settings.max_completion_length
+    spec = LossSpec(
+        name="grpo",
+        surrogate=_surrogate(settings),
+        correction=_correction(settings),
+        kl=_kl(settings),
+        entropy_coefficient=settings.entropy_coef,
+        entropy_denominator="local_token" if settings.entropy_coef else "penalty",
+        top_entropy_share=settings.top_entropy_quantile,
+        scaling=CONTRACTS["trl"][_contract(kind)],
+        **divided,
+    )
+    return Translation(spec, tuple(_notes(settings, spec)), ("vllm_is", "num_items_in_batch"))
+
+
+def _contract(loss_type: str) -> str:
+    return next(name for name in CONTRACTS["trl"] if loss_type in name.split(", "))
+
+
+def _surrogate(settings: TRLSettings) -> dict[str, Any]:
+    of_rows = settings.importance_sampling_level == "sequence"
+    low, high = _bounds(settings)
+    if settings.loss_type in CLIPPED:
+        return {"kind": "gspo" if of_rows else "ppo", "clip_low": low, "clip_high": high, "delta": settings.delta}
+    if settings.loss_type == "cispo":
+        return {"kind": "cispo", "bounds": "absolute", "clip_high": high, "level": "document" if of_rows else "token"}
+    if settings.loss_type == "sapo":
+        return {
+            "kind": "sapo",
+            "level": "document" if of_rows else "token",
+            "tau_positive": settings.sapo_temperature_pos,
+            "tau_negative": settings.sapo_temperature_neg,
+        }
+    given = settings.vespo or {}
+    return {
+        "kind": "vespo",
+        "k_positive": given.get("k_pos", settings.vespo_k_pos),
+        "lambda_positive": max(given.get("lambda_pos", settings.vespo_lambda_pos), LEAST_LAMBDA),
+        "k_negative": given.get("k_neg", settings.vespo_k_neg),
+        "lambda_negative": max(given.get("lambda_neg", settings.vespo_lambda_neg), LEAST_LAMBDA),
+    }
+
+
+def _bounds(settings: TRLSettings) -> tuple[float, float]:
+    low = settings.epsilon if settings.epsilon_low is None else settings.epsilon_low
+    return low, low if settings.epsilon_high is None else settings.epsilon_high
+
+
+def _kl(settings: TRLSettings) -> dict[str, Any]:
+    if not settings.beta:
+        return {}
+    if not settings.use_bias_correction_kl:
+        return {"coefficient": settings.beta}
+    return {
+        "coefficient": settings.beta,
+        "importance": "old",
+        "gradient": "score",
+        "importance_level": "document" if settings.importance_sampling_level == "sequence" else "token",
+    }
+
+
+def _correction(settings: TRLSettings) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if settings.vllm_is is not None:
+        found = {"ratio": "given" if settings.vllm_is.startswith("token") else "given_document_mean"}
+    elif settings.use_vllm and settings.vllm_importance_sampling_correction:
+        cap = settings.vllm_importance_sampling_cap
+        found = bounded_ratio(
+            settings.vllm_importance_sampling_mode,
+            settings.vllm_importance_sampling_clip_min,
+            settings.vllm_importance_sampling_clip_max if cap is None else cap,
+        )
+    if found and settings.loss_type == "vespo":
+        found["enters"] = "sequence_weight"
+    if settings.off_policy_mask_threshold is not None:
+        found |= {
+            "opsm_threshold": settings.off_policy_mask_threshold,
+            "unscored": "neutral",
+            "opsm_anchor": "sampler" if settings.use_vllm else "old",
+        }
+    return found
+
+
+def bounded_ratio(mode: str, low: float | None, high: float | None) -> dict[str, Any]:
+    """The correction by old / sampler, of a token or, as a product, of a row."""
+    zeroed = mode.endswith("mask") and not (low is None and high is None)
+    return {
+        "ratio": "token" if mode.startswith("token") else "document_sum",
+        "ratio_low": low,
+        "ratio_high": high,
+        "outside": "zero" if zeroed else "truncate",
+        "unscored": "neutral",
+    }
+
+
+def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
+    notes = []
+    if settings.loss_type == "cispo":
+        notes.append(f"cispo bounds the ratio by epsilon_high itself, {spec.surrogate.clip_high:g}, and not from below")
+    if settings.loss_type not in (*CLIPPED, "cispo"):
+        notes.append(f"epsilon, epsilon_high and delta have no effect on {settings.loss_type}")
+    if settings.loss_type == "vespo" and settings.importance_sampling_level == "sequence":
+        notes.append("vespo's weight is always one of the row; importance_sampling_level acts on the KL term alone")
+    if settings.loss_type == "luspo":
+        notes.append("luspo sums over the row's tokens, so the KL penalty grows with the length, too")
+    if spec.documents_counted == "all":
+        notes.append("rows in which nothing counts are rows of the mean")
+    if settings.loss_type in COUNTED:
+        notes.append(
+            "num_items_in_batch is of the generation batch, times gradient_accumulation_steps / steps_per_generation"
+        )
+    else:
+        notes.append("every micro-batch is divided by its own count: the step is a mean of means")
+    if settings.beta and spec.correction.rejects:
+        notes.append("tokens that the correction drops still get the KL penalty")
+    if settings.entropy_coef:
+        notes.append("the entropy bonus is a mean over the micro-batch's tokens, whatever divides the policy term")
+    if (
+        settings.use_vllm
+        and settings.vllm_importance_sampling_correction
+        and settings.vllm_is is None
+        and settings.vllm_importance_sampling_mode.startswith("sequence")
+    ):
+        notes.append("the weight of a row is the product of its tokens' ratios, not their geometric mean")
+    if settings.top_entropy_quantile < 1:
+        notes.append("the entropy threshold is taken over the micro-batches of all processes together, here over one")
+    if settings.mask_truncated_completions:
+        notes.append("completions that were cut off must come with a mask of zeros; their rows still count as rows")
+    aligned = settings.gradient_accumulation_steps % (_steps_per_generation(settings) * settings.num_iterations) == 0
+    if aligned and not (settings.use_vllm and settings.vllm_importance_sampling_correction):
+        notes.append(
+            "gradient_accumulation_steps is a multiple of steps_per_generation * num_iterations, so that no "
+            "old log-probabilities are kept: the ratio is 1 unless a batch brings its own"
+        )
+    return notes
+
+
+def counts(settings: TRLSettings) -> GivenCounts:
+    """What a micro-batch was handed; the count of the generation batch is scaled to one optimizer step."""
+    accumulated = settings.gradient_accumulation_steps
+    items = settings.num_items_in_batch
+    if settings.loss_type not in COUNTED or items is None:
+        return GivenCounts(micro_batches=accumulated)
+    return GivenCounts(
+        tokens=max(items, 1.0) * accumulated / _steps_per_generation(settings), micro_batches=accumulated
+    )
+
+
+def _steps_per_generation(settings: TRLSettings) -> int:
+    return settings.steps_per_generation or settings.gradient_accumulation_steps
+
+
+def back(spec: LossSpec) -> dict[str, Any]:
+    """Options of `GRPOConfig`."""
+    surrogate, kl, correction = spec.surrogate, spec.kl, spec.correction
+    found: dict[str, Any] = {
+        "loss_type": _loss_type(spec),
+        "beta": kl.coefficient,
+        "entropy_coef": spec.entropy_coefficient,
+        "top_entropy_quantile": spec.top_entropy_share,
+    }
+    of_rows = surrogate.kind == "gspo" or surrogate.level == "document" or kl.importance_level == "document"
+    found["importance_sampling_level"] = "sequence" if of_rows else "token"
+    if kl.coefficient:
+        found["use_bias_correction_kl"] = kl.importance != "none"
+    if surrogate.kind in ("ppo", "gspo"):
+        found |= {"epsilon": surrogate.clip_low, "epsilon_high": surrogate.clip_high, "delta": surrogate.delta}
+    elif surrogate.kind == "cispo":
+        found["epsilon_high"] = surrogate.clip_high
+    elif surrogate.kind == "sapo":
+        found |= {"sapo_temperature_pos": surrogate.tau_positive, "sapo_temperature_neg": surrogate.tau_negative}
+    else:
+        found |= {
+            "vespo_k_pos": surrogate.k_positive,
+            "vespo_lambda_pos": surrogate.lambda_positive,
+            "vespo_k_neg": surrogate.k_negative,
+            "vespo_lambda_neg": surrogate.lambda_negative,
+        }
+    if spec.denominator == "constant" and spec.denominator_constant is not None:
+        found["max_completion_length"] = int(spec.denominator_constant)
+    found |= _correction_back(correction.ratio, spec)
+    return checked_back("TRL", spec, TRLSettings, translate, found)
+
+
+def _loss_type(spec: LossSpec) -> str:
+    kind = spec.surrogate.kind
+    if kind in ("sapo", "cispo", "vespo"):
+        return kind
+    if kind not in ("ppo", "gspo"):
+        raise refuse(
+            "TRL", f"the surrogate {kind!r}", "its loss types are PPO's clip on tokens or rows, sapo, cispo and vespo"
+        )
+    if spec.denominator == "token":
+        return "bnpo" if spec.scaling.counts == "micro_batch" else "dapo"
+    types = {"document": "grpo", "constant": "dr_grpo", "document_sum": "luspo", "local_token": "bnpo"}
+    if spec.denominator not in types:
+        raise refuse("TRL", f"the denominator {spec.denominator!r}", f"it has {', '.join(types)} and token")
+    return types[spec.denominator]
+
+
+def _correction_back(ratio: str, spec: LossSpec) -> dict[str, Any]:
+    correction = spec.correction
+    found: dict[str, Any] = {}
+    if correction.opsm_threshold is not None:
+        found = {
+            "off_policy_mask_threshold": correction.opsm_threshold,
+            "vllm_importance_sampling_correction": False,
+            "use_vllm": correction.opsm_anchor == "sampler",
+        }
+    if ratio in ("given", "given_document_mean"):
+        return found | {"vllm_is": "token" if ratio == "given" else "sequence"}
+    if ratio == "none":
+        return found
+    if ratio not in ("token", "document_sum"):
+        raise refuse(
+            "TRL", f"a correction by the ratio {ratio!r}", "it weighs by ratios of tokens or their product over the row"
+        )
+    level, ending = "token" if ratio == "token" else "sequence", "mask" if correction.outside == "zero" else "truncate"
+    return found | {
+        "use_vllm": True,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": f"{level}_{ending}",
+        "vllm_importance_sampling_clip_min": correction.ratio_low,
+        "vllm_importance_sampling_clip_max": correction.ratio_high,
+    }

@@ -1,0 +1,127 @@
+"""verl's advantage estimators, by the names of its registry (``trainer/ppo/core_algos.py``, 1dda039b)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from workbench.rollouts.advantages.registry import AdvantageInputs, estimate_advantages
+from workbench.systems.case import Case
+from workbench.systems.registry import Settings, parse_settings
+from workbench.systems.verl.correction import EPSILON, TITLE
+
+
+class AdvantageSettings(Settings):
+    """An advantage estimator (`AlgoConfig` and the functions' own arguments, 1dda039b)."""
+
+    estimator: Literal[
+        "gae",
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "gdpo",
+        "rloo",
+        "rloo_vectorized",
+        "opo",
+        "remax",
+        "gpg",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    ]
+    """Name in the registry."""
+    norm_adv_by_std_in_grpo: bool = True
+    """grpo, grpo_vectorized, grpo_passk, gdpo: divide by the group's deviation."""
+    epsilon: float | None = Field(None, ge=0)
+    """Added to what is divided by; None: 1e-6, and 1e-8 for the optimal token baselines."""
+    gamma: float = 1.0
+    """gae, reinforce_plus_plus: discount."""
+    lam: float = 1.0
+    """gae: lambda."""
+    f_norm: float = Field(1.0, gt=0)
+    """gpg: divisor."""
+    alpha: float = 1.0
+    """gpg: overwritten by verl with sequences / sequences whose reward is not 0."""
+    handle_zero_tail: bool = True
+    """Optimal token baselines: no baseline where only the longest answer of a group still runs."""
+
+
+def advantages(case: Case) -> dict[str, Any]:
+    """One of the estimators of the registry; its returns are the advantages where it has none of its own."""
+    named = {"estimator": _estimator(case.function)} | dict(case.config)
+    settings = parse_settings(AdvantageSettings, named, where=TITLE)
+    groups = case.get("group_ids")
+    documents = case["mask"].shape[0]
+    inputs = AdvantageInputs.of_token_rewards(
+        case.document_ids_T,
+        case.loss_mask_T,
+        case["token_rewards"].reshape(-1),
+        torch.arange(documents) if groups is None else groups,
+        values_T=_flat(case, "values"),
+        baselines_N=case.get("baselines"),
+        old_logprobs_T=_flat(case, "old_logprobs"),
+        squared_probabilities_T=_flat(case, "sum_pi_squared"),
+        correction_weights_T=_flat(case, "is_weights"),
+    )
+    name, options = estimator(settings)
+    found = estimate_advantages(name, inputs, **options)
+    returns_T = found.advantages_T if found.returns_T is None else found.returns_T
+    return {"advantages": case.shaped(found.advantages_T), "returns": case.shaped(returns_T), "metrics": {}}
+
+
+def _flat(case: Case, name: str) -> Tensor | None:
+    return None if case.get(name) is None else case[name].reshape(-1)
+
+
+def _estimator(function: str) -> str:
+    """Name in the registry of a function's name."""
+    name = function.split()[0].removeprefix("compute_").removesuffix("_return").removesuffix("_advantage")
+    name = name.removesuffix("_outcome")
+    return "tir_optimal_token_baseline" if name == "multi_turn_optimal_token_baseline" else name
+
+
+def estimator(settings: AdvantageSettings) -> tuple[str, dict[str, Any]]:
+    """Our estimator and its settings. Sequences without trained tokens are answers of their group in verl.
+
+    verl's grpo_vectorized takes means and deviations in float32, here they are float64.
+    """
+    name = settings.estimator
+    small = 1e-6 if settings.epsilon is None else settings.epsilon
+    scale = "std" if settings.norm_adv_by_std_in_grpo else "none"
+    lone, whitened = {"singleton": "reward"}, {"count_epsilon": EPSILON}
+    if name == "gae":
+        return "gae", {
+            "discount": settings.gamma,
+            "policy_lambda": settings.lam,
+            "whitened": True,
+            "elsewhere": "carry",
+            **whitened,
+        }
+    if name == "reinforce_plus_plus":
+        return name, {"discount": settings.gamma, **whitened}
+    if name == "remax":
+        return name, {"elsewhere": "carry"}
+    if name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        return "optimal_token_baseline", {
+            "aligned": "position" if name == "optimal_token_baseline" else "trained",
+            "zero_tail": settings.handle_zero_tail,
+            "elsewhere": "carry",
+            "epsilon": 1e-8 if settings.epsilon is None else settings.epsilon,
+        }
+    of_groups: dict[str, tuple[str, dict[str, Any]]] = {
+        "grpo": ("grpo", {"scale": scale, "epsilon": small, **lone}),
+        "grpo_vectorized": ("grpo", {"scale": scale, "epsilon": small, **lone}),
+        "grpo_passk": ("pass_at_k", {"scale": scale, "epsilon": small}),
+        "gdpo": ("grpo_whitened", {"scale": scale, "epsilon": small, **lone, **whitened}),
+        "rloo": ("rloo", lone),
+        "rloo_vectorized": ("rloo", {}),
+        "opo": ("opo", lone),
+        "gpg": ("gpg", {"divisor": settings.f_norm, "informative": "rewards_not_zero", **lone}),
+        "reinforce_plus_plus_baseline": (name, {**lone, **whitened}),
+    }
+    ours, options = of_groups[name]
+    return ours, {**options, "masked_in_baseline": True}
