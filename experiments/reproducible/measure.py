@@ -40,7 +40,6 @@ from experiments.reproducible.page import write_reproducible_report
 from workbench.errors import RecordError, SpecError, WorkbenchError
 from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.policy.model import Policy, load_policy
-from workbench.records.certificate import certify, mark_gradients
 from workbench.records.directory import from_json, project_root, provenance, to_json, write_whole
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.files import load, save
@@ -49,6 +48,7 @@ from workbench.sharding.mesh import Mesh, join, leave, make_mesh, single_process
 from workbench.sharding.simulated import simulate
 from workbench.specs.run import LayoutSpec, ReproducibleSpec, RunSpec, parse_spec, read_yaml
 from workbench.train import step as flow
+from workbench.train.certify import certify, mark_gradients
 from workbench.train.exact import as_asked
 from workbench.train.worker import make_optimizer
 

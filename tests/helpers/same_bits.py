@@ -8,12 +8,12 @@ import torch
 
 from tests.parity.cases import as_batch
 from workbench.policy.model import Policy, load_policy
-from workbench.records.certificate import certify, mark_gradients
 from workbench.rollouts.batch import RolloutBatch
 from workbench.sharding.gradients import full_weights
 from workbench.sharding.mesh import Mesh, make_mesh
 from workbench.specs.run import RunSpec
 from workbench.train import step as flow
+from workbench.train.certify import certify, mark_gradients
 from workbench.train.exact import as_asked
 from workbench.train.worker import make_optimizer
 

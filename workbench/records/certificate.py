@@ -16,16 +16,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from workbench.atomic import from_json
 from workbench.errors import RecordError
 from workbench.records.directory import RunDirectory
 from workbench.specs.run import RunSpec
-
-if TYPE_CHECKING:
-    from workbench.policy.model import Policy
-    from workbench.train.step import StepResult
 
 
 @dataclass(frozen=True)
@@ -60,44 +56,6 @@ class Certificate:
             if other.fingerprints.get(name) != said or name in (*self.unlike, *other.unlike)
         ]
         return found + [name for name in other.fingerprints if name not in self.fingerprints]
-
-
-class Marks(NamedTuple):
-    """Fingerprints of this job's gradients, or weights, by the name of the parameter; and which replicas are unlike."""
-
-    said: dict[str, int]
-    unlike: tuple[str, ...]
-
-
-def mark_gradients(policy: Policy) -> Marks:
-    """Fingerprints of gradients as they are now. Collective."""
-    return _mark(policy, {name: parameter.grad for name, parameter in policy.model.named_parameters()})
-
-
-def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate:
-    """The certificate of a step that is over. Collective.
-
-    Args:
-        policy: with the weights after the step.
-        result: of the step, with its tokens.
-        gradients: from `mark_gradients`, before they were clipped.
-    """
-    import torch
-
-    from workbench.reproducible.fingerprints import fingerprint
-
-    parameters = dict(policy.model.named_parameters())
-    weights = _mark(policy, parameters)
-    logprobs_S = result.tokens["policy_logprobs"]
-    said = {"logprobs": _words(logprobs_S.dtype, fingerprint(logprobs_S))}
-    for name, scalar in result.loss.items():
-        said[f"loss/{name}/sum"] = _words(torch.float64, fingerprint(torch.tensor(float(scalar), dtype=torch.float64)))
-    for kind, marks, order in (("gradient", gradients, reversed(parameters)), ("weight", weights, parameters)):
-        said |= {f"{kind}/{name}": _words(parameters[name].dtype, marks.said[name]) for name in order}
-    unlike = [
-        f"{kind}/{name}" for kind, marks in (("gradient", gradients), ("weight", weights)) for name in marks.unlike
-    ]
-    return Certificate(said, tuple(unlike))
 
 
 def held_by_bits(spec: RunSpec, reference: RunSpec) -> bool:
@@ -146,7 +104,7 @@ def fingerprint_label(values: Any) -> str:
     """
     from workbench.reproducible.fingerprints import fingerprint
 
-    return _words(values.dtype, fingerprint(values))
+    return label(values.dtype, fingerprint(values))
 
 
 def _damaged(run: RunDirectory, name: str, found: str) -> RecordError:
@@ -162,11 +120,6 @@ def _file(number: int) -> str:
     return f"certificates/step{number:04d}.json"
 
 
-def _mark(policy: Policy, values: Mapping[str, Any]) -> Marks:
-    from workbench.reproducible.fingerprints import fingerprints
-
-    return Marks(*fingerprints(values, policy.shards, policy.mesh))
-
-
-def _words(dtype: Any, number: int) -> str:
+def label(dtype: Any, number: int) -> str:
+    """A dtype and a fingerprint as a certificate has them."""
     return f"{str(dtype).removeprefix('torch.')} {number:016x}"

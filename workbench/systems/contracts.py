@@ -1,96 +1,23 @@
 """What each system sums, divides and multiplies between the tokens of a micro-batch and the optimizer.
 
-One `ScalingSpec` for each backend or mode of a system. `workbench.reduction` executes it: put into ``loss.scaling`` it
-is an axis of an ablation, and a run shows what the contract does to every gradient. Versions are those of the systems'
-modules; what was read of gathers and schedules is said beside each contract.
+One `ScalingSpec` for each backend or mode of a system, in ``CONTRACTS`` of its `translate` module.
+`workbench.reduction` executes it: put into ``loss.scaling`` it is an axis of an ablation, and a run shows what the
+contract does to every gradient. Versions are those of the systems' modules; what was read of gathers and schedules is
+said beside each contract.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from workbench.errors import SpecError
 from workbench.reduction.scaling import scaling_factor
 from workbench.specs.losses import ScalingSpec
-from workbench.systems.registry import load_system
+from workbench.systems.registry import SYSTEMS, load_system
 
 if TYPE_CHECKING:
     import pandas as pd
-
-CONTRACTS: Mapping[str, Mapping[str, ScalingSpec]] = {
-    "nemo_rl": {
-        # FSDP averages over dp x cp; the loss is multiplied by both.
-        "dtensor": ScalingSpec(multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
-        # Log-probabilities are gathered, so every cp rank has the whole row and the gather's backward adds; Megatron's
-        # schedule multiplies by cp / micro-batches, which is undone; gradients are added (calculate_per_token_loss).
-        "megatron": ScalingSpec(
-            replicated=True,
-            divided_by=("cp", "cp"),
-            multiplied_by=("micro_batches",),
-            engine_multiplies=("cp",),
-            engine_divides=("micro_batches",),
-        ),
-    },
-    "verl": {
-        # Ulysses: the gather of log-probabilities adds over its ranks on the way back.
-        "fsdp": ScalingSpec(multiplied_by=("dp",), replicated=True, engine_divides=("dp_cp",)),
-        "megatron": ScalingSpec(
-            multiplied_by=("dp", "micro_batches"), engine_multiplies=("cp",), engine_divides=("micro_batches", "dp_cp")
-        ),
-        # Without global_batch_info a micro-batch counts for itself, and the actor divides by accumulation steps.
-        "local counts": ScalingSpec(
-            counts="micro_batch", divided_by=("micro_batches",), replicated=True, engine_divides=("dp_cp",)
-        ),
-    },
-    "trl": {
-        # num_items_in_batch is counted over the generation batch and divided by the number of processes. Exact if a
-        # generation batch is one optimizer step. TRL refuses context parallelism.
-        "dapo, cispo, vespo": ScalingSpec(multiplied_by=("dp",), engine_divides=("dp",)),
-        "grpo, bnpo, dr_grpo, sapo, luspo": ScalingSpec(
-            counts="micro_batch", divided_by=("micro_batches",), engine_divides=("dp",)
-        ),
-    },
-    "liger": {
-        # A kernel: what its caller does comes on top.
-        "num_items_in_batch": ScalingSpec(),
-        "local counts": ScalingSpec(counts="micro_batch"),
-    },
-    "fast_llm": {
-        "main": ScalingSpec(multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
-        # ServiceNow/Fast-LLM#520: documents of the step are counted; labels stay those of one pass, added over ranks.
-        "docs_per_step (#520), labels": ScalingSpec(counts="pass", multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
-    },
-    "prime_rl": {
-        # Every cp rank counts the whole row, and the gather's backward adds over them: both cancel. FSDP's division is
-        # undone.
-        "fsdp": ScalingSpec(
-            replicated=True, divided_by=("cp",), engine_multiplies=("dp_cp",), engine_divides=("dp_cp",)
-        ),
-    },
-    "openrlhf": {
-        # Counts are divided by accumulation steps, which DeepSpeed divides by once more.
-        "deepspeed": ScalingSpec(multiplied_by=("dp", "micro_batches"), engine_divides=("micro_batches", "dp")),
-    },
-    "slime": {
-        "per sample": ScalingSpec(multiplied_by=("micro_batches", "dp_cp"), engine_divides=("micro_batches", "dp_cp")),
-        # An empty sample counts as a token. Every cp rank counts the whole sequence.
-        "per token": ScalingSpec(multiplied_by=("cp",), engine_divides=("cp",), least_tokens=1),
-    },
-    "areal": {
-        # The mean of a micro-batch, times its share of the tokens: the mean of all.
-        "fsdp": ScalingSpec(multiplied_by=("dp",), engine_divides=("dp",)),
-    },
-    "pipelinerl": {
-        # The divisor is the configured batch size; DeepSpeed divides by accumulation steps and ranks once more.
-        "deepspeed": ScalingSpec(engine_divides=("micro_batches", "dp_cp")),
-    },
-    "nous_torchtitan": {
-        # Each micro-batch is a mean of its own; FSDP averages. Context parallelism was not read.
-        "fsdp": ScalingSpec(counts="micro_batch", divided_by=("micro_batches",), engine_divides=("dp",)),
-    },
-}
-"""System -> backend or mode -> contract."""
 
 
 def scaling_contract(system: str, mode: str | None = None) -> ScalingSpec:
@@ -149,8 +76,8 @@ def contract_table(dp: int = 2, cp: int = 2, micro_batches: int = 4, accumulatio
         return " x ".join(f"{name} ({sizes[name]})" for name in names)
 
     lines = []
-    for system, modes in CONTRACTS.items():
-        for mode, scaling in modes.items():
+    for system in SYSTEMS:
+        for mode, scaling in load_system(system).scaling.items():
             factor = scaling_factor(scaling, dp=dp, cp=cp, micro_batches=passes)
             parts = {"step": 1, "pass": passes, "micro_batch": dp * passes}[scaling.counts]
             lines.append(

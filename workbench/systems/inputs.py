@@ -9,106 +9,12 @@ part: the log-probabilities, advantages and values of a batch are taken there.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 
 from workbench.errors import SpecError
 from workbench.systems.case import Case, flags_of_logits
-
-_LOGPROBS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
-_TOKENS: Mapping[str, tuple[str, ...]] = {
-    "nemo_rl": (*_LOGPROBS, "sample_mask", "rewards", "logprobs_unfiltered"),
-    "verl": (*_LOGPROBS, "is_weights", "entropies"),
-    "trl": (*_LOGPROBS, "is_weights", "entropies"),
-    "liger": ("old_logprobs", "ref_logprobs", "is_weights"),
-    "fast_llm": ("old_logprobs", "label_counts", "num_labels"),
-    "prime_rl": ("rollout_logprobs", "ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"),
-    "openrlhf": ("old_logprobs", "rollout_logprobs"),
-    "slime": (*_LOGPROBS, "entropies", "sample_denominators"),
-    "areal": _LOGPROBS,
-    "pipelinerl": (
-        "old_logprobs",
-        "ref_logprobs",
-        "rewards",
-        "group_tokens",
-        "label_counts",
-        "num_labels",
-        "overflow",
-        "token_ids",
-    ),
-    "nous_torchtitan": _LOGPROBS,
-}
-"""System -> what its policy loss takes beside the policy itself, advantages and a mask."""
+from workbench.systems.registry import HEAD, load_system
 
 _ALWAYS = ("advantages", "mask", "document_index")
-_HEAD = ("hidden", "weight", "bias", "ref_hidden", "ref_weight", "ref_bias", "targets")
-_VALUES = ("values", "old_values", "returns", "mask", "document_index")
-_ESTIMATOR = ("logprobs", "ref_logprobs", "mask", "cotangent")
-_CORRECTION = ("old_logprobs", "rollout_logprobs", "mask")
-_BATCH = ("logprobs", *_LOGPROBS, "advantages", "mask")
-
-_FURTHER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "nemo_rl": {
-        "nll": (*_BATCH, "sample_mask"),
-        "dpo": (*_BATCH, "sample_mask"),
-        "preference": ("rewards", "sample_mask"),
-        "value_loss": (*_VALUES, "sample_mask"),
-        "kl_estimator": _ESTIMATOR,
-        "advantage": (*_BATCH, "rewards", "group_ids", "values", "sample_mask"),
-        "reward_shaping": ("rewards", "response_lengths", "truncated"),
-    },
-    "verl": {
-        "kl_estimator": (*_BATCH, "cotangent"),
-        "aggregation": _VALUES,
-        "value_loss": _VALUES,
-        "advantage": (
-            *_BATCH,
-            "token_rewards",
-            "rewards",
-            "group_ids",
-            "values",
-            "baselines",
-            "sum_pi_squared",
-            "is_weights",
-        ),
-        "is_correction": _BATCH,
-    },
-    "trl": {
-        "is_correction": _CORRECTION,
-        "advantage": ("rewards_per_func", "reward_weights", "group_ids"),
-    },
-    "liger": {"fused_linear_dpo": _HEAD},
-    "fast_llm": {
-        "cross_entropy_family": ("logits", "target", "mask", "grad_logits_in"),
-        "z_loss": ("logits", "mask", "grad_logits_in"),
-        "dpo_packed": ("logits", "ref_logits", "targets", "grad_logits_in"),
-    },
-    "openrlhf": {
-        "value_loss": _VALUES,
-        "dpo_from_sums": (
-            "chosen_logprob_sums",
-            "rejected_logprob_sums",
-            "ref_chosen_logprob_sums",
-            "ref_rejected_logprob_sums",
-        ),
-        "kl_estimator": _ESTIMATOR,
-        "reward_shaping": ("rewards", "kl", "mask"),
-    },
-    "slime": {
-        "logprobs": ("logits", "targets", "cotangent_logprobs", "cotangent_entropy", "keep_mask"),
-        "advantage": ("token_rewards", "values"),
-    },
-    "areal": {"value_loss": _VALUES, "normalization": ("values", "mask")},
-    "pipelinerl": {"advantage": ("rewards", "group_ids")},
-    "nous_torchtitan": {"aggregation": ("values", "mask", "cotangent"), "advantage": ("rewards", "group_ids")},
-}
-"""System -> kind that is no policy loss -> what its function takes."""
-
-_INSTEAD = {
-    ("openrlhf", "ref_logprobs"): "OpenRLHF's PolicyLoss has no KL term; replay the KL as the kind kl_estimator",
-    ("openrlhf", "entropies"): "OpenRLHF's PolicyLoss has no entropy bonus",
-    ("prime_rl", "old_logprobs"): "prime-rl takes its ratio against the sampler; give rollout_logprobs",
-}
-"""(system, array) -> why its function does not take the array, and what to do."""
 
 
 def inputs_of(system: str, kind: str) -> tuple[str, ...]:
@@ -121,18 +27,19 @@ def inputs_of(system: str, kind: str) -> tuple[str, ...]:
     Raises:
         SpecError: the system has no such kind.
     """
-    further = _FURTHER.get(system, {})
+    declared = load_system(system)
+    further = declared.arrays_of
     if kind in further:
         return further[kind]
     if kind == "logprobs":
         return ("logits", "targets", "cotangent_logprobs", "cotangent_entropy")
-    tokens = (*_ALWAYS, *_TOKENS[system])
+    tokens = (*_ALWAYS, *declared.arrays)
     before = ("grad_logits_in",) if system == "fast_llm" else ()
     policy = {
         "policy_loss": ("logprobs",),
         "policy_loss_packed": ("logprobs",),
         "policy_loss_logits": ("logits", "targets", *before),
-        "fused_linear_policy_loss": _HEAD,
+        "fused_linear_policy_loss": HEAD,
     }
     if kind not in policy:
         raise SpecError(
@@ -162,7 +69,8 @@ def refuse_unused(case: Case) -> None:
         for name in unused
         for match in difflib.get_close_matches(name, [each for each in taken if each not in case.inputs], n=1)
     ]
-    reasons = [_INSTEAD[case.system, name] for name in unused if (case.system, name) in _INSTEAD]
+    instead = load_system(case.system).instead
+    reasons = [instead[name] for name in unused if name in instead]
     raise SpecError(
         f"replay of {case.kind} of {case.system} with {', '.join(map(repr, unused))}",
         found=f"nothing in this replay uses {', '.join(unused)}: the numbers would be those without",

@@ -1,6 +1,6 @@
 """What a system is to us: options of its own, a translation of them into a spec, and what it needs to be replayed.
 
-Each module of this storey that bears a system's name ends with ``SYSTEM = System(...)``. A system is data and
+Each sub-package that bears a system's name declares ``SYSTEM = System(...)``. A system is data and
 translation: what its losses compute is computed by the storeys below, from the spec.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
-from workbench.systems.metrics.alias import PeerSettings
+from workbench.systems.alias import Alias, PeerSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,14 @@ SYSTEMS = (
     "nous_torchtitan",
 )
 """Every system that is known here, by its name."""
+
+LOGPROBS = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
+HEAD = ("hidden", "weight", "bias", "ref_hidden", "ref_weight", "ref_bias", "targets")
+VALUES = ("values", "old_values", "returns", "mask", "document_index")
+ESTIMATOR = ("logprobs", "ref_logprobs", "mask", "cotangent")
+CORRECTION = ("old_logprobs", "rollout_logprobs", "mask")
+BATCH = ("logprobs", *LOGPROBS, "advantages", "mask")
+"""Arrays that functions of several systems take."""
 
 
 class Settings(BaseModel):
@@ -75,6 +83,10 @@ def undivided(_: Any) -> float:
     return 1.0
 
 
+def _no_aliases(_: PeerSettings) -> tuple[Alias, ...]:
+    return ()
+
+
 def _nothing_more(_: Replayed) -> Mapping[str, Any]:
     return {}
 
@@ -99,6 +111,11 @@ class System:
         peer_settings: what its metrics depend on; None: what `settings_of` reads off the spec.
         metrics: numbers that are no alias, by name; they win over aliases.
         outputs: token-aligned [T] outputs beyond loss and gradients, by name, and others in their own shape.
+        arrays: what its policy loss takes beside the policy itself, advantages and a mask.
+        arrays_of: kind that is no policy loss -> what its function takes.
+        instead: array -> why its policy loss does not take it, and what to do.
+        aliases: its metrics by its own definitions, given what they depend on.
+        left_out: metric -> what the system reports there in some case, and what is reported here instead.
     """
 
     name: str
@@ -115,6 +132,11 @@ class System:
     peer_settings: Callable[[Replayed], PeerSettings] | None = None
     metrics: Callable[[Replayed], Mapping[str, float]] = _nothing_more
     outputs: Callable[[Replayed], Mapping[str, Tensor]] = _nothing_more
+    arrays: tuple[str, ...] = ()
+    arrays_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    instead: Mapping[str, str] = field(default_factory=dict)
+    aliases: Callable[[PeerSettings], Iterable[Alias]] = _no_aliases
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def translated(system: System, settings: Settings) -> Translation:

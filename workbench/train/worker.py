@@ -25,7 +25,7 @@ from workbench.faults import planted
 from workbench.metrics.cost import StepClock, peak_bytes
 from workbench.metrics.evidence import Evidence
 from workbench.policy.model import Policy
-from workbench.records.certificate import Certificate, certify, mark_gradients, write_certificate
+from workbench.records.certificate import Certificate, write_certificate
 from workbench.records.directory import RunDirectory, provenance
 from workbench.records.progress import CONTINUES
 from workbench.rollouts.batch import RolloutBatch
@@ -35,6 +35,7 @@ from workbench.sharding.mesh import Mesh, join, leave, make_mesh
 from workbench.sharding.simulated import simulate
 from workbench.specs.run import OptimizerSpec, RunSpec
 from workbench.train import step as flow
+from workbench.train.certify import certify, mark_gradients
 from workbench.train.checkpoint import continue_run, save_checkpoint
 from workbench.train.exact import as_asked, kernels_of
 from workbench.train.online import MIXED_PROMPTS, Online, StepData, in_order, with_advantages

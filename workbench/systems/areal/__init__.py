@@ -7,11 +7,11 @@ Letters: T packed tokens.
 
 from __future__ import annotations
 
+from workbench.systems.areal import metrics as named
 from workbench.systems.areal.replay import case_settings, critic, normalization, outputs
 from workbench.systems.areal.settings import ArealSettings
-from workbench.systems.areal.translate import back, translate
-from workbench.systems.contracts import CONTRACTS
-from workbench.systems.registry import System
+from workbench.systems.areal.translate import CONTRACTS, back, translate
+from workbench.systems.registry import LOGPROBS, VALUES, System
 
 SYSTEM = System(
     name="areal",
@@ -20,8 +20,11 @@ SYSTEM = System(
     settings=ArealSettings,
     translate=translate,
     back=back,
-    scaling=CONTRACTS["areal"],
+    scaling=CONTRACTS,
     case_settings=case_settings,
     outputs=outputs,
     replays={"value_loss": critic, "normalization": normalization},
+    arrays=LOGPROBS,
+    arrays_of={"value_loss": VALUES, "normalization": ("values", "mask")},
+    aliases=named.names,
 )

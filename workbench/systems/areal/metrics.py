@@ -14,7 +14,7 @@ from workbench.metrics.definitions import Metric
 from workbench.metrics.quantities import Column, Dropped, PolicyCut, Quantities, Truncated
 from workbench.metrics.values import Mean
 from workbench.specs.losses import CorrectionSpec
-from workbench.systems.metrics.alias import Alias, PeerSettings
+from workbench.systems.alias import Alias, PeerSettings
 
 
 @dataclass(frozen=True)

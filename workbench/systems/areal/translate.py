@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import SpecError
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.areal.settings import ArealSettings, RejectionSettings
 from workbench.systems.back import checked_back, refuse
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.registry import Translation
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    # The mean of a micro-batch, times its share of the tokens: the mean of all.
+    "fsdp": ScalingSpec(multiplied_by=("dp",), engine_divides=("dp",)),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
+
 
 GATES = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "inverse_k3", "binary_kl": "binary_kl"}
 """Their metric -> our statistic. Ours of kl_k1 has the other sign."""
@@ -60,7 +67,7 @@ def translate(settings: ArealSettings) -> Translation:
         name="grpo",
         surrogate=surrogate,
         denominator="token",
-        scaling=CONTRACTS["areal"]["fsdp"],
+        scaling=CONTRACTS["fsdp"],
         correction={} if rejection is None else correction(rejection, sequence),
     )
     return Translation(spec, tuple(notes))

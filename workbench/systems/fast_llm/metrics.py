@@ -29,8 +29,8 @@ from workbench.metrics.values import (
     SquaredSum,
     Sum,
 )
-from workbench.systems.metrics.alias import Alias, PeerSettings
-from workbench.systems.metrics.documents import (
+from workbench.systems.alias import Alias, PeerSettings
+from workbench.systems.document_metrics import (
     beyond_of,
     k3_of,
     per_document,

@@ -18,10 +18,10 @@ from workbench.reduction.weighted_sum import reduce_terms
 from workbench.reduction.weights import step_weights
 from workbench.specs.losses import LossSpec
 from workbench.systems import metrics as aliases
+from workbench.systems.alias import PeerSettings, settings_of
 from workbench.systems.case import Case
 from workbench.systems.fast_llm.settings import DPOSettings, EntropySettings, ZLossSettings
 from workbench.systems.fast_llm.translate import divisor
-from workbench.systems.metrics.alias import PeerSettings, settings_of
 from workbench.systems.registry import Translation, parse_settings
 from workbench.systems.replays import Replayed, evaluate_as
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.reduction.denominators import GivenCounts
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.back import checked_back, refuse
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.fast_llm.settings import FastLLMSettings
 from workbench.systems.registry import Translation
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    "main": ScalingSpec(multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
+    # ServiceNow/Fast-LLM#520: documents of the step are counted; labels stay those of one pass, added over ranks.
+    "docs_per_step (#520), labels": ScalingSpec(counts="pass", multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
 
 
 def translate(settings: FastLLMSettings) -> Translation:
     """Its policy losses: clipped, without penalties, divided by counts of the whole batch."""
     clip = {"clip_low": settings.epsilon_low, "clip_high": settings.epsilon_high, "coefficient": settings.weight}
     given = ("divisor", "num_documents_in_batch", "num_segments", "grad_output")
-    scaling = CONTRACTS["fast_llm"]["main"]
+    scaling = CONTRACTS["main"]
     if settings.type == "grpo":
         return Translation(
             LossSpec(name="grpo", surrogate={"kind": "ppo", **clip}, scaling=scaling),
@@ -68,4 +75,5 @@ def counts(settings: FastLLMSettings) -> GivenCounts | None:
 
 
 def divisor(settings: Any) -> float:
+    """The temperature: its logits are multiplied by a factor."""
     return 1 / settings.logits_scale_factor

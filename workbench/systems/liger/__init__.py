@@ -5,11 +5,11 @@ Letters: T packed tokens | N documents | P pairs | V vocabulary.
 
 from __future__ import annotations
 
-from workbench.systems.contracts import CONTRACTS
-from workbench.systems.liger.replay import case_settings, dpo_case, metrics, policy_loss_case
+from workbench.systems.liger import metrics as named
+from workbench.systems.liger.replay import case_settings, dpo_case, further_metrics, policy_loss_case
 from workbench.systems.liger.settings import LigerSettings
-from workbench.systems.liger.translate import back, counts, translate
-from workbench.systems.registry import System
+from workbench.systems.liger.translate import CONTRACTS, back, counts, translate
+from workbench.systems.registry import HEAD, System
 
 SYSTEM = System(
     name="liger",
@@ -19,9 +19,12 @@ SYSTEM = System(
     translate=translate,
     back=back,
     counts=counts,
-    scaling=CONTRACTS["liger"],
+    scaling=CONTRACTS,
     case_settings=case_settings,
     temperature=lambda settings: settings.temperature,
-    metrics=metrics,
+    metrics=further_metrics,
     replays={"fused_linear_policy_loss": policy_loss_case, "fused_linear_dpo": dpo_case},
+    arrays=("old_logprobs", "ref_logprobs", "is_weights"),
+    arrays_of={"fused_linear_dpo": HEAD},
+    aliases=named.names,
 )

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from workbench.metrics.definitions import Metric
 from workbench.metrics.quantities import Clip, TermValue
 from workbench.metrics.values import Mean
-from workbench.systems.metrics.alias import Alias, PeerSettings
-from workbench.systems.metrics.documents import token_share
+from workbench.systems.alias import Alias, PeerSettings
+from workbench.systems.document_metrics import token_share
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:

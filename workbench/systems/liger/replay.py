@@ -31,7 +31,7 @@ def case_settings(case: Case) -> dict[str, Any]:
     return found
 
 
-def metrics(replayed: Replayed) -> dict[str, float]:
+def further_metrics(replayed: Replayed) -> dict[str, float]:
     """What a loss reports that has no clip, or no reference."""
     settings = replayed.settings
     found = {"clip_fraction": 0.0} if settings.loss_type in ("sapo", "vespo") else {}

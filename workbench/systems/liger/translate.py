@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.reduction.denominators import GivenCounts
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.back import checked_back, refuse
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.liger.settings import LigerSettings
 from workbench.systems.registry import Translation
 from workbench.systems.trl.settings import COUNTED
 from workbench.systems.trl.translate import CLIPPED, DENOMINATORS, LEAST_LAMBDA
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    # A kernel: what its caller does comes on top.
+    "num_items_in_batch": ScalingSpec(),
+    "local counts": ScalingSpec(counts="micro_batch"),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
 
 
 def translate(settings: LigerSettings) -> Translation:
@@ -36,7 +43,7 @@ def translate(settings: LigerSettings) -> Translation:
         surrogate=_surrogate(settings),
         correction=correction,
         kl=kl,
-        scaling=CONTRACTS["liger"][contract],
+        scaling=CONTRACTS[contract],
         **divided,
     )
     return Translation(spec, tuple(_notes(settings)), ("vllm_is", "num_items_in_batch"))

@@ -5,13 +5,13 @@ Letters: T packed tokens | N documents | P pairs.
 
 from __future__ import annotations
 
-from workbench.systems.contracts import CONTRACTS
+from workbench.systems.nemo_rl import metrics as named
 from workbench.systems.nemo_rl.replay import (
     advantage,
     case_settings,
     dpo,
+    further_metrics,
     kl_spec,
-    metrics,
     nll,
     peer_settings,
     policy_loss,
@@ -20,8 +20,8 @@ from workbench.systems.nemo_rl.replay import (
     value,
 )
 from workbench.systems.nemo_rl.settings import ClippedPGSettings
-from workbench.systems.nemo_rl.translate import back, counts, translate
-from workbench.systems.registry import System
+from workbench.systems.nemo_rl.translate import CONTRACTS, back, counts, translate
+from workbench.systems.registry import BATCH, ESTIMATOR, LOGPROBS, VALUES, System
 from workbench.systems.replays import kl_estimator
 
 SYSTEM = System(
@@ -32,10 +32,10 @@ SYSTEM = System(
     translate=translate,
     back=back,
     counts=counts,
-    scaling=CONTRACTS["nemo_rl"],
+    scaling=CONTRACTS,
     case_settings=case_settings,
     peer_settings=peer_settings,
-    metrics=metrics,
+    metrics=further_metrics,
     replays={
         "policy_loss": policy_loss,
         "policy_loss_packed": policy_loss,
@@ -47,4 +47,16 @@ SYSTEM = System(
         "advantage": advantage,
         "reward_shaping": reward_shaping,
     },
+    arrays=(*LOGPROBS, "sample_mask", "rewards", "logprobs_unfiltered"),
+    arrays_of={
+        "nll": (*BATCH, "sample_mask"),
+        "dpo": (*BATCH, "sample_mask"),
+        "preference": ("rewards", "sample_mask"),
+        "value_loss": (*VALUES, "sample_mask"),
+        "kl_estimator": ESTIMATOR,
+        "advantage": (*BATCH, "rewards", "group_ids", "values", "sample_mask"),
+        "reward_shaping": ("rewards", "response_lengths", "truncated"),
+    },
+    aliases=named.names,
+    left_out=named.LEFT_OUT,
 )

@@ -38,8 +38,8 @@ from workbench.metrics.values import (
 )
 from workbench.reduction.partial import Scalar
 from workbench.specs.losses import CorrectionSpec
-from workbench.systems.metrics.alias import Alias, PeerSettings
-from workbench.systems.metrics.documents import (
+from workbench.systems.alias import Alias, PeerSettings
+from workbench.systems.document_metrics import (
     clamped_of,
     per_document,
     ratio_of,

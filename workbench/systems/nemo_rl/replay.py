@@ -24,9 +24,9 @@ from workbench.rollouts.advantages.tokens import gae, spread_rewards, token_rewa
 from workbench.rollouts.rewards import overlong, stop_properly
 from workbench.specs.losses import KLSpec, LossSpec
 from workbench.systems import replays
+from workbench.systems.alias import PeerSettings, settings_of
 from workbench.systems.case import Case, silent
-from workbench.systems.metrics.alias import PeerSettings, settings_of
-from workbench.systems.nemo_rl.replay import metrics as named
+from workbench.systems.nemo_rl import metrics as named
 from workbench.systems.nemo_rl.settings import (
     EPSILON,
     IN_REWARD,
@@ -57,7 +57,7 @@ def peer_settings(replayed: Replayed) -> PeerSettings:
     return settings_of(replayed.translation.spec, replayed.slots)._replace(given=counts(replayed.settings))
 
 
-def metrics(replayed: Replayed) -> dict[str, float]:
+def further_metrics(replayed: Replayed) -> dict[str, float]:
     """The terms of the loss, and how many rows are here."""
     return {
         **named.of_the_loss(replayed.evaluated.terms, replayed.evaluated.scalars),

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import KLSpec, LossSpec, ScalingSpec
 from workbench.systems.back import checked_back
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.nemo_rl.settings import EPSILON, IN_REWARD, ClippedPGSettings
 from workbench.systems.registry import Translation
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    # FSDP averages over dp x cp; the loss is multiplied by both.
+    "dtensor": ScalingSpec(multiplied_by=("dp_cp",), engine_divides=("dp_cp",)),
+    # Log-probabilities are gathered, so every cp rank has the whole row and the gather's backward adds; Megatron's
+    # schedule multiplies by cp / micro-batches, which is undone; gradients are added (calculate_per_token_loss).
+    "megatron": ScalingSpec(
+        replicated=True,
+        divided_by=("cp", "cp"),
+        multiplied_by=("micro_batches",),
+        engine_multiplies=("cp",),
+        engine_divides=("micro_batches",),
+    ),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
+
 
 GIVEN = ("global_valid_seqs", "global_valid_toks")
 
@@ -31,7 +47,7 @@ def translate(settings: ClippedPGSettings) -> Translation:
     return Translation(spec, tuple(_notes(settings)), GIVEN)
 
 
-SCALING: ScalingSpec = CONTRACTS["nemo_rl"]["dtensor"].model_copy(
+SCALING: ScalingSpec = CONTRACTS["dtensor"].model_copy(
     update={"count_epsilon": EPSILON, "length_epsilon": EPSILON, "mean_epsilon": EPSILON}
 )
 """What is divided by what: counts of the whole batch, each plus 1e-8."""

@@ -5,11 +5,11 @@ Letters: T packed tokens | V vocabulary.
 
 from __future__ import annotations
 
-from workbench.systems.contracts import CONTRACTS
+from workbench.systems.nous_torchtitan import metrics as named
 from workbench.systems.nous_torchtitan.replay import masked, policy_loss_logits, reward_norm
 from workbench.systems.nous_torchtitan.settings import NousSettings
-from workbench.systems.nous_torchtitan.translate import back, translate
-from workbench.systems.registry import System
+from workbench.systems.nous_torchtitan.translate import CONTRACTS, back, translate
+from workbench.systems.registry import LOGPROBS, System
 
 SYSTEM = System(
     name="nous_torchtitan",
@@ -18,6 +18,10 @@ SYSTEM = System(
     settings=NousSettings,
     translate=translate,
     back=back,
-    scaling=CONTRACTS["nous_torchtitan"],
+    scaling=CONTRACTS,
     replays={"policy_loss_logits": policy_loss_logits, "aggregation": masked, "advantage": reward_norm},
+    arrays=LOGPROBS,
+    arrays_of={"aggregation": ("values", "mask", "cotangent"), "advantage": ("rewards", "group_ids")},
+    aliases=named.names,
+    left_out=named.LEFT_OUT,
 )

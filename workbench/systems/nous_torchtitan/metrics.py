@@ -24,7 +24,7 @@ from workbench.metrics.definitions import Metric
 from workbench.metrics.quantities import KL, Advantage, Column, Extra, LogProb, LogRatio, Quantities, Ratio
 from workbench.metrics.values import Maximum, Mean, Minimum
 from workbench.specs.losses import LossSpec
-from workbench.systems.metrics.alias import Alias, PeerSettings
+from workbench.systems.alias import Alias, PeerSettings
 
 ELSEWHERE = "it looks at positions that do not train, or at logits; a replay of the step reports it"
 LEFT_OUT: Mapping[str, str] = dict.fromkeys(

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import SpecError
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.back import checked_back, refuse
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.nous_torchtitan.settings import ESTIMATORS, ROWS, NousSettings, RolloutISSettings
 from workbench.systems.registry import Translation
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    # Each micro-batch is a mean of its own; FSDP averages. Context parallelism was not read.
+    "fsdp": ScalingSpec(counts="micro_batch", divided_by=("micro_batches",), engine_divides=("dp",)),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
+
 
 SAFETY_BOUND = 20.0
 """Bound of the log of an importance weight."""
@@ -61,7 +68,7 @@ def translate(settings: NousSettings) -> Translation:
         mean_squared_logit_coefficient=max(settings.logit_loss_weight, 0.0) ** 2,
         denominator="token" if settings.reduction == TOKENS else "document",
         documents_counted="trained" if settings.reduction == TOKENS else "all",
-        scaling=CONTRACTS["nous_torchtitan"]["fsdp"],
+        scaling=CONTRACTS["fsdp"],
     )
     return Translation(spec, tuple(notes))
 

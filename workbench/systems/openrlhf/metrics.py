@@ -14,7 +14,7 @@ from torch import Tensor
 from workbench.metrics.definitions import Metric
 from workbench.metrics.quantities import KL, PolicyCut
 from workbench.metrics.values import Mean
-from workbench.systems.metrics.alias import Alias, PeerSettings
+from workbench.systems.alias import Alias, PeerSettings
 
 
 def names(s: PeerSettings) -> Iterable[Alias]:

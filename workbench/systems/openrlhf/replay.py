@@ -35,7 +35,7 @@ from workbench.systems.openrlhf.settings import (
     RewardSettings,
     ValueSettings,
 )
-from workbench.systems.openrlhf.translate import SCALING, by_token, counts
+from workbench.systems.openrlhf.translate import SCALING, counts, is_by_token
 from workbench.systems.registry import parse_settings
 from workbench.systems.replays import Replayed
 
@@ -65,7 +65,7 @@ def undefined_loss(replayed: Replayed) -> dict[str, Tensor]:
 
 def _is_undefined(case: Case, settings: AggregateSettings) -> bool:
     """True if a mean is taken over nothing."""
-    count = settings.batch_num_tokens if by_token(settings) else settings.global_batch_size
+    count = settings.batch_num_tokens if is_by_token(settings) else settings.global_batch_size
     return count is None and not case.loss_mask_T.any()
 
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
 from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.back import checked_back
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.openrlhf.settings import LOG_CLAMP, AggregateSettings, PolicySettings
 from workbench.systems.registry import Translation
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    # Counts are divided by accumulation steps, which DeepSpeed divides by once more.
+    "deepspeed": ScalingSpec(multiplied_by=("dp", "micro_batches"), engine_divides=("micro_batches", "dp")),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
+
 
 EPSILON = 1e-8
 """Added to the length of a row."""
 
 
-SCALING: ScalingSpec = CONTRACTS["openrlhf"]["deepspeed"].model_copy(update={"length_epsilon": EPSILON})
+SCALING: ScalingSpec = CONTRACTS["deepspeed"].model_copy(update={"length_epsilon": EPSILON})
 """Counts of the whole batch; a row's length has 1e-8 more."""
 
 
-def by_token(settings: AggregateSettings) -> bool:
+def is_by_token(settings: AggregateSettings) -> bool:
+    """True if the loss is a mean over tokens, not rows."""
     return settings.token_level_loss and getattr(settings, "policy_loss_type", "ppo") == "ppo"
 
 
@@ -41,7 +49,7 @@ def translate(settings: PolicySettings) -> Translation:
         name="grpo",
         surrogate=surrogate,
         correction=_correction(settings),
-        denominator="token" if by_token(settings) else "document",
+        denominator="token" if is_by_token(settings) else "document",
         scaling=SCALING,
     )
     return Translation(spec, tuple(_notes(settings)), ("dp_size", "batch_num_tokens", "global_batch_size"))
@@ -123,7 +131,7 @@ def _where_it_matters(spec: LossSpec) -> LossSpec:
 
 def counts(settings: AggregateSettings) -> GivenCounts:
     """The global count of what the loss is a mean over, and then the ranks; both or neither."""
-    by_token = by_token(settings)
+    by_token = is_by_token(settings)
     count = settings.batch_num_tokens if by_token else settings.global_batch_size
     if count is None:
         return GivenCounts()

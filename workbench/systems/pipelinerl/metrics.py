@@ -31,8 +31,8 @@ from workbench.metrics.quantities import (
     Ratio,
 )
 from workbench.metrics.values import Maximum, Minimum, Share, SquaredSum, Sum
-from workbench.systems.metrics.alias import Alias, PeerSettings
-from workbench.systems.metrics.documents import beyond_of, per_document
+from workbench.systems.alias import Alias, PeerSettings
+from workbench.systems.document_metrics import beyond_of, per_document
 
 LEFT_OUT = {
     "*": "without a trained token PipelineRL reports input_size alone; here sums are 0, and extremes infinite",

@@ -12,8 +12,8 @@ import torch
 from workbench.losses.build import surrogate_ratio
 from workbench.policy.logprobs.reference import token_logprobs_from_logits
 from workbench.rollouts.advantages.groups import group_advantages
+from workbench.systems.alias import PeerSettings, settings_of
 from workbench.systems.case import Case
-from workbench.systems.metrics.alias import PeerSettings, settings_of
 from workbench.systems.pipelinerl.metrics import clipped_documents, token_weight_numbers
 from workbench.systems.pipelinerl.settings import AdvantageSettings
 from workbench.systems.registry import parse_settings

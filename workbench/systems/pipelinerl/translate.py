@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.reduction.denominators import GivenCounts
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.back import checked_back, refuse
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.pipelinerl.settings import PipelineRLSettings
 from workbench.systems.registry import Translation
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    # The divisor is the configured batch size; DeepSpeed divides by accumulation steps and ranks once more.
+    "deepspeed": ScalingSpec(engine_divides=("micro_batches", "dp_cp")),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
 
 
 def translate(settings: PipelineRLSettings) -> Translation:
@@ -50,7 +56,7 @@ def translate(settings: PipelineRLSettings) -> Translation:
         truncated="silent" if settings.overlong_filtering else "train",
         denominator="group_length" if settings.group_normalization else "document_sum",
         documents_counted="all",
-        scaling=CONTRACTS["pipelinerl"]["deepspeed"],
+        scaling=CONTRACTS["deepspeed"],
         **rest,
     )
     return Translation(spec, tuple(notes), ("current_step", "max_step", "packed"))

@@ -8,10 +8,10 @@ Letters: T packed tokens.
 
 from __future__ import annotations
 
-from workbench.systems.contracts import CONTRACTS
+from workbench.systems.prime_rl import metrics as named
 from workbench.systems.prime_rl.replay import policy_loss
 from workbench.systems.prime_rl.settings import PrimeSettings
-from workbench.systems.prime_rl.translate import back, counts, translate
+from workbench.systems.prime_rl.translate import CONTRACTS, back, counts, translate
 from workbench.systems.registry import System
 
 SYSTEM = System(
@@ -22,6 +22,9 @@ SYSTEM = System(
     translate=translate,
     back=back,
     counts=counts,
-    scaling=CONTRACTS["prime_rl"],
+    scaling=CONTRACTS,
     replays={"policy_loss_packed": policy_loss},
+    arrays=("rollout_logprobs", "ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"),
+    instead={"old_logprobs": "prime-rl takes its ratio against the sampler; give rollout_logprobs"},
+    aliases=named.names,
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 from workbench.losses.terms import LossInputs, Term
 from workbench.metrics.definitions import DocumentMetric
 from workbench.metrics.quantities import KL, Advantage, Column, LogProb, LogRatio, One, PolicyCut, Quantities
-from workbench.systems.metrics.alias import Alias, PeerSettings
+from workbench.systems.alias import Alias, PeerSettings
 
 TRAINED = One()
 """1 on every token that counts."""

@@ -18,10 +18,9 @@ from workbench.reduction.partial import Scalar
 from workbench.reduction.weights import LOSS_WEIGHTS
 from workbench.specs.losses import LossSpec
 from workbench.systems.case import Case, silent
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.prime_rl import metrics as named
 from workbench.systems.prime_rl.settings import PrimeSettings
-from workbench.systems.prime_rl.translate import translate
+from workbench.systems.prime_rl.translate import CONTRACTS, translate
 from workbench.systems.registry import Translation, parse_settings
 from workbench.systems.replays import Replayed, evaluate_as
 
@@ -32,8 +31,8 @@ def components(case: Case, settings: PrimeSettings) -> Iterator[tuple[LossSpec, 
     everywhere["ref_kl"] = everywhere["ce"]
     found = (
         ("rl", translate(settings).spec, settings.rl_scale),
-        ("ce", LossSpec(name="sft", scaling=CONTRACTS["prime_rl"]["fsdp"]), settings.ce_scale),
-        ("ref_kl", LossSpec(name="ref_kl", scaling=CONTRACTS["prime_rl"]["fsdp"]), settings.ref_kl_scale),
+        ("ce", LossSpec(name="sft", scaling=CONTRACTS["fsdp"]), settings.ce_scale),
+        ("ref_kl", LossSpec(name="ref_kl", scaling=CONTRACTS["fsdp"]), settings.ref_kl_scale),
     )
     for name, spec, scale in found:
         weights_T = case.get(f"{name}_weights")

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.back import checked_back
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.prime_rl.settings import PrimeSettings
 from workbench.systems.registry import Translation
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    # Every cp rank counts the whole row, and the gather's backward adds over them: both cancel. FSDP's division is
+    # undone.
+    "fsdp": ScalingSpec(replicated=True, divided_by=("cp",), engine_multiplies=("dp_cp",), engine_divides=("dp_cp",)),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
+
 
 GIVEN = ("rl_scale", "ce_scale", "ref_kl_scale")
 
@@ -35,7 +43,7 @@ def translate(settings: PrimeSettings) -> Translation:
         name="ipo" if settings.type == "ipo" else "prime_rl",
         surrogate={**surrogate, "coefficient": settings.adv_tau},
         kl={"coefficient": settings.kl_tau},
-        scaling=CONTRACTS["prime_rl"]["fsdp"],
+        scaling=CONTRACTS["fsdp"],
     )
     notes = [
         "the ratio is against the sampler, and is never clipped",

@@ -5,8 +5,8 @@ Letters: T packed tokens | V vocabulary.
 
 from __future__ import annotations
 
-from workbench.systems.contracts import CONTRACTS
-from workbench.systems.registry import System
+from workbench.systems.registry import LOGPROBS, System
+from workbench.systems.slime import metrics as named
 from workbench.systems.slime.replay import (
     advantage,
     case_settings,
@@ -16,7 +16,7 @@ from workbench.systems.slime.replay import (
     policy_loss,
 )
 from workbench.systems.slime.settings import SlimeSettings
-from workbench.systems.slime.translate import back, micro_batch_sums, translate
+from workbench.systems.slime.translate import CONTRACTS, back, micro_batch_sums, translate
 
 SYSTEM = System(
     name="slime",
@@ -29,11 +29,18 @@ SYSTEM = System(
     case_settings=case_settings,
     peer_settings=peer_settings,
     metrics=further_metrics,
-    scaling=CONTRACTS["slime"],
+    scaling=CONTRACTS,
     replays={
         "policy_loss": policy_loss,
         "policy_loss_packed": policy_loss,
         "logprobs": logprobs,
         "advantage": advantage,
     },
+    arrays=(*LOGPROBS, "entropies", "sample_denominators"),
+    arrays_of={
+        "logprobs": ("logits", "targets", "cotangent_logprobs", "cotangent_entropy", "keep_mask"),
+        "advantage": ("token_rewards", "values"),
+    },
+    aliases=named.names,
+    left_out=named.LEFT_OUT,
 )

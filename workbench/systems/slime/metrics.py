@@ -18,8 +18,8 @@ from workbench.losses.terms import LossInputs
 from workbench.metrics.definitions import DocumentMetric, Metric, Weight
 from workbench.metrics.quantities import KL, Column, Extra, LogRatio, PolicyCut, Ratio, TermValue, Truncated
 from workbench.metrics.values import Reducer, Share, Sum
-from workbench.systems.metrics.alias import Alias, PeerSettings
-from workbench.systems.metrics.documents import ratio_of, reduced
+from workbench.systems.alias import Alias, PeerSettings
+from workbench.systems.document_metrics import ratio_of, reduced
 
 LEFT_OUT = {"tis_abs": "slime reports |weight - 1| as well; here weight/raw/* say how far weights are from 1"}
 

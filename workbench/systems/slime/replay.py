@@ -18,8 +18,8 @@ from workbench.reduction.weights import LOSS_WEIGHTS
 from workbench.rollouts.advantages.tokens import gae
 from workbench.systems import metrics as aliases
 from workbench.systems import replays
+from workbench.systems.alias import PeerSettings, settings_of
 from workbench.systems.case import Case, flags_of_logits, silent
-from workbench.systems.metrics.alias import PeerSettings, settings_of
 from workbench.systems.registry import parse_settings
 from workbench.systems.replays import Replayed, evaluate_case, finish, policy_settings
 from workbench.systems.slime.metrics import opsm_clipfrac

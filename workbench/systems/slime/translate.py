@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.back import checked_back, refuse
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.registry import Translation
 from workbench.systems.slime.settings import SlimeSettings
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    "per sample": ScalingSpec(multiplied_by=("micro_batches", "dp_cp"), engine_divides=("micro_batches", "dp_cp")),
+    # An empty sample counts as a token. Every cp rank counts the whole sequence.
+    "per token": ScalingSpec(multiplied_by=("cp",), engine_divides=("cp",), least_tokens=1),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
+
 
 KL_CLAMP = 10.0
 """low_var_kl: bound of the estimate."""
@@ -59,7 +67,7 @@ def translate(settings: SlimeSettings) -> Translation:
         entropy_coefficient=settings.entropy_coef,
         denominator="token" if settings.calculate_per_token_loss else "document",
         documents_counted="trained" if settings.calculate_per_token_loss else "all",
-        scaling=CONTRACTS["slime"]["per token" if settings.calculate_per_token_loss else "per sample"],
+        scaling=CONTRACTS["per token" if settings.calculate_per_token_loss else "per sample"],
     )
     return Translation(spec, tuple(notes))
 

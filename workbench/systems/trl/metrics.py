@@ -36,8 +36,8 @@ from workbench.metrics.values import (
     Mean,
     Minimum,
 )
-from workbench.systems.metrics.alias import Alias, PeerSettings
-from workbench.systems.metrics.documents import beyond_of, per_document
+from workbench.systems.alias import Alias, PeerSettings
+from workbench.systems.document_metrics import beyond_of, per_document
 
 SHARES: tuple[tuple[str, Region, str, str], ...] = (
     ("low_mean", "cut_low", "below the clip with a negative advantage", "sign_aware_low"),

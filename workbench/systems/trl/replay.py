@@ -14,8 +14,8 @@ from torch import Tensor
 from workbench.losses.corrections import on_counted_tokens
 from workbench.rollouts.advantages.groups import combine_components, gdpo_advantages, group_advantages
 from workbench.specs.losses import LossSpec
+from workbench.systems.alias import PeerSettings, settings_of
 from workbench.systems.case import Case
-from workbench.systems.metrics.alias import PeerSettings, settings_of
 from workbench.systems.registry import Translation, parse_settings
 from workbench.systems.replays import Replayed, is_correction, policy_loss
 from workbench.systems.trl.settings import COUNTED, AdvantageSettings, ISSettings, TRLSettings
@@ -43,7 +43,7 @@ def peer_settings(replayed: Replayed) -> PeerSettings:
     )
 
 
-def metrics(replayed: Replayed) -> dict[str, float]:
+def further_metrics(replayed: Replayed) -> dict[str, float]:
     """With an entropy bonus: the loss without it, and before it is divided by the accumulation steps."""
     settings = replayed.settings
     if not isinstance(settings, TRLSettings) or not settings.entropy_coef:

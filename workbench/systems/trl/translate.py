@@ -7,11 +7,21 @@ from typing import Any
 
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.back import checked_back, refuse
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.registry import Translation
 from workbench.systems.trl.settings import COUNTED, TRLSettings
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    # num_items_in_batch is counted over the generation batch and divided by the number of processes. Exact if a
+    # generation batch is one optimizer step. TRL refuses context parallelism.
+    "dapo, cispo, vespo": ScalingSpec(multiplied_by=("dp",), engine_divides=("dp",)),
+    "grpo, bnpo, dr_grpo, sapo, luspo": ScalingSpec(
+        counts="micro_batch", divided_by=("micro_batches",), engine_divides=("dp",)
+    ),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
+
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Loss types whose term is PPO's; they differ in what divides it."""
@@ -55,14 +65,14 @@ def translate(settings: TRLSettings) -> Translation:
         entropy_coefficient=settings.entropy_coef,
         entropy_denominator="local_token" if settings.entropy_coef else "penalty",
         top_entropy_share=settings.top_entropy_quantile,
-        scaling=CONTRACTS["trl"][_contract(kind)],
+        scaling=CONTRACTS[_contract(kind)],
         **divided,
     )
     return Translation(spec, tuple(_notes(settings, spec)), ("vllm_is", "num_items_in_batch"))
 
 
 def _contract(loss_type: str) -> str:
-    return next(name for name in CONTRACTS["trl"] if loss_type in name.split(", "))
+    return next(name for name in CONTRACTS if loss_type in name.split(", "))
 
 
 def _surrogate(settings: TRLSettings) -> dict[str, Any]:

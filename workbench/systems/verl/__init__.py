@@ -8,9 +8,9 @@ Letters: T packed tokens.
 
 from __future__ import annotations
 
-from workbench.systems.contracts import CONTRACTS
-from workbench.systems.registry import System
+from workbench.systems.registry import BATCH, LOGPROBS, VALUES, System
 from workbench.systems.replays import is_correction
+from workbench.systems.verl import metrics as named
 from workbench.systems.verl.advantages import advantages
 from workbench.systems.verl.correction import (
     TITLE,
@@ -29,7 +29,7 @@ from workbench.systems.verl.replay import (
     undefined_loss,
 )
 from workbench.systems.verl.settings import ActorSettings
-from workbench.systems.verl.translate import back, counts, translate
+from workbench.systems.verl.translate import CONTRACTS, back, counts, translate
 
 SYSTEM = System(
     name="verl",
@@ -39,7 +39,7 @@ SYSTEM = System(
     translate=translate,
     back=back,
     counts=counts,
-    scaling=CONTRACTS["verl"],
+    scaling=CONTRACTS,
     case_settings=case_settings,
     peer_settings=peer_settings,
     metrics=bypass_metrics,
@@ -52,4 +52,23 @@ SYSTEM = System(
         "advantage": advantages,
         "is_correction": is_correction(RolloutCorrection, translate_correction, correction_outputs),
     },
+    arrays=(*LOGPROBS, "is_weights", "entropies"),
+    arrays_of={
+        "kl_estimator": (*BATCH, "cotangent"),
+        "aggregation": VALUES,
+        "value_loss": VALUES,
+        "advantage": (
+            *BATCH,
+            "token_rewards",
+            "rewards",
+            "group_ids",
+            "values",
+            "baselines",
+            "sum_pi_squared",
+            "is_weights",
+        ),
+        "is_correction": BATCH,
+    },
+    aliases=named.names,
+    left_out=named.LEFT_OUT,
 )

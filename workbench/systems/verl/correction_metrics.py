@@ -23,7 +23,7 @@ from workbench.metrics.definitions import DocumentMetric, Metric
 from workbench.metrics.quantities import KL, Column, Dropped, Extra, LogProb, LogRatio, Quantities
 from workbench.metrics.values import NOTHING, Maximum, Mean, Minimum
 from workbench.specs.losses import CorrectionSpec, GateSpec
-from workbench.systems.metrics.alias import Alias, PeerSettings
+from workbench.systems.alias import Alias, PeerSettings
 
 PREFIX = "rollout_corr"
 EPSILON = 1e-8

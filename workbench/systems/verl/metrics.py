@@ -28,8 +28,8 @@ from workbench.metrics.quantities import (
     Who,
 )
 from workbench.metrics.values import Mean
-from workbench.systems.metrics.alias import Alias, PeerSettings
-from workbench.systems.metrics.documents import ratio_of
+from workbench.systems.alias import Alias, PeerSettings
+from workbench.systems.document_metrics import ratio_of
 from workbench.systems.verl import correction_metrics as rollout_correction
 
 EPSILON = 1e-8

@@ -20,10 +20,9 @@ from workbench.reduction.weighted_sum import reduce_terms
 from workbench.reduction.weights import TokenWeights, step_weights
 from workbench.specs.losses import CorrectionSpec, LossSpec
 from workbench.systems import metrics as aliases
+from workbench.systems.alias import PeerSettings, settings_of
 from workbench.systems.case import Case
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.empty_batch import undefined
-from workbench.systems.metrics.alias import PeerSettings, settings_of
 from workbench.systems.registry import parse_settings
 from workbench.systems.replays import Replayed, aggregation, kl_estimator, policy_loss
 from workbench.systems.verl.correction import (
@@ -40,7 +39,7 @@ from workbench.systems.verl.settings import (
     KLSettings,
     ValueSettings,
 )
-from workbench.systems.verl.translate import denominator, given, kl
+from workbench.systems.verl.translate import CONTRACTS, denominator, given, kl
 
 OF_LOSS = ("actor/pg_clipfrac", "actor/ppo_kl")
 """Names that a policy loss reports."""
@@ -159,7 +158,7 @@ def _spec_of(agg: str, info: GlobalBatchInfo, case: Case, **more: Any) -> LossSp
         name="ppo",
         **denominator(agg, info.loss_scale_factor or case.shape[-1]),
         **more,
-        scaling=CONTRACTS["verl"]["fsdp"].model_copy(update={"length_epsilon": epsilon}),
+        scaling=CONTRACTS["fsdp"].model_copy(update={"length_epsilon": epsilon}),
     )
 
 

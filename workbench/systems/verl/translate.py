@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.errors import SpecError
 from workbench.reduction.denominators import GivenCounts
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import LossSpec, ScalingSpec
 from workbench.systems.back import checked_back, refuse
-from workbench.systems.contracts import CONTRACTS
 from workbench.systems.registry import Translation
 from workbench.systems.verl.correction import (
     EPSILON,
@@ -19,6 +19,20 @@ from workbench.systems.verl.correction import (
     weights_of,
 )
 from workbench.systems.verl.settings import BY_DOCUMENT, ActorSettings, GlobalBatchInfo
+
+CONTRACTS: Mapping[str, ScalingSpec] = {
+    # Ulysses: the gather of log-probabilities adds over its ranks on the way back.
+    "fsdp": ScalingSpec(multiplied_by=("dp",), replicated=True, engine_divides=("dp_cp",)),
+    "megatron": ScalingSpec(
+        multiplied_by=("dp", "micro_batches"), engine_multiplies=("cp",), engine_divides=("micro_batches", "dp_cp")
+    ),
+    # Without global_batch_info a micro-batch counts for itself, and the actor divides by accumulation steps.
+    "local counts": ScalingSpec(
+        counts="micro_batch", divided_by=("micro_batches",), replicated=True, engine_divides=("dp_cp",)
+    ),
+}
+"""Backend or mode -> what it sums, divides and multiplies."""
+
 
 GSPO_CAP = 10.0
 """Greatest log of gspo's ratio."""
@@ -95,13 +109,13 @@ def _check(settings: ActorSettings, mode: str) -> None:
 
 
 def _aggregated(settings: ActorSettings, mode: str, notes: list[str]) -> dict[str, Any]:
-    scaling = CONTRACTS["verl"]["fsdp"]
+    scaling = CONTRACTS["fsdp"]
     if mode == "geo_mean":
         notes.append(
             "loss_agg_mode and global_batch_info are ignored by geo_mean: every micro-batch is a mean over "
             "its rows, empty ones too, and micro-batches add up"
         )
-        local = CONTRACTS["verl"]["local counts"].model_copy(
+        local = CONTRACTS["local counts"].model_copy(
             update={"divided_by": (), "length_epsilon": EPSILON, "mean_epsilon": EPSILON}
         )
         return {"denominator": "document", "documents_counted": "all", "scaling": local}
@@ -116,6 +130,7 @@ def _aggregated(settings: ActorSettings, mode: str, notes: list[str]) -> dict[st
 
 
 def denominator(agg: str, scale: float | None) -> dict[str, Any]:
+    """Settings of the denominator that a ``loss_agg_mode`` means."""
     if agg == "seq-mean-token-sum-norm" and scale is None:
         raise SpecError(
             "verl's seq-mean-token-sum-norm without loss_scale_factor",
@@ -202,6 +217,7 @@ def _or(value: float | None, otherwise: float) -> float:
 
 
 def kl(name: str) -> dict[str, Any]:
+    """Settings of the KL penalty that a ``kl_loss_type`` means."""
     base = name.removesuffix("+")
     if base not in ESTIMATORS:
         raise SpecError(
@@ -323,4 +339,5 @@ def counts(settings: ActorSettings) -> GivenCounts | None:
 
 
 def given(info: GlobalBatchInfo) -> GivenCounts:
+    """The counts that a call was handed."""
     return GivenCounts(tokens=info.batch_num_tokens, documents=info.global_batch_size, dp=info.dp_size)

@@ -8,8 +8,8 @@ import torch
 from workbench.losses.terms import LossInputs
 from workbench.metrics.quantities import DocumentSlots
 from workbench.specs.losses import LossSpec
+from workbench.systems.alias import settings_of
 from workbench.systems.metrics import as_named_by
-from workbench.systems.metrics.alias import settings_of
 
 MASK = torch.tensor([True, True, True, False, False])
 SLOTS = DocumentSlots(0, 4)

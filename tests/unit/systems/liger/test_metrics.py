@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from tests.unit.systems.metrics.test_trl import ROWS
-from tests.unit.systems.metrics.test_trl import named as named_by
+from tests.unit.systems.trl.test_metrics import ROWS
+from tests.unit.systems.trl.test_metrics import named as named_by
 from workbench.specs.losses import LossSpec
-from workbench.systems.liger.replay import metrics as liger
-from workbench.systems.metrics.alias import PeerSettings
+from workbench.systems.alias import PeerSettings
+from workbench.systems.liger import metrics as liger
 
 
 def named(spec, **more):

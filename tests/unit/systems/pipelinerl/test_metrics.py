@@ -8,8 +8,8 @@ import torch
 from workbench.losses.terms import LossInputs
 from workbench.metrics.quantities import ClipRule, DocumentSlots
 from workbench.specs.losses import LossSpec
+from workbench.systems.alias import settings_of
 from workbench.systems.metrics import as_named_by
-from workbench.systems.metrics.alias import settings_of
 from workbench.systems.pipelinerl.metrics import clipped_documents, token_weight_numbers
 
 MASK = torch.tensor([True, True, False, True])

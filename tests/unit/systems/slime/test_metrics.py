@@ -9,8 +9,8 @@ from workbench.losses.build import make_loss
 from workbench.losses.terms import LossInputs
 from workbench.metrics.quantities import DocumentSlots
 from workbench.specs.losses import LossSpec
+from workbench.systems.alias import settings_of
 from workbench.systems.metrics import as_named_by
-from workbench.systems.metrics.alias import settings_of
 from workbench.systems.slime.metrics import opsm_clipfrac
 
 LOGS = torch.tensor([0.5, -0.1, 0.0, 0.3, 9.0], dtype=torch.float64)

@@ -16,8 +16,8 @@ from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import finish_metrics
 from workbench.sharding.mesh import Axis
 from workbench.specs.losses import LossSpec
+from workbench.systems.alias import settings_of
 from workbench.systems.metrics import as_named_by
-from workbench.systems.metrics.alias import settings_of
 
 ALONE = Axis("dp_cp")
 WEIGHTS = {

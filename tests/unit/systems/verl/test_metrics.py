@@ -8,8 +8,8 @@ from workbench.metrics.quantities import DocumentSlots
 from workbench.metrics.values import finish_metrics
 from workbench.sharding.mesh import Axis
 from workbench.specs.losses import LossSpec
+from workbench.systems.alias import settings_of
 from workbench.systems.metrics import aliases, as_named_by
-from workbench.systems.metrics.alias import settings_of
 
 ADVANTAGES = [1.0, 1.0, -1.0, -1.0, 0.0]
 RATIOS = [2.0, 0.5, 4.0, 0.25, 8.0]

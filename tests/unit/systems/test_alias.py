@@ -2,7 +2,7 @@
 
 from workbench.metrics.quantities import DocumentSlots
 from workbench.specs.losses import LossSpec
-from workbench.systems.metrics.alias import PeerSettings, settings_of
+from workbench.systems.alias import PeerSettings, settings_of
 
 
 def test_settings_are_those_of_the_loss_and_the_step():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workbench.metrics.quantities import ClipRule
-from workbench.systems.metrics import documents
+from workbench.systems import document_metrics as documents
 
 TOKENS = torch.tensor([2.0, 4.0]).double()
 LOGS = torch.tensor([0.6, -2.0]).double()

@@ -6,8 +6,7 @@ is a declaration of its own, computed by its own definition, and `Alias.canonica
 where both are the same number on every batch.
 
 Read from the code and checked against numbers of Fast-LLM 7d61a1ba, TRL 1.16.0, verl 1dda039b, NeMo-RL 7ea279ab.
-What these systems compute wrongly, or under a name that then means something else, is not imitated: see `LEFT_OUT`.
-A system that is added here brings a module with `names`, and a line in `SYSTEMS`.
+What these systems compute wrongly, or under a name that then means something else, is not imitated: see `left_out`.
 
 Letters: T packed tokens.
 """
@@ -15,7 +14,6 @@ Letters: T packed tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -27,43 +25,16 @@ from workbench.metrics.policy import measure
 from workbench.metrics.quantities import ClipRule, DocumentSlots, Quantities
 from workbench.metrics.values import Value
 from workbench.specs.losses import LossSpec
-from workbench.systems.metrics import (
-    areal,
-    fast_llm,
-    liger,
-    nemo_rl,
-    nous_torchtitan,
-    openrlhf,
-    pipelinerl,
-    prime_rl,
-    slime,
-    trl,
-    verl,
-)
-from workbench.systems.metrics.alias import Alias, PeerSettings, settings_of
+from workbench.systems.alias import Alias, PeerSettings, settings_of
+from workbench.systems.registry import SYSTEMS, load_system
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SYSTEMS: Mapping[str, ModuleType] = {
-    "fast_llm": fast_llm,
-    "trl": trl,
-    "liger": liger,
-    "verl": verl,
-    "nemo_rl": nemo_rl,
-    "prime_rl": prime_rl,
-    "openrlhf": openrlhf,
-    "slime": slime,
-    "areal": areal,
-    "pipelinerl": pipelinerl,
-    "nous_torchtitan": nous_torchtitan,
-}
-"""System -> the module whose `names` are its metrics."""
 
-LEFT_OUT: Mapping[tuple[str, str], str] = {
-    (system, name): why for system, module in SYSTEMS.items() for name, why in getattr(module, "LEFT_OUT", {}).items()
-}
-"""(system, name) -> what that system reports there in some case, and what is reported here instead."""
+def left_out() -> dict[tuple[str, str], str]:
+    """(system, name) -> what that system reports there in some case, and what is reported here instead."""
+    return {(system, name): why for system in SYSTEMS for name, why in load_system(system).left_out.items()}
 
 
 def as_named_by(
@@ -111,11 +82,7 @@ def aliases(system: str, settings: PeerSettings) -> tuple[Alias, ...]:
     Raises:
         SpecError: another system.
     """
-    if system not in SYSTEMS:
-        raise SpecError(
-            f"metrics as {system!r} names them", rule=f"one of {', '.join(SYSTEMS)}", fix="choose one of them"
-        )
-    return tuple(SYSTEMS[system].names(settings))
+    return tuple(load_system(system).aliases(settings))
 
 
 def alias_table(system: str, settings: PeerSettings | None = None) -> pd.DataFrame:

@@ -1,0 +1,51 @@
+"""The certificate of a step that is over, from the weights, gradients and tokens of this rank. Collective."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from workbench.policy.model import Policy
+from workbench.records.certificate import Certificate, label
+from workbench.reproducible.fingerprints import fingerprint, fingerprints
+from workbench.train.step import StepResult
+
+
+class Marks(NamedTuple):
+    """Fingerprints of this job's gradients, or weights, by the name of the parameter; and which replicas are unlike."""
+
+    said: dict[str, int]
+    unlike: tuple[str, ...]
+
+
+def mark_gradients(policy: Policy) -> Marks:
+    """Fingerprints of gradients as they are now. Collective."""
+    return _mark(policy, {name: parameter.grad for name, parameter in policy.model.named_parameters()})
+
+
+def certify(policy: Policy, result: StepResult, gradients: Marks) -> Certificate:
+    """The certificate of a step that is over. Collective.
+
+    Args:
+        policy: with the weights after the step.
+        result: of the step, with its tokens.
+        gradients: from `mark_gradients`, before they were clipped.
+    """
+    parameters = dict(policy.model.named_parameters())
+    weights = _mark(policy, parameters)
+    logprobs_S = result.tokens["policy_logprobs"]
+    said = {"logprobs": label(logprobs_S.dtype, fingerprint(logprobs_S))}
+    for name, scalar in result.loss.items():
+        said[f"loss/{name}/sum"] = label(torch.float64, fingerprint(torch.tensor(float(scalar), dtype=torch.float64)))
+    for kind, marks, order in (("gradient", gradients, reversed(parameters)), ("weight", weights, parameters)):
+        said |= {f"{kind}/{name}": label(parameters[name].dtype, marks.said[name]) for name in order}
+    unlike = [
+        f"{kind}/{name}" for kind, marks in (("gradient", gradients), ("weight", weights)) for name in marks.unlike
+    ]
+    return Certificate(said, tuple(unlike))
+
+
+def _mark(policy: Policy, values: Mapping[str, Any]) -> Marks:
+    return Marks(*fingerprints(values, policy.shards, policy.mesh))
