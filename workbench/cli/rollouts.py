@@ -68,7 +68,7 @@ def check(folder: Path, *, loss: str = "grpo") -> int:
         folder: holds manifest.json and rollouts.safetensors.
         loss: preset that a run would take, such as grpo, sft or dpo.
     """
-    from workbench.metrics.trainable import WITHOUT_ADVANTAGES, Trainable
+    from workbench.metrics.trainable import Trainable
     from workbench.rollouts import files
     from workbench.specs.losses import LossSpec
     from workbench.specs.run import parse_spec
@@ -88,7 +88,7 @@ def check(folder: Path, *, loss: str = "grpo") -> int:
     print(f"\nwhat a run with the loss {loss} could show:")
     for line in trainable.lines():
         print(f"  {line}")
-    needs_advantages = spec.surrogate.kind not in WITHOUT_ADVANTAGES
+    needs_advantages = spec.surrogate.reads_advantages
     for warning in trainable.warnings if needs_advantages else ():
         print(f"  warning: {warning}")
     nothing = trainable.nothing_for(spec)

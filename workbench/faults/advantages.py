@@ -151,7 +151,7 @@ def masked_rows_in_baseline(estimate_advantages: Callable) -> Callable:
 
 
 @fault(
-    seam="workbench.losses.surrogates.sequence:advantages_at",
+    seam="workbench.losses.sequence:advantages_at",
     origin="areal-project/AReaL#1346 (padding in the advantage of a sequence)",
     signature="the policy term of a document is the share of its tokens that trains too small, penalties and ratios "
     "right: no constant, another direction; nothing where each token keeps its advantage",

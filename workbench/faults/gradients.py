@@ -49,7 +49,7 @@ def clamped_kl_keeps_weight_gradient(kl_term: Callable[..., Term]) -> Callable[.
 
 
 @fault(
-    seam="workbench.losses.surrogates.clipped:clip_ratio",
+    seam="workbench.losses.clipped:clip_ratio",
     origin="rllm-org/rllm#81",
     signature="tokens that are reported as clipped keep ratio times advantage as their gradient, and their value; all "
     "other tokens, the penalty and all metrics right; nothing under a loss without a clip",
@@ -241,7 +241,7 @@ def router_without_gradient(forward: Callable) -> Callable:
 
 
 @fault(
-    seam="workbench.losses.surrogates.sequence:log_sequence_ratio",
+    seam="workbench.losses.sequence:log_sequence_ratio",
     origin="PrimeIntellect-ai/prime-rl#1123",
     signature="loss and metrics right; the gradient is that of the penalties alone (without one backward refuses)",
     shows_in={"loss": {"name": "gspo"}},

@@ -66,7 +66,7 @@ KEPT_MASS = 0.9
 
 
 @fault(
-    seam="workbench.losses.surrogates.clipped:clip_ratio",
+    seam="workbench.losses.clipped:clip_ratio",
     origin="ChenmienTan/RL2#21",
     signature="tokens of a negative advantage that lie below 1 - epsilon keep their gradient, and their loss is "
     "smaller in size; all others right, and log-probabilities, ratios and the penalty with them",

@@ -1,6 +1,6 @@
 """Policy losses as pure per-token arithmetic: tensors in, named terms out; no ranks, no model, no files.
 
-Names are imported when they are first used: `workbench.specs.losses` needs no torch, and gets none.
+Names are imported when they are first used. Settings: `workbench.specs.losses`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,11 @@ import importlib
 from typing import Any
 
 _PLACES = {
-    "CorrectionSpec": "spec",
     "DocumentSums": "document_sums",
-    "KLSpec": "spec",
     "LocalSums": "document_sums",
     "Loss": "terms",
     "LossInputs": "terms",
-    "LossSpec": "spec",
-    "PRESETS": "presets",
     "SURROGATES": "surrogates",
-    "SurrogateSpec": "spec",
     "Term": "terms",
     "make_loss": "build",
     "ratio_curves": "curves",

@@ -24,9 +24,9 @@ from workbench.losses.corrections import apply_correction, correct, log_document
 from workbench.losses.entropy import entropy_bonus, mean_squared_logit, squared_logit
 from workbench.losses.kl import kl_term
 from workbench.losses.selection import confined, highest_entropy
+from workbench.losses.sequence import log_sequence_ratio
 from workbench.losses.supervised import positive_nll
 from workbench.losses.surrogates import SURROGATES
-from workbench.losses.surrogates.sequence import log_sequence_ratio
 from workbench.losses.terms import Loss, LossInputs, Term
 from workbench.specs.losses import LossSpec
 
@@ -120,7 +120,6 @@ def surrogate_ratio(inputs: LossInputs, spec: LossSpec) -> Tensor:
     with torch.no_grad():
         inputs = driven(seen(inputs, spec), spec)
         surrogate = spec.surrogate
-        level = surrogate.level or ("document" if surrogate.kind in ("luspo", "vespo") else "token")
-        anchor = surrogate.anchor or "old"
+        level, anchor = surrogate.ratio_level, surrogate.ratio_anchor
         log_T = inputs.log_ratio(anchor) if level == "token" else log_sequence_ratio(inputs, level, anchor)
         return torch.where(inputs.counts_T, log_T.exp(), 0.0)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import PARAMETERS, LossSpec
 
 FAR = 20.0
 """Log of the ratio beyond which a token does not count here."""
@@ -38,6 +38,7 @@ def canonical(spec: LossSpec) -> Form:
         True
     """
     form = spec.model_dump()
+    form["surrogate"] = dict.fromkeys(PARAMETERS) | form["surrogate"]
     for rule in RULES:
         rule(form)
     return {path: value for path, value in sorted(_flat(form).items()) if value is not None}

@@ -47,7 +47,7 @@ def ratio_curves(
         >>> coefficient
         tensor([-1.,  0.], dtype=torch.float64)
     """
-    if spec.surrogate.kind == "dpo":
+    if spec.needs_pairs:
         raise SpecError(
             "a curve of dpo over the ratio",
             rule="one token of one document decides the loss",

@@ -55,19 +55,20 @@ def clip_rule(spec: LossSpec | None) -> ClipRule | None:
     if spec is None:
         return None
     surrogate = spec.surrogate
-    kind, low, high = surrogate.kind, surrogate.clip_low, surrogate.clip_high
-    anchor = surrogate.anchor or "old"
+    kind, low, high = surrogate.kind, surrogate.get("clip_low"), surrogate.get("clip_high")
+    anchor, level = surrogate.ratio_anchor, surrogate.ratio_level
     of_documents = kind in ("gspo", "gspo_token", "luspo")
-    if kind in ("ppo", "clip_cov") or (of_documents and surrogate.level != "segment"):
-        duals = [surrogate.dual_clip, None if surrogate.delta is None else max(surrogate.delta, 1 + high)]
+    if kind in ("ppo", "clip_cov") or (of_documents and level != "segment"):
+        delta = surrogate.get("delta")
+        duals = [surrogate.get("dual_clip"), None if delta is None else max(delta, 1 + high)]
         dual = min((d for d in duals if d is not None), default=None)
         return ClipRule(1 - low, 1 + high, dual, of_documents, anchor)
-    if kind == "cispo" and surrogate.level != "segment":
+    if kind == "cispo" and level != "segment":
         bounds = (low, high) if surrogate.bounds == "absolute" else (None if low is None else 1 - low, 1 + high)
         return ClipRule(
             -math.inf if bounds[0] is None else bounds[0],
             bounds[1],
-            of_documents=surrogate.level == "document",
+            of_documents=level == "document",
             anchor=anchor,
         )
     if kind == "gmpo":

@@ -22,9 +22,6 @@ from workbench.specs.losses import LossSpec
 _EQUAL = 1e-9
 """A reward this near to the mean of its group, in parts of their largest size, is the mean: sums round."""
 
-WITHOUT_ADVANTAGES = ("sft", "dpo", "ref_kl")
-"""Surrogates that no advantage multiplies."""
-
 
 @dataclass(frozen=True)
 class Trainable:
@@ -111,7 +108,7 @@ class Trainable:
         Supervised fine-tuning and distillation look at no advantage, a loss on preference pairs at groups of two; all
         others are taken for policy gradients.
         """
-        if not self.trained_tokens or loss.surrogate.kind not in WITHOUT_ADVANTAGES:
+        if not self.trained_tokens or loss.surrogate.reads_advantages:
             return self.nothing
         if not loss.needs_pairs or (self.pairs and self.pairs == self.groups):
             return ""

@@ -12,11 +12,10 @@ import ipywidgets as widgets
 
 from workbench.report.loss_curves import loss_curves
 from workbench.report.style import svg_text
-from workbench.specs.losses import LossSpec
-from workbench.specs.presets import PRESETS
+from workbench.specs.losses import PRESETS, LossSpec
 
 ADVANTAGES = {"both": (1.0, -1.0), "positive": (1.0,), "negative": (-1.0,)}
-CURVED = tuple(name for name in PRESETS if LossSpec(name=name).surrogate.kind != "dpo")
+CURVED = tuple(name for name in PRESETS if not LossSpec(name=name).needs_pairs)
 """Presets that have a curve over the ratio."""
 TOKEN_CLIPPED = ("ppo", "clip_cov")
 """Surrogates whose bounds are lengths from 1 of a token's ratio."""

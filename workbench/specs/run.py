@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from workbench.atomic import standard
 from workbench.errors import SpecError
+from workbench.specs.losses import SURROGATES, check_carried
 from workbench.specs.losses import LossSpec as LossSpec
-from workbench.specs.losses import check_carried
 
 
 class _Model(BaseModel):
@@ -602,7 +602,12 @@ def parse_spec(model: type[BaseModel], settings: Any, *, where: str) -> Any:
 
 
 def _in_words(model: type[BaseModel], error: Any) -> str:
-    path = ".".join(str(part) for part in error["loc"])
+    loc = [
+        part
+        for at, part in enumerate(error["loc"])
+        if not (at and error["loc"][at - 1] == "surrogate" and part in SURROGATES)
+    ]
+    path = ".".join(map(str, loc))
     if isinstance(error["input"], Mapping) and error["type"] == "value_error":
         words = error["msg"].removeprefix("Value error, ")  # settings that do not go together
         return f"{path}: {words}" if path else words
@@ -615,7 +620,10 @@ def _in_words(model: type[BaseModel], error: Any) -> str:
 
 
 def _known_keys(model: type[BaseModel], path: tuple[Any, ...]) -> list[str]:
-    for part in path:
+    for at, part in enumerate(path):
+        if at and path[at - 1] == "surrogate" and part in SURROGATES:
+            model = SURROGATES[part]
+            continue
         found = model.model_fields.get(str(part))
         if found is None:
             return []

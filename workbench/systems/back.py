@@ -60,7 +60,7 @@ def differences(spec: BaseModel, other: BaseModel, path: str = "") -> list[tuple
     """
     found = []
     for name in type(spec).model_fields:
-        mine, theirs = getattr(spec, name), getattr(other, name)
+        mine, theirs = getattr(spec, name), getattr(other, name, None)  # another surrogate has other settings
         if isinstance(mine, ScalingSpec) and isinstance(theirs, ScalingSpec) and mine.powers == theirs.powers:
             theirs = theirs.model_copy(update={factor: getattr(mine, factor) for factor in FACTORS})
         if isinstance(mine, BaseModel) and isinstance(theirs, BaseModel):

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from workbench.losses.surrogates.clipped import clip_ratio
+from workbench.losses.clipped import clip_ratio
 from workbench.losses.value import value_loss
 
 
@@ -41,7 +41,7 @@ def clipped_mean_gradient(
     Args:
         log_ratio_T: [T] policy - old, also where nothing counts.
         advantages_T: [T] likewise.
-        clip_low: see `workbench.losses.surrogates.clipped.clip_ratio`.
+        clip_low: see `workbench.losses.clipped.clip_ratio`.
         clip_high: likewise.
         dual_clip: likewise.
         log_clamp: bound of the log ratio.

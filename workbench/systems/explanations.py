@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from workbench.errors import WorkbenchError
 from workbench.losses.canonical import canonical, canonical_gradient
-from workbench.specs.losses import LossSpec
+from workbench.specs.losses import SURROGATES, LossSpec
 from workbench.systems.back import FACTORS
 from workbench.systems.counterexample import Outcome, apart, outcome
 from workbench.systems.registry import (
@@ -395,7 +395,8 @@ def _meaning(path: str) -> str:
     model: Any = LossSpec
     *groups, name = path.split(".")
     for group in groups:
-        model = model.model_fields[group].annotation
+        kinds = [kind for kind in SURROGATES.values() if name in kind.model_fields]
+        model = kinds[0] if group == "surrogate" else model.model_fields[group].annotation
     return " ".join((model.model_fields[name].description or "").split())
 
 

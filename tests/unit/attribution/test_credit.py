@@ -11,9 +11,9 @@ from tests.oracles.surrogates import ORACLES
 from tests.oracles.weights import gradient_weight
 from workbench.attribution.credit import FATES, token_credit
 from workbench.errors import ShapeError, SpecError
-from workbench.losses import LossSpec
 from workbench.losses.corrections import CORRECTION_WEIGHTS
 from workbench.rollouts.batch import Extension, RolloutBatch
+from workbench.specs.losses import LossSpec
 
 MASKS = {
     "answer": [0, 0, 1, 1, 1],

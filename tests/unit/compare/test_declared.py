@@ -4,8 +4,7 @@ import pytest
 
 from workbench.compare.declared import MEANINGS, declared_breaks, declared_note
 from workbench.prove.laws import DECLARED
-from workbench.specs.losses import LossSpec
-from workbench.specs.presets import PRESETS
+from workbench.specs.losses import PRESETS, LossSpec
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

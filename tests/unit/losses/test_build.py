@@ -8,11 +8,12 @@ import torch
 
 from tests.helpers.loss_batches import nasty_documents, packed
 from workbench.errors import SpecError
-from workbench.losses import LossInputs, LossSpec, make_loss
+from workbench.losses import LossInputs, make_loss
 from workbench.losses.build import surrogate_ratio
+from workbench.losses.clipped import clipped_surrogate
 from workbench.losses.document_sums import LocalSums
 from workbench.losses.kl import kl_term
-from workbench.losses.surrogates.clipped import clipped_surrogate
+from workbench.specs.losses import LossSpec
 
 
 def given(**more):

@@ -3,8 +3,7 @@
 import pytest
 
 from workbench.losses.canonical import canonical, canonical_gradient
-from workbench.specs.losses import LossSpec
-from workbench.specs.presets import PRESETS
+from workbench.specs.losses import PRESETS, LossSpec
 from workbench.systems.counterexample import apart, outcome
 
 SEEDS = range(6)

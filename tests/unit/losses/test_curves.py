@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from workbench.errors import SpecError
-from workbench.losses import LossSpec, ratio_curves
-from workbench.specs.losses import CORRECTIONS
-from workbench.specs.presets import PRESETS
+from workbench.losses import ratio_curves
+from workbench.specs.losses import CORRECTIONS, PRESETS, LossSpec
 
 RATIOS = torch.tensor([1e-3, 0.5, 0.9, 1.0, 1.1, 1.5, 5.0, 1e3], dtype=torch.float64)
 

@@ -6,11 +6,12 @@
 import pytest
 import torch
 
-from workbench.losses import LossInputs, LossSpec, make_loss
+from workbench.losses import LossInputs, make_loss
 from workbench.reduction.weights import step_weights
 from workbench.rollouts.batch import RolloutBatch
 from workbench.rollouts.packing import pack
 from workbench.rollouts.targets import shift_targets
+from workbench.specs.losses import LossSpec
 
 EQUAL = [6, 6, 6, 6]
 UNEQUAL = [3, 9, 6, 14]

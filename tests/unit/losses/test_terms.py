@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from workbench.errors import ShapeError, SpecError
-from workbench.losses import LossInputs, LossSpec, Term, make_loss
+from workbench.losses import LossInputs, Term, make_loss
+from workbench.specs.losses import LossSpec
 
 MASK = torch.tensor([True, False, True, True])
 

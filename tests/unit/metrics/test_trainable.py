@@ -8,11 +8,10 @@ import torch
 from tests.helpers.vacuous_rollouts import CASES, rollouts
 from workbench.losses.build import make_loss
 from workbench.losses.terms import LossInputs
-from workbench.metrics.trainable import WITHOUT_ADVANTAGES, Trainable
+from workbench.metrics.trainable import Trainable
 from workbench.reduction.evaluate import token_values
 from workbench.rollouts.batch import RolloutBatch
-from workbench.specs.losses import LossSpec
-from workbench.specs.presets import PRESETS
+from workbench.specs.losses import PRESETS, LossSpec
 
 
 def batch(*documents):
@@ -128,4 +127,4 @@ def test_losses_that_do_without_advantages_are_those_named(name):
     )
     loss = make_loss(spec)
     moves = not torch.equal(token_values(loss(inputs)), token_values(loss(replace(inputs, advantages_T=3 - place_T))))
-    assert moves == (spec.surrogate.kind not in WITHOUT_ADVANTAGES)
+    assert moves == spec.surrogate.reads_advantages

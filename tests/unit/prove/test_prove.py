@@ -8,7 +8,7 @@ from tests.helpers.trainer_losses import RIGHT
 from workbench.errors import SpecError
 from workbench.losses.terms import Term
 from workbench.prove import CONSTANT, as_subject, prove
-from workbench.specs.presets import PRESETS
+from workbench.specs.losses import PRESETS
 from workbench.specs.run import LossSpec, RunSpec
 
 SAMPLE = ("gspo", "dpo")

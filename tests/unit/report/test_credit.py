@@ -10,10 +10,10 @@ from matplotlib.colors import to_hex
 
 from workbench.attribution.credit import token_credit
 from workbench.errors import SpecError
-from workbench.losses import LossSpec
 from workbench.report import style
 from workbench.report.credit import LIKELIER, NOTHING, RARER, SILENT, credit_map, hue, said_shares
 from workbench.rollouts.batch import RolloutBatch
+from workbench.specs.losses import LossSpec
 
 LETTERS = "_abcdefgh"
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from workbench.errors import SpecError
-from workbench.losses import LossSpec, ratio_curves
+from workbench.losses import ratio_curves
 from workbench.report import style
 from workbench.report.loss_curves import bounds_of, line_styles, loss_curves, name_specs
-from workbench.specs.presets import PRESETS
+from workbench.specs.losses import PRESETS, LossSpec
 
 DAPO = LossSpec(name="dapo")
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from workbench.losses import LossSpec
 from workbench.report import style
 from workbench.report.loss_curves import loss_curves
 from workbench.report.loss_explorer import CURVED, LossExplorer, draw, takes_bounds, with_bounds
-from workbench.specs.presets import PRESETS
+from workbench.specs.losses import PRESETS, LossSpec
 
 
 def picture(specs, **how):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -9,8 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from workbench.errors import SpecError
-from workbench.specs.losses import PARAMETERS, LossSpec, SurrogateSpec
-from workbench.specs.presets import PRESETS
+from workbench.specs.losses import PRESETS, SURROGATES, LossSpec, parse_surrogate
 from workbench.specs.run import RunSpec, merge, parse_spec
 
 VARIED = [{"name": name} for name in PRESETS] + [
@@ -23,17 +23,23 @@ VARIED = [{"name": name} for name in PRESETS] + [
 ]
 
 
-@pytest.mark.parametrize("kind", PARAMETERS)
-def test_every_kind_fills_in_what_it_uses_and_leaves_the_rest_empty(kind):
-    spec = SurrogateSpec(kind=kind)
-    assert spec.parameters == PARAMETERS[kind]
-    unused = set(SurrogateSpec.model_fields) - {"kind", "coefficient"} - set(PARAMETERS[kind])
-    assert {getattr(spec, name) for name in unused} <= {None}
+@pytest.mark.parametrize("kind", SURROGATES)
+def test_settings_and_mathematics_of_a_surrogate_are_paired(kind):
+    """One name, one module name, the same parameters with the same defaults."""
+    from workbench.losses.surrogates import SURROGATES as FUNCTIONS
+
+    settings, function = SURROGATES[kind], FUNCTIONS[kind]
+    assert settings.__module__.rpartition(".")[2] == function.__module__.rpartition(".")[2]
+    keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    computed = {"log_correction_T"}  # not a setting: what a correction hands on
+    assert {p.name: p.default for p in keywords if p.name not in computed} == parse_surrogate(kind=kind).parameters
+    assert all(field.description for name, field in settings.model_fields.items() if name != "kind")
 
 
-def test_every_parameter_belongs_to_some_kind():
-    used = {name for parameters in PARAMETERS.values() for name in parameters}
-    assert used == set(SurrogateSpec.model_fields) - {"kind", "coefficient"}
+def test_every_surrogate_has_settings():
+    from workbench.losses.surrogates import SURROGATES as FUNCTIONS
+
+    assert list(FUNCTIONS) == list(SURROGATES)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,7 @@ def test_a_parameter_of_another_kind_is_refused_with_those_that_use_it(kind, giv
     with pytest.raises(
         ValidationError, match=f"{next(iter(given))} is not used by the surrogate '{kind}'; it belongs to {users}"
     ):
-        SurrogateSpec(kind=kind, **given)
+        parse_surrogate(kind=kind, **given)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,7 @@ def test_what_is_given_wins_over_the_preset():
 
 def test_another_kind_takes_nothing_from_the_presets_surrogate():
     spec = LossSpec(name="dapo", surrogate={"kind": "gspo"})
-    assert spec.surrogate == SurrogateSpec(kind="gspo")
+    assert spec.surrogate == parse_surrogate(kind="gspo")
 
 
 def test_another_name_brings_its_own_settings_and_keeps_what_was_changed():
@@ -183,7 +189,7 @@ def test_counting_all_documents_breaks_a_law_only_where_documents_are_counted():
 )
 def test_a_setting_that_would_be_replaced_or_do_nothing_is_refused(settings, rule):
     with pytest.raises(ValidationError, match=rule):
-        SurrogateSpec(**settings)
+        parse_surrogate(**settings)
 
 
 def test_a_weight_enters_the_sequence_weight_of_vespo_alone():

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tests.helpers.loss_batches import nasty_documents, packed, random_weights, weighted_total
-from workbench.losses import LossSpec, make_loss
-from workbench.specs.losses import PARAMETERS
-from workbench.specs.presets import PRESETS
+from workbench.losses import make_loss
+from workbench.specs.losses import PARAMETERS, PRESETS, LossSpec
 
 
 @pytest.mark.parametrize(

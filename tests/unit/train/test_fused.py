@@ -11,11 +11,12 @@ import torch
 from tests.helpers.bars import assert_float64_parity
 from tests.helpers.batches import nasty_documents
 from workbench.errors import SpecError
-from workbench.losses import PRESETS, Term
+from workbench.losses import Term
 from workbench.policy.logprobs.engine import count_products
 from workbench.policy.model import load_policy
 from workbench.records.directory import RunDirectory
 from workbench.rollouts.batch import RolloutBatch
+from workbench.specs.losses import PRESETS
 from workbench.specs.run import RunSpec, parse_spec
 from workbench.train import step as flow
 from workbench.train.worker import run_here

@@ -31,8 +31,7 @@ from workbench.rollouts.task import SYMBOLS
 from workbench.sharding.data_parallel import is_shard
 from workbench.sharding.mesh import make_mesh, single_process_mesh
 from workbench.sharding.simulated import simulate
-from workbench.specs.losses import LossSpec
-from workbench.specs.presets import PRESETS
+from workbench.specs.losses import PRESETS, LossSpec
 from workbench.specs.run import RunSpec, merge
 from workbench.train import step as flow
 from workbench.train.online import (

@@ -125,18 +125,18 @@ def back(spec: LossSpec) -> dict[str, Any]:
     if surrogate.kind not in ("ppo", "gspo", "sapo", "cispo"):
         raise refuse("AReaL", f"the surrogate {surrogate.kind!r}", "its losses are PPO, GSPO, SAPO and CISPO")
     settings: dict[str, Any] = {
-        "importance_sampling_level": "sequence" if surrogate.level == "document" else "token",
+        "importance_sampling_level": "sequence" if surrogate.get("level") == "document" else "token",
         "use_sapo_loss": surrogate.kind == "sapo",
         "use_cispo_loss": surrogate.kind == "cispo",
         "rejection_sampling": rejection_of(spec),
     }
     if surrogate.kind == "sapo":
-        settings |= {"sapo_tau_pos": surrogate.tau_positive, "sapo_tau_neg": surrogate.tau_negative}
+        settings |= {"sapo_tau_pos": surrogate.get("tau_positive"), "sapo_tau_neg": surrogate.get("tau_negative")}
     else:
         settings |= {
-            "eps_clip": 1.0 if surrogate.clip_low is None else surrogate.clip_low,
-            "eps_clip_higher": surrogate.clip_high,
-            "c_clip": surrogate.dual_clip,
+            "eps_clip": 1.0 if surrogate.get("clip_low") is None else surrogate.get("clip_low"),
+            "eps_clip_higher": surrogate.get("clip_high"),
+            "c_clip": surrogate.get("dual_clip"),
         }
     return checked_back("AReaL", spec, ArealSettings, translate, settings)
 

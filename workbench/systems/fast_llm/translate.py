@@ -59,8 +59,8 @@ def back(spec: LossSpec) -> dict[str, Any]:
         translate,
         {
             "type": "grpo" if kind == "ppo" else "gspo",
-            "epsilon_low": spec.surrogate.clip_low,
-            "epsilon_high": spec.surrogate.clip_high,
+            "epsilon_low": spec.surrogate.get("clip_low"),
+            "epsilon_high": spec.surrogate.get("clip_high"),
             "weight": spec.surrogate.coefficient,
         },
     )

@@ -119,15 +119,18 @@ def back(spec: LossSpec) -> dict[str, Any]:
     }
     if surrogate.kind in ("ppo", "gspo"):
         found |= {
-            "epsilon_low": surrogate.clip_low,
-            "epsilon_high": surrogate.clip_high,
-            "delta": surrogate.delta,
+            "epsilon_low": surrogate.get("clip_low"),
+            "epsilon_high": surrogate.get("clip_high"),
+            "delta": surrogate.get("delta"),
             "importance_sampling_level": "sequence" if surrogate.kind == "gspo" else "token",
         }
     elif surrogate.kind == "cispo":
-        found["epsilon_high"] = surrogate.clip_high
+        found["epsilon_high"] = surrogate.get("clip_high")
     elif surrogate.kind == "sapo":
-        found |= {"sapo_temperature_pos": surrogate.tau_positive, "sapo_temperature_neg": surrogate.tau_negative}
+        found |= {
+            "sapo_temperature_pos": surrogate.get("tau_positive"),
+            "sapo_temperature_neg": surrogate.get("tau_negative"),
+        }
     else:
         found |= {
             "vespo_k_pos": surrogate.k_positive,

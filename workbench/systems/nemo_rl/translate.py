@@ -154,11 +154,11 @@ def back(spec: LossSpec) -> dict[str, Any]:
         }
         if kl.placement == "loss":
             settings |= {"kl_input_clamp_value": kl.input_clamp, "kl_output_clamp_value": kl.output_clamp}
-    if surrogate.clip_high is not None:
+    if surrogate.get("clip_high") is not None:
         settings |= {
-            "ratio_clip_min": surrogate.clip_low,
-            "ratio_clip_max": surrogate.clip_high,
-            "ratio_clip_c": surrogate.dual_clip,
+            "ratio_clip_min": surrogate.get("clip_low"),
+            "ratio_clip_max": surrogate.get("clip_high"),
+            "ratio_clip_c": surrogate.get("dual_clip"),
         }
     if correction.gate != "none":
         settings |= _bounds("seq-mask-tis", correction.gate_low, correction.gate_high)

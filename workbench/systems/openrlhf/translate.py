@@ -93,12 +93,12 @@ def back(spec: LossSpec) -> dict[str, Any]:
         )
     settings: dict[str, Any] = {
         "policy_loss_type": surrogate.kind,
-        "clip_eps_low": surrogate.clip_low,
-        "clip_eps_high": surrogate.clip_high,
-        "dual_clip": surrogate.dual_clip,
+        "clip_eps_low": surrogate.get("clip_low"),
+        "clip_eps_high": surrogate.get("clip_high"),
+        "dual_clip": surrogate.get("dual_clip"),
         "token_level_loss": spec.denominator == "token",
     }
-    if surrogate.kind == "gspo" and surrogate.anchor == "sampler":
+    if surrogate.kind == "gspo" and surrogate.get("anchor") == "sampler":
         settings["enable_vllm_is_correction"] = True
     elif correction.acts:
         gated = correction.gate != "none"
@@ -124,7 +124,7 @@ def _where_it_matters(spec: LossSpec) -> LossSpec:
     changes: dict[str, Any] = {}
     if spec.denominator == "token" or spec.scaling.length_epsilon <= EPSILON:
         changes["scaling"] = spec.scaling.model_copy(update={"length_epsilon": EPSILON})
-    if spec.surrogate.kind == "ppo" and spec.surrogate.log_clamp is None:
+    if spec.surrogate.kind == "ppo" and spec.surrogate.get("log_clamp") is None:
         changes["surrogate"] = spec.surrogate.model_copy(update={"log_clamp": LOG_CLAMP})
     return spec.model_copy(update=changes)
 

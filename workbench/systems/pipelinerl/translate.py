@@ -70,8 +70,8 @@ def back(spec: LossSpec) -> dict[str, Any]:
         raise refuse("PipelineRL", f"the surrogate {kind!r}", "its losses are ppo, reinforce (truncated) and gspo")
     settings: dict[str, Any] = {
         "policy_loss": losses[kind],
-        "epsilon_high": surrogate.clip_high,
-        "epsilon_low": 0.2 if surrogate.clip_low is None else surrogate.clip_low,
+        "epsilon_high": surrogate.get("clip_high"),
+        "epsilon_low": 0.2 if surrogate.get("clip_low") is None else surrogate.get("clip_low"),
         "kl_coef": spec.kl.coefficient,
         "final_kl_coef": spec.kl.coefficient,
         "clamp_log_ratio_ref_new_value": spec.kl.input_clamp or 10,

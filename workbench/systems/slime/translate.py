@@ -81,10 +81,10 @@ def back(spec: LossSpec) -> dict[str, Any]:
     low_var = kl.estimator == "k3" and kl.output_clamp is not None
     settings = {
         "advantage_estimator": estimators[surrogate.kind],
-        "eps_clip": 1.0 if surrogate.clip_low is None else surrogate.clip_low,
-        "eps_clip_high": surrogate.clip_high,
-        "eps_clip_c": surrogate.dual_clip,
-        "use_rollout_logprobs": surrogate.anchor == "sampler",
+        "eps_clip": 1.0 if surrogate.get("clip_low") is None else surrogate.get("clip_low"),
+        "eps_clip_high": surrogate.get("clip_high"),
+        "eps_clip_c": surrogate.get("dual_clip"),
+        "use_rollout_logprobs": surrogate.get("anchor") == "sampler",
         "use_kl_loss": bool(kl.coefficient),
         "kl_loss_coef": kl.coefficient,
         "kl_loss_type": "low_var_kl" if low_var else kl.estimator if kl.coefficient else "k1",

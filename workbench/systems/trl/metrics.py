@@ -110,7 +110,7 @@ def _sampling(s: PeerSettings) -> Iterable[Alias]:
 
 def _within_delta(s: PeerSettings, clip: ClipRule) -> ClipRule:
     """The clip as TRL asks about it, after delta has bounded the ratio: a bound out of delta's reach is none."""
-    delta = None if s.spec is None else s.spec.surrogate.delta
+    delta = None if s.spec is None else s.spec.surrogate.get("delta")
     if delta is None:
         return clip
     return clip._replace(

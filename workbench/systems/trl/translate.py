@@ -154,7 +154,9 @@ def bounded_ratio(mode: str, low: float | None, high: float | None) -> dict[str,
 def _notes(settings: TRLSettings, spec: LossSpec) -> list[str]:
     notes = []
     if settings.loss_type == "cispo":
-        notes.append(f"cispo bounds the ratio by epsilon_high itself, {spec.surrogate.clip_high:g}, and not from below")
+        notes.append(
+            f"cispo bounds the ratio by epsilon_high itself, {spec.surrogate.get('clip_high'):g}, and not from below"
+        )
     if settings.loss_type not in (*CLIPPED, "cispo"):
         notes.append(f"epsilon, epsilon_high and delta have no effect on {settings.loss_type}")
     if settings.loss_type == "vespo" and settings.importance_sampling_level == "sequence":
@@ -217,16 +219,23 @@ def back(spec: LossSpec) -> dict[str, Any]:
         "entropy_coef": spec.entropy_coefficient,
         "top_entropy_quantile": spec.top_entropy_share,
     }
-    of_rows = surrogate.kind == "gspo" or surrogate.level == "document" or kl.importance_level == "document"
+    of_rows = surrogate.kind == "gspo" or surrogate.get("level") == "document" or kl.importance_level == "document"
     found["importance_sampling_level"] = "sequence" if of_rows else "token"
     if kl.coefficient:
         found["use_bias_correction_kl"] = kl.importance != "none"
     if surrogate.kind in ("ppo", "gspo"):
-        found |= {"epsilon": surrogate.clip_low, "epsilon_high": surrogate.clip_high, "delta": surrogate.delta}
+        found |= {
+            "epsilon": surrogate.get("clip_low"),
+            "epsilon_high": surrogate.get("clip_high"),
+            "delta": surrogate.get("delta"),
+        }
     elif surrogate.kind == "cispo":
-        found["epsilon_high"] = surrogate.clip_high
+        found["epsilon_high"] = surrogate.get("clip_high")
     elif surrogate.kind == "sapo":
-        found |= {"sapo_temperature_pos": surrogate.tau_positive, "sapo_temperature_neg": surrogate.tau_negative}
+        found |= {
+            "sapo_temperature_pos": surrogate.get("tau_positive"),
+            "sapo_temperature_neg": surrogate.get("tau_negative"),
+        }
     else:
         found |= {
             "vespo_k_pos": surrogate.k_positive,

@@ -147,7 +147,7 @@ def _clip(s: PeerSettings) -> Iterable[Alias]:
                 )
             )
     elif s.kind in ("dppo_tv", "dppo_kl"):
-        cap = None if s.spec is None else s.spec.surrogate.ratio_cap
+        cap = None if s.spec is None else s.spec.surrogate.get("ratio_cap")
         yield Alias(_mean(upper, "share of tokens outside the trust region", Cut("policy")))
         if cap is not None:
             yield Alias(
@@ -165,7 +165,7 @@ def _anchor(s: PeerSettings) -> Who:
     """The policy in the denominator of the ratio; without a ratio, the one that drew the tokens."""
     if s.spec is None:
         return "old"
-    return "sampler" if s.kind == "reinforce" else s.spec.surrogate.anchor or "old"
+    return "sampler" if s.kind == "reinforce" else s.spec.surrogate.ratio_anchor
 
 
 def _near(canonical: str) -> str:

@@ -270,7 +270,7 @@ def back(spec: LossSpec) -> dict[str, Any]:
         "dppo_tv": "dppo_tv",
         "dppo_kl": "dppo_kl",
     }
-    bypass = surrogate.kind == "reinforce" or (surrogate.kind == "ppo" and surrogate.anchor == "sampler")
+    bypass = surrogate.kind == "reinforce" or (surrogate.kind == "ppo" and surrogate.get("anchor") == "sampler")
     if surrogate.kind not in modes and not bypass:
         raise refuse(TITLE, f"the surrogate {surrogate.kind!r}", f"its policy losses are {', '.join(modes.values())}")
     mode = "bypass_mode" if bypass else modes[surrogate.kind]
@@ -287,11 +287,11 @@ def back(spec: LossSpec) -> dict[str, Any]:
     if spec.denominator_constant is not None:
         settings["loss_scale_factor"] = spec.denominator_constant
     for name, value in (
-        ("clip_ratio_low", _first(surrogate.clip_low, surrogate.threshold_low)),
-        ("clip_ratio_high", _first(surrogate.clip_high, surrogate.threshold_high)),
-        ("clip_ratio_c", _first(surrogate.dual_clip, surrogate.ratio_cap)),
-        ("tau_pos", surrogate.tau_positive),
-        ("tau_neg", surrogate.tau_negative),
+        ("clip_ratio_low", _first(surrogate.get("clip_low"), surrogate.get("threshold_low"))),
+        ("clip_ratio_high", _first(surrogate.get("clip_high"), surrogate.get("threshold_high"))),
+        ("clip_ratio_c", _first(surrogate.get("dual_clip"), surrogate.get("ratio_cap"))),
+        ("tau_pos", surrogate.get("tau_positive")),
+        ("tau_neg", surrogate.get("tau_negative")),
     ):
         if value is not None:
             settings[name] = value

@@ -8,7 +8,7 @@ import torch
 from tests.helpers.loss_batches import nasty_documents
 from tests.helpers.surrogate_checks import assert_finite_differences, assert_is_the_oracle
 from workbench.losses import LossInputs
-from workbench.losses.surrogates.soft import dro, sapo
+from workbench.losses.soft import dro, sapo
 
 CASES = [
     ("sapo", {"tau_positive": 1.0, "tau_negative": 1.05}),

@@ -6,8 +6,8 @@ import torch
 from tests.helpers.loss_batches import nasty_documents, packed, random_weights, weighted_total
 from tests.helpers.surrogate_checks import assert_finite_differences, assert_is_the_oracle
 from workbench.losses import LocalSums, LossInputs
+from workbench.losses.sequence import gmpo
 from workbench.losses.surrogates import SURROGATES
-from workbench.losses.surrogates.sequence import gmpo
 
 TIGHT = {"clip_low": 0.1, "clip_high": 0.15}
 SHAPE = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0}

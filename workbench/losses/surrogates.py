@@ -1,21 +1,21 @@
 """Surrogates: one pure function a kind, LossInputs and keyword parameters to the policy Term.
 
-Each module is a family. `SURROGATES` names them as `workbench.specs.losses.PARAMETERS` does.
+Each has its settings under the same name in `workbench.specs.losses`, and its keyword parameters are those settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from workbench.losses.clipped import clipped_surrogate
+from workbench.losses.covariance import clip_cov, kl_cov
+from workbench.losses.direct import cispo, gpg, importance_sampling, on_policy, reinforce
 from workbench.losses.preference import dpo
+from workbench.losses.sequence import gmpo, gspo, gspo_token, luspo, vespo
+from workbench.losses.soft import dro, sapo
 from workbench.losses.supervised import sft
-from workbench.losses.surrogates.clipped import clipped_surrogate
-from workbench.losses.surrogates.covariance import clip_cov, kl_cov
-from workbench.losses.surrogates.direct import cispo, gpg, importance_sampling, on_policy, reinforce
-from workbench.losses.surrogates.sequence import gmpo, gspo, gspo_token, luspo, vespo
-from workbench.losses.surrogates.soft import dro, sapo
-from workbench.losses.surrogates.trust_region import dppo_kl, dppo_tv, ipo, ref_kl
 from workbench.losses.terms import Term
+from workbench.losses.trust_region import dppo_kl, dppo_tv, ipo, ref_kl
 
 SURROGATES: Mapping[str, Callable[..., Term]] = {
     "ppo": clipped_surrogate,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from workbench.losses.surrogates.clipped import held
-from workbench.losses.surrogates.sequence import log_sequence_ratio
+from workbench.losses.clipped import held
+from workbench.losses.sequence import log_sequence_ratio
 from workbench.losses.terms import LossInputs, Term
 
 

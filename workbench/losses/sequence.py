@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from workbench.losses.surrogates.clipped import clip_ratio
+from workbench.losses.clipped import clip_ratio
 from workbench.losses.terms import LossInputs, Term
 
 TOKEN_LOG_CLAMP = 20.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from workbench.losses.surrogates.clipped import held
+from workbench.losses.clipped import held
 from workbench.losses.terms import LossInputs, Term
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from workbench.losses.surrogates.clipped import clip_ratio
+from workbench.losses.clipped import clip_ratio
 from workbench.losses.terms import LossInputs, Term
 
 

@@ -10,7 +10,7 @@ from tests.helpers.surrogate_checks import assert_finite_differences, assert_is_
 from workbench.errors import SpecError
 from workbench.losses import LossInputs
 from workbench.losses.surrogates import SURROGATES
-from workbench.losses.surrogates.trust_region import dppo_kl, dppo_tv, ipo, ref_kl
+from workbench.losses.trust_region import dppo_kl, dppo_tv, ipo, ref_kl
 
 CASES = [
     ("dppo_tv", {"threshold_low": 0.1, "threshold_high": 0.15, "anchor": "sampler"}),

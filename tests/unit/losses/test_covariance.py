@@ -6,7 +6,7 @@ import torch
 from tests.helpers.loss_batches import nasty_documents, packed, random_weights, weighted_total
 from tests.helpers.surrogate_checks import assert_finite_differences, assert_is_the_oracle
 from workbench.losses import LossInputs
-from workbench.losses.surrogates.covariance import clip_cov, kl_cov
+from workbench.losses.covariance import clip_cov, kl_cov
 
 EVERY = {"clip_low": 0.2, "clip_high": 0.28, "cov_fraction": 1.0, "cov_low": 0.3, "cov_high": 5.0}
 CASES = [

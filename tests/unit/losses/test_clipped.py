@@ -8,7 +8,7 @@ import torch
 from tests.helpers.loss_batches import nasty_documents, packed
 from tests.helpers.surrogate_checks import assert_finite_differences, assert_is_the_oracle
 from workbench.losses import LossInputs
-from workbench.losses.surrogates.clipped import clip_ratio, clipped_surrogate
+from workbench.losses.clipped import clip_ratio, clipped_surrogate
 
 BOUNDS = [
     {"clip_low": 0.2, "clip_high": 0.28},

@@ -8,7 +8,7 @@ import torch
 from tests.helpers.loss_batches import nasty_documents, packed, random_weights, weighted_total
 from tests.helpers.surrogate_checks import assert_finite_differences, assert_is_the_oracle
 from workbench.losses import LossInputs
-from workbench.losses.surrogates.direct import cispo, importance_sampling, on_policy, reinforce
+from workbench.losses.direct import cispo, importance_sampling, on_policy, reinforce
 
 CASES = [
     ("importance_sampling", {}),

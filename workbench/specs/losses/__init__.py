@@ -1,0 +1,17 @@
+"""Settings of losses. A name picks a preset, and keys that are given next to it win over the preset's.
+
+The settings of each surrogate stand in the module that has the name of its mathematics in `workbench.losses`.
+"""
+
+from workbench.specs.losses.correction import CORRECTIONS as CORRECTIONS
+from workbench.specs.losses.correction import CorrectionSpec as CorrectionSpec
+from workbench.specs.losses.correction import GateSpec as GateSpec
+from workbench.specs.losses.kl import KLSpec as KLSpec
+from workbench.specs.losses.loss import GROUPS as GROUPS
+from workbench.specs.losses.loss import LossSpec as LossSpec
+from workbench.specs.losses.loss import check_carried as check_carried
+from workbench.specs.losses.presets import PRESETS as PRESETS
+from workbench.specs.losses.scaling import ScalingSpec as ScalingSpec
+from workbench.specs.losses.surrogate import PARAMETERS as PARAMETERS
+from workbench.specs.losses.surrogate import SURROGATES as SURROGATES
+from workbench.specs.losses.surrogate import parse_surrogate as parse_surrogate

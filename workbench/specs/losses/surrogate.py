@@ -1,0 +1,121 @@
+"""The union of all surrogates, told apart by their kind."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, get_args
+
+from pydantic import BeforeValidator, Field, TypeAdapter
+
+from workbench.specs.losses.base import Surrogate
+from workbench.specs.losses.clipped import PPO
+from workbench.specs.losses.covariance import ClipCov, KLCov
+from workbench.specs.losses.direct import CISPO, GPG, ImportanceSampling, OnPolicy, Reinforce
+from workbench.specs.losses.preference import DPO
+from workbench.specs.losses.sequence import GMPO, GSPO, LUSPO, VESPO, GSPOToken
+from workbench.specs.losses.soft import DRO, SAPO
+from workbench.specs.losses.supervised import SFT
+from workbench.specs.losses.trust_region import DPPOKL, DPPOTV, IPO, RefKL
+
+SURROGATES: Mapping[str, type[Surrogate]] = {
+    kind.model_fields["kind"].default: kind
+    for kind in (
+        PPO,
+        ImportanceSampling,
+        Reinforce,
+        OnPolicy,
+        CISPO,
+        GSPO,
+        GSPOToken,
+        LUSPO,
+        GMPO,
+        SAPO,
+        VESPO,
+        GPG,
+        DPPOTV,
+        DPPOKL,
+        IPO,
+        RefKL,
+        DRO,
+        ClipCov,
+        KLCov,
+        SFT,
+        DPO,
+    )
+}
+"""Kind -> its settings."""
+
+PARAMETERS = tuple(dict.fromkeys(name for kind in SURROGATES.values() for name in kind().parameters))
+"""Every parameter of any kind."""
+
+
+def _of_its_kind(value: Any) -> Any:
+    """Settings of one kind: the kind is known, and every key that is given is one of its parameters."""
+    if not isinstance(value, Mapping):
+        return value
+    kind = value.get("kind", "ppo")
+    if kind not in SURROGATES:
+        near = difflib.get_close_matches(str(kind), SURROGATES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(SURROGATES)}"
+        raise ValueError(f"no surrogate {kind!r} ({hint})")
+    defaults = SURROGATES[kind]().parameters
+    given = {"kind": kind}
+    for name, setting in value.items():
+        users = [other for other, spec in SURROGATES.items() if name in spec.model_fields]
+        if name in defaults or name in ("kind", "coefficient") or not users:
+            given[name] = setting
+        elif setting is not None:
+            raise ValueError(f"{name} is not used by the surrogate {kind!r}; it belongs to {', '.join(users)}")
+    if given.get("level") == "token" and "token" not in get_args(SURROGATES[kind].model_fields["level"].annotation):
+        raise ValueError(
+            f"level 'token' is not used by the surrogate {kind!r}, whose ratio is that of a document; "
+            "'ppo' is its like for tokens"
+        )
+    emptied = [
+        name for name, default in defaults.items() if name in given and given[name] is None and default is not None
+    ]
+    if emptied:
+        raise ValueError(
+            f"{', '.join(emptied)} of the surrogate {kind!r} cannot be None; leave it out for the "
+            f"default ({', '.join(str(defaults[name]) for name in emptied)})"
+        )
+    return given
+
+
+AnySurrogate = Annotated[
+    PPO
+    | ImportanceSampling
+    | Reinforce
+    | OnPolicy
+    | CISPO
+    | GSPO
+    | GSPOToken
+    | LUSPO
+    | GMPO
+    | SAPO
+    | VESPO
+    | GPG
+    | DPPOTV
+    | DPPOKL
+    | IPO
+    | RefKL
+    | DRO
+    | ClipCov
+    | KLCov
+    | SFT
+    | DPO,
+    Field(discriminator="kind"),
+    BeforeValidator(_of_its_kind),
+]
+"""Settings of one surrogate."""
+
+
+def parse_surrogate(**settings: Any) -> Surrogate:
+    """Return the settings of a surrogate, by its kind and whatever differs from the kind's defaults.
+
+    Example:
+        >>> parse_surrogate(kind="gspo", clip_high=5e-4).clip_low
+        0.0003
+    """
+    return TypeAdapter(AnySurrogate).validate_python(settings)

@@ -1,0 +1,62 @@
+"""Settings of surrogates with a trust region in probability. Formulas: `workbench.losses.trust_region`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from workbench.specs.losses.base import Surrogate
+
+
+class FromSampler(Surrogate):
+    """A surrogate whose ratio is against the sampler by default."""
+
+    anchor: Literal["old", "sampler"] = "sampler"
+    """Whose log-probabilities stand in the denominator of the ratio."""
+
+
+class DPPOTV(FromSampler):
+    """The ratio of tokens whose probability moved no further than allowed."""
+
+    kind: Literal["dppo_tv"] = "dppo_tv"
+    threshold_low: float = Field(0.15, ge=0)
+    """How far the probability of a token with an advantage that is not positive may have moved down."""
+    threshold_high: float = Field(0.15, ge=0)
+    """How far the probability of a token with positive advantage may have moved up."""
+    ratio_cap: float | None = Field(None, gt=0)
+    """Upper bound of the ratio inside the gradient coefficient; None: none."""
+    log_clamp: float | None = Field(None, gt=0)
+    """Bound of |log ratio|; the weight of a token beyond it is the bound's. None: none."""
+
+
+class DPPOKL(FromSampler):
+    """The ratio of tokens whose binary KL divergence is no greater than allowed."""
+
+    kind: Literal["dppo_kl"] = "dppo_kl"
+    threshold_low: float = Field(0.05, ge=0)
+    """How far, in nats of KL, a token with an advantage that is not positive may have moved down."""
+    threshold_high: float = Field(0.05, ge=0)
+    """How far, in nats of KL, a token with positive advantage may have moved up."""
+    ratio_cap: float | None = Field(None, gt=0)
+    """Upper bound of the ratio inside the gradient coefficient; None: none."""
+    log_clamp: float | None = Field(None, gt=0)
+    """Bound of |log ratio|; the weight of a token beyond it is the bound's. None: none."""
+
+
+class IPO(FromSampler):
+    """The ratio of tokens whose probability moved no further than allowed, either way."""
+
+    kind: Literal["ipo"] = "ipo"
+    threshold: float = Field(0.1, ge=0)
+    """How far the token's probability may have moved from the anchor's, either way."""
+
+
+class RefKL(FromSampler):
+    """On-policy distillation from the reference."""
+
+    reads_advantages: ClassVar[bool] = False
+
+    kind: Literal["ref_kl"] = "ref_kl"
+    threshold_low: float = Field(0.2, ge=0)
+    """How far the probability of any token may have moved down."""
